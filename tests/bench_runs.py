@@ -10,9 +10,8 @@ from quantkit.serving.bench.measure import Measured
 from quantkit.serving.bench.settings import Point, Settings
 from quantkit.serving.bench.subjects import Subject
 
-SMALL = Settings(batches=(1, 3), prompts=(5,), tokens=4, repeats=2, warmup=1, rounds=1, dtype="float32")
+SMALL = Settings(batch="1,3", prompt="5", tokens=4, repeats=2, warmup=1, rounds=1, dtype="float32")
 FACTS = {
-    "engine": "transformers",
     "version": "5",
     "kernels": "torch Linear",
     "packed": False,
@@ -24,7 +23,7 @@ FACTS = {
     "peak_bytes": 9000,
     "how": "resident, above the interpreter",
 }
-RATES = {"bandwidth": 1e6, "flops": 4e6, "source": "measured"}
+RATES = {"bandwidth": 1e6, "flops": 4e6}
 
 
 class Known(Subject):
@@ -54,18 +53,19 @@ def run(point: Point, tokens: int, prefill: float, step: float) -> dict:
 def measured(source: str, settings: Settings, step, engine: str = "transformers", **facts) -> Measured:
     """A checkpoint that ran; step(batch, round) in seconds."""
     row = Measured(subject(source), engine)
-    row.loaded, row.load_seconds, row.rates = FACTS | facts, [0.4, 0.6], dict(RATES)
+    row.loaded, row.load_seconds, row.rates = FACTS | facts, [0.4, 0.6], [RATES]
     for point in settings.points:
         row.runs[point] = [
-            [run(point, settings.tokens, 0.01 * point.prompt, step(point.batch, number))] * settings.repeats
+            run(point, settings.tokens, 0.01 * point.prompt, step(point.batch, number))
             for number in range(settings.rounds)
+            for _ in range(settings.repeats)
         ]
     return row
 
 
 def checked(made: dict) -> dict:
     """A record, which must fit its schema as it would be printed."""
-    schema = json.loads(Path(bench.__file__).with_name("bench-1.json").read_text(encoding="utf-8"))
+    schema = json.loads(Path(bench.__file__).with_name("bench-2.json").read_text(encoding="utf-8"))
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(json.loads(json.dumps(made, allow_nan=False)), schema)
     return made

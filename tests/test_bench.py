@@ -6,7 +6,6 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import bench_runs
 import far_device
@@ -17,28 +16,24 @@ import torch
 import transformers
 from bench_runs import SMALL, checked, measured, subject
 
-from quantkit.cli import bench as bench_command
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import processor
-from quantkit.serving.bench import machine, measure, memory, runners, show, subjects, worker
-from quantkit.serving.bench.attention.settings import Settings as Attention
-from quantkit.serving.bench.batching.measure import Settings as Batching
+from quantkit.serving.bench import measure, memory, runners, show, subjects, worker
 from quantkit.serving.bench.record import record
 from quantkit.serving.bench.runners import llamacpp, vllm
-from quantkit.serving.bench.settings import Point, Settings, parse_list, usual_threads
+from quantkit.serving.bench.settings import Point, Settings, usual_threads
 from quantkit.serving.bench.subjects import Job
-from quantkit.serving.endpoint.load import Settings as Load
 from quantkit.serving.engines import choose
 from quantkit.serving.engines import transformers as engine
 
 QUICK = ["--tokens", "3", "--prompt", "4", "--repeats", "1", "--rounds", "1", "--warmup", "0"]
 
 
-def told(folder: Path, settings: Settings = SMALL, engine: str = "transformers", **asked) -> list[dict]:
+def told(folder: Path, settings: Settings = SMALL, engine: str = "transformers") -> list[dict]:
     """Events of a worker that runs in this process."""
     heard: list[dict] = []
-    made = Job(subjects.open_subject(str(folder)), engine, settings, settings.points, **asked)
+    made = Job(subjects.open_subject(str(folder)), engine, settings, settings.points)
     worker.measure(pickle.loads(pickle.dumps(made)), heard.append)
     return heard
 
@@ -89,9 +84,8 @@ def test_prefilled_and_decoded_tokens_are_exact(tiny_model, forwards):
 def test_kernels_are_those_that_ran(make, tiny_model, tmp_path):
     pytest.importorskip("bitsandbytes")
     make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
-    quick = {**vars(SMALL), "batches": (1,), "repeats": 1, "warmup": 0}
-    del quick["decoded"]
-    loaded = [told(tmp_path / "nf4", Settings(**quick, decoded=asked))[0] for asked in (False, True)]
+    quick = replace(SMALL, batch="1", repeats=1, warmup=0)
+    loaded = [told(tmp_path / "nf4", replace(quick, decoded=asked))[0] for asked in (False, True)]
     assert [(facts["kernels"], facts["packed"], facts["note"]) for facts in loaded] == [
         ("bitsandbytes Linear4bit", True, ""),
         ("torch Linear", False, "as asked"),
@@ -124,7 +118,7 @@ def test_prompts_are_the_seeds_and_of_the_middle_of_the_vocabulary():
 def test_on_an_accelerator(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
     with far_device.present():
-        events = told(folder, Settings(**{**vars(SMALL), "device": "far"}), rates=True)
+        events = told(folder, replace(SMALL, device="far"))
         assert far_device.DEVICE.launches
     runs = [event for event in events if event["event"] == "run"]
     assert [found["decode_tokens"] for found in runs] == [3] * 3 + [9] * 3
@@ -135,7 +129,7 @@ def test_on_an_accelerator(tiny_model):
 def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
     pytest.importorskip("xllamacpp")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
-    row = measure.rows([str(path)], "auto", SMALL)[0]
+    row = measure.rows([str(path)], SMALL)[0]
     heard = list(measure.events(Job(row.subject, row.engine, SMALL, SMALL.points)))
     runs = [event for event in heard if event["event"] == "run"]
     assert [found["prefill_tokens"] for found in runs] == [5] * 3 + [15] * 3
@@ -168,23 +162,12 @@ def test_vllms_own_clock():
     assert (found.decode_tokens, found.decode_seconds, found.step_seconds) == (6, 3.0, ())
 
 
-def test_a_device_of_the_data_sheets_is_not_measured(monkeypatch):
-    far = SimpleNamespace(type="cuda")
-    monkeypatch.setattr(machine.torch, "get_device_module", lambda device: SimpleNamespace(
-        get_device_name=lambda device: "NVIDIA A100-SXM4-40GB"
-    ))  # fmt: skip
-    monkeypatch.setattr(machine.devices, "find", lambda name: machine.devices.DEVICES["a100-40g"])
-    assert machine.rates(far, None, 0) == {
-        "bandwidth": 1555e9, "flops": 312e12, "source": "data sheet of a100-40g",
-    }  # fmt: skip
-
-
 # ---- what cannot run
 
 
 def test_points_that_cannot_run_are_refused_and_the_others_run(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)  # made for 256 tokens
-    asked = Settings(prompts=(5, 300), tokens=4, repeats=1, warmup=0, rounds=1, dtype="float32")
+    asked = Settings(batch="1", prompt="5,300", tokens=4, repeats=1, warmup=0, rounds=1, dtype="float32")
     events = told(folder, asked)
     (refused,) = (event for event in events if event["event"] == "refused")
     assert refused["message"] == "300 prompt + 4 new tokens, the model was made for 256"
@@ -214,27 +197,16 @@ def test_auto_is_planned_in_the_precision_that_runs(tiny_model, monkeypatch, cap
     assert set(planned) == {nbytes}
 
 
-def test_a_batch_is_refused_for_what_its_prefill_takes(tiny_model):
-    known = subjects.open_subject(str(tiny_model("llama", num_hidden_layers=1)))
-    point = Point(100, 50)  # hidden states of 64 and linears as wide as 128, of 5000 tokens or of 512
-    assert known.working_bytes(point, 4, 1 << 40) == 2 * 5000 * (64 + 128) * 4 + 4 * 100 * 512
-    assert known.working_bytes(point, 2, 512) == 2 * 512 * (64 + 128) * 2 + 4 * 100 * 512
-    need = known.parameters * 4 + known.cache_bytes(point, 4, 4) + known.working_bytes(point, 4, 1 << 40)
-    asked = Job(known, "transformers", SMALL, [point])
-    assert asked.refusal(point, 4, 1 << 40, need) is None
-    assert "to compute" in asked.refusal(point, 4, 1 << 40, need - 1)
-
-
 def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):
     folder = tiny_model("llama", num_hidden_layers=1)
-    ran = runners.find("transformers").Generation.run
+    ran = runners.find("transformers").Runner.run
 
     def failing(self, prompts, tokens):
         if len(prompts) == 3:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
         return ran(self, prompts, tokens)
 
-    monkeypatch.setattr(runners.find("transformers").Generation, "run", failing)
+    monkeypatch.setattr(runners.find("transformers").Runner, "run", failing)
     events = told(folder)
     (refused,) = (event for event in events if event["event"] == "refused")
     assert refused["batch"] == 3 and "allocate" in refused["message"]
@@ -248,7 +220,7 @@ def test_memory_that_runs_out_in_a_run_is_that_points(tiny_model, monkeypatch):
         ("import sys; sys.exit('libfoo.so is missing')", "ended with exit code 1: libfoo.so is missing"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died of SIGSEGV"),
         ('import os; print(\'{"event": "do\', end="", flush=True); os._exit(3)', "ended with exit code 3"),
-        ('print(\'{"event": "failed", "message": "no", "hint": "a fix"}\')', "no (a fix)"),
+        ('print(\'{"event": "failed", "message": "no fix"}\')', "no fix"),
     ],
 )
 def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, reason):
@@ -261,23 +233,22 @@ def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, 
     assert reason in dead.error
     made = checked(record([well, dead], SMALL))
     assert [point["error"] for point in made["models"][1]["points"]] == [dead.error] * 2
-    assert made["models"][0]["points"][0]["decode"]["tokens_per_second"]["median"] == pytest.approx(100)
+    assert made["models"][0]["points"][0]["decode"]["median"] == pytest.approx(100)
     assert show.failures(made) == [f"dead: {dead.error}"]
 
 
 def test_the_machines_rates_are_the_most_of_all_rounds():
-    row = measure.Measured(subject("a"), "transformers")
-    for number, (bandwidth, flops) in enumerate(((3.0, 5.0), (2.0, 7.0))):
-        event = {"event": "rates", "bandwidth": bandwidth, "flops": flops, "source": "measured"}
-        measure.hear(row, event, number)
-    assert row.rates == {"bandwidth": 3.0, "flops": 7.0, "source": "measured"}
+    row = measured("a", SMALL, lambda batch, number: 0.1)
+    row.rates = [{"bandwidth": 3.0, "flops": 5.0}, {"bandwidth": 2.0, "flops": 7.0}]
+    found = record([row], SMALL)["models"][0]["roofline"][0]["predicted"]
+    assert (found["bandwidth"], found["flops"]) == (3.0, 7.0)
 
 
 def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
-    rows = measure.rows([str(folder)], "transformers,llama.cpp", SMALL)
+    rows = measure.rows([str(folder)], replace(SMALL, engine="transformers,llama.cpp"))
     assert [row.engine for row in rows] == ["transformers", "llama.cpp"]
-    assert len(measure.rows([str(folder)], "auto,transformers", SMALL)) == 1
+    assert len(measure.rows([str(folder)], replace(SMALL, engine="auto,transformers"))) == 1
     assert rows[0].error is None and "llama.cpp runs GGUF files" in rows[1].error
     measure.measure(rows[1:], SMALL)
     with pytest.raises(QuantkitError, match="nothing ran: .*GGUF") as raised:
@@ -288,7 +259,7 @@ def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
 def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, monkeypatch):
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     monkeypatch.setattr(choose, "installed", lambda name: False)
-    auto, *others = measure.rows([str(path)], "auto,llama.cpp,vllm", SMALL)
+    auto, *others = measure.rows([str(path)], replace(SMALL, engine="auto,llama.cpp,vllm"))
     assert auto.engine == "transformers" and "llama.cpp is not installed" in auto.note
     assert all("not installed" in row.error for row in others)
 
@@ -315,11 +286,9 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
     assert done.code == 0, done.err
     made = checked(json.loads(done.out))
     well, dead = made["models"]
-    assert [point["decode"]["tokens"] for point in well["points"]] == [2, 4, 6]
-    assert (
-        well["engine"]["kernels"] == "torch Linear"
-        and well["roofline"][0]["predicted"]["source"] == "measured"
-    )
+    assert all(point["decode"]["median"] > 0 for point in well["points"])
+    assert well["engine"]["kernels"] == "torch Linear"
+    assert well["roofline"][0]["predicted"]["bandwidth"] > 0
     assert "llama.cpp runs GGUF files" in dead["error"] and f"warning: {folder}: llama.cpp" in done.err
     assert "<svg" in plot.read_text()
 
@@ -338,7 +307,6 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
         (["--concurrency", "4"], "--concurrency is for --url"),
         (["--attn", "sdpa", "--quality", "result.json"], "--quality is not for --attn"),
         (["--attn", "sdpa", "--url", "http://127.0.0.1:1"], "exclude each other"),
-        (["--url", "http://127.0.0.1:1", "--html", "page.html"], "--html is not for --url"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(refuse, demo_model, arguments, said):
@@ -352,20 +320,14 @@ def test_what_is_not_there_is_refused(refuse, quantkit, demo_model):
     assert "no such folder" in refuse(3, "bench", "./nothing")[0]
     assert "cannot be read" in refuse(3, "bench", demo_model, "--quality", "nothing.json")[0]
     assert refuse(2, "bench")[0] == "give a model"
+    asked = ("--url", "http://127.0.0.1:1", "--html", "page.html")
+    assert refuse(2, "bench", *asked)[0] == "--html and --plot are not for --url"
 
 
 def test_lists_and_threads(monkeypatch):
-    assert parse_list("--batch", " 8,1, 2,1") == (1, 2, 8)
+    assert Settings(batch=" 8,1, 2,1").numbers("batch") == (1, 2, 8)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert usual_threads() == 3
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert 1 <= usual_threads() <= os.cpu_count()
     assert bench_runs.FACTS["how"] == memory.Meter().how
-
-
-def test_every_flag_sets_a_field_of_its_question():
-    kinds = {bench_command.PLAIN: Settings, bench_command.ATTN: Attention, bench_command.BATCHING: Batching,
-             bench_command.URL: Load}  # fmt: skip
-    for name, flag in bench_command.FLAGS.items():
-        for question, field in flag.fields.items():
-            assert not field or field in get_type_hints(kinds[question]), name

@@ -22,8 +22,8 @@ def test_attention(quantkit, model, tmp_path):
     done = quantkit("bench", model, *asked, *files, "--json")
     assert done.code == 0, done.err
     made = json.loads(done.out)
-    assert made["schema"] == "quantkit.bench-attention/1"
-    assert (made["settings"]["lengths"], made["settings"]["steps"]) == ([8, 16], 2)
+    assert made["schema"] == "quantkit.bench-attention/2"
+    assert (made["settings"]["prompt"], made["settings"]["tokens"]) == ([8, 16], 2)
     assert [(row["attention"], row["length"]) for row in made["rows"]] == [
         (name, length) for length in (8, 16) for name in ("eager", "sdpa")
     ]
@@ -32,32 +32,19 @@ def test_attention(quantkit, model, tmp_path):
     assert "<svg" in (tmp_path / "plot.svg").read_text()
 
 
-def test_attention_beyond_the_context_is_asked_for(quantkit, refuse, model):
+def test_attention_ends_where_the_context_does(refuse, model):
     error, _ = refuse(2, "bench", model, "--attn", "sdpa", "--prompt", "300", *SMALL[:-1])
     assert "longer than the model's context of 256" in error
-    asked = ("--attn", "sdpa", "--prompt", "300", "-n", "1", "--beyond")
-    assert quantkit("bench", model, *asked, *SMALL).code == 0
 
 
-def test_batching(quantkit, model, tmp_path):
-    trace = tmp_path / "trace.jsonl"
-    lengths = [(0.0, 5, 3), (0.1, 9, 2), (0.1, 4, 6)]
-    lines = [dict(zip(("arrival", "prompt_tokens", "output_tokens"), row, strict=True)) for row in lengths]
-    trace.write_text("\n".join(map(json.dumps, lines)))
-    done = quantkit(
-        "bench", model, "--batching", "static", "--trace", trace, "--batch", "2", *SMALL, "--json"
-    )
+def test_batching(quantkit, model):
+    asked = ("--batching", "static", "--requests", "3", "--batch", "2", "--prompt", "9", "-n", "4")
+    done = quantkit("bench", model, *asked, *SMALL, "--json")
     assert done.code == 0, done.err
     made = json.loads(done.out)
-    assert made["schema"] == "quantkit.bench-batching/1" and made["settings"]["size"] == 2
+    assert made["schema"] == "quantkit.bench-batching/2" and made["settings"]["batch"] == [2]
     assert [len(outcome["requests"]) for outcome in made["outcomes"]] == [3]
-
-
-def test_batching_of_a_drawn_trace(quantkit, model):
-    done = quantkit("bench", model, "--batching", "static", "--requests", "2", *SMALL, "--json")
-    assert done.code == 0, done.err
-    made = json.loads(done.out)
-    assert len(made["trace"]["requests"]) == 2 and "at 8/s, prompts uniform:16-128" in made["trace"]["origin"]
+    assert (len(made["trace"]), made["settings"]["rate"]) == (3, 8.0)
 
 
 def test_an_endpoint_elsewhere_needs_remote(refuse):

@@ -1,4 +1,4 @@
-"""How much memory was used at most: by this process, or on an accelerator by torch's allocator."""
+"""Peak memory: of this process, or on an accelerator of torch's allocator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Meter:
-    """Peak above what was there when it was made. device: None where torch does not compute, or its device.
+    """Peak above the memory at its creation. device: torch's; None where torch does not compute.
 
-    On a CPU that is the resident memory of the process, mapped files among it. Make one after the libraries
-    are imported and before anything is loaded.
+    On a CPU the resident memory of the process, mapped files included. Make one after the libraries are
+    imported and before anything is loaded.
     """
 
     def __init__(self, device=None):
@@ -30,11 +30,11 @@ class Meter:
 
     @property
     def how(self) -> str:
-        """What the figures are, for people."""
+        """The kind of the figures, in words."""
         return "allocated by torch on the device" if self._module else "resident, above the interpreter"
 
     def reset(self) -> None:
-        """From now on the peak counts anew; where the system cannot do so, it is the one since the start."""
+        """Start a new peak; where the system cannot, the peak since the start goes on."""
         if self._module:
             if hasattr(self._module, "reset_peak_memory_stats"):
                 self._module.reset_peak_memory_stats(self._device)
@@ -42,16 +42,13 @@ class Meter:
             RESET.write_text("5")  # man 5 proc: resets the peak of resident memory
 
     def peak(self) -> int | None:
-        """Bytes; None where the device does not tell."""
+        """Return the peak in bytes; None where the device does not count."""
         if self._module:
-            told = getattr(self._module, "max_memory_allocated", None)
-            return told(self._device) if told else None
-        return max(0, _peak_resident() - self._base)
-
-
-def _peak_resident() -> int:
-    """Most bytes that were resident at a time."""
-    if STATUS.exists():
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1])
-    unit = 1 if sys.platform == "darwin" else 1024
-    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            counted = getattr(self._module, "max_memory_allocated", None)
+            return counted(self._device) if counted else None
+        if STATUS.exists():
+            most = 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", STATUS.read_text())[1])
+        else:
+            unit = 1 if sys.platform == "darwin" else 1024
+            most = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return max(0, most - self._base)

@@ -1,8 +1,8 @@
-"""A benchmark for people: what each checkpoint weighs, loses and costs, as a table, a page and plots."""
+"""The report of a benchmark: size, loss and speed of each checkpoint, as a table, a page and plots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,103 +15,110 @@ from quantkit.serving.bench.roofline import Roof
 from quantkit.tables import figure, megabytes, size
 
 Record = dict[str, Any]
-NOISY = 0.1  # median deviation from which on people are warned
+NOISY = 0.1  # median deviation from which on a note warns
 STEPS = 65  # points of a predicted curve
 DECODE = "new tokens per second, all sequences together"
-MEANINGS = {  # of the columns; an evaluation brings two, several models a ratio
-    "engine": "and whose kernels multiply; decoded: the weights are codes on disk, but not as they run",
-    "size": "of all tensors, as stored",
-    "bits": "per weight, over the whole model",
-    "KL div.": "KL divergence from the first model of --quality",
-    "ppl": "perplexity of --quality",
-    "decode/s": "new tokens a second after the first, of all sequences together (median)",
-    "ratio": "decode/s as a multiple of the first model's, in this run",
-    "±": "median deviation of decode/s between runs",
-    "prefill/s": "prompt tokens a second, of all sequences together (median)",
-    "first ms": "milliseconds until every sequence has its first token (median)",
-    "token ms": "milliseconds from a sequence's token to its next (median)",
-    "p90": "milliseconds that nine of ten such steps stay below",
-    "weights": "as they lie in memory",
-    "KV": "keys and values at the end of a run",
-    "peak": "of memory in a run: see the foot",
+
+
+def milliseconds(seconds: float) -> str:
+    """Return three digits of the milliseconds."""
+    return figure(1000 * seconds)
+
+
+def engine(model: Record) -> str:
+    """Return `llama.cpp`, `transformers`, `bitsandbytes` or `decoded`."""
+    used = model["engine"]
+    if used["name"] != "transformers":
+        return used["name"]
+    if used["packed"]:
+        return used["kernels"].partition(" ")[0]
+    return "decoded" if used["note"] else used["name"]
+
+
+def _quality(name: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
+    return lambda model: write((model["quality"] or {}).get(name))
+
+
+def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
+    """Return the cell of the value at a path of a point; a dash where an engine reports none."""
+
+    def cell(point: Record) -> str:
+        name, _, key = path.partition(".")
+        found = point[name]
+        return NOTHING if found is None else write(found[key] if key else found)
+
+    return cell
+
+
+MODEL = {  # columns of a model: their meaning, and the cell
+    "engine": (
+        "and whose kernels multiply; decoded: the weights are codes on disk, but not as they run",
+        engine,
+    ),
+    "size": ("bytes of all tensors, as stored", lambda model: megabytes(model["size"]["weight_bytes"])),
+    "bits": ("bits per weight, over the whole model", lambda model: bits(model["size"]["bits_per_weight"])),
+    "KL div.": ("KL divergence from the first model of --quality", _quality("kld", number)),
+    "ppl": ("perplexity of --quality", _quality("perplexity", bits)),
+}
+POINT = {  # columns of a point that ran
+    "decode/s": ("new tokens a second after the first, all sequences (median)", _at("decode.median", figure)),
+    "ratio": ("decode/s as a multiple of the first model's, in this run", _at("ratio", "{:.2f}×".format)),
+    "±": ("median deviation of decode/s between runs", _at("decode.mad", "{:.0%}".format)),
+    "prefill/s": ("prompt tokens a second, all sequences (median)", _at("prefill.median", figure)),
+    "first ms": (
+        "milliseconds until every sequence has its first token (median)",
+        _at("first_token.median", milliseconds),
+    ),
+    "token ms": (
+        "milliseconds from a sequence's token to its next (median)",
+        _at("latency.median", milliseconds),
+    ),
+    "p90": ("milliseconds that nine of ten such steps stay below", _at("latency.p90", milliseconds)),
+    "KV": ("bytes of keys and values at the end of a run", _at("kv_bytes", size)),
+    "peak": ("most bytes of memory in a run: see the foot", _at("peak_bytes", size)),
 }
 
 
 def report(record: Record, quiet: bool = False) -> Report:
-    """All there is to show. quiet: without what the figures hold for."""
+    """Return table, notes and figures. quiet: without the protocol."""
     models, asked = record["models"], record["settings"]
     absent = set() if record["quality"] else {"KL div.", "ppl"}
     absent |= set() if len(models) > 1 else {"ratio"}
-    meanings = {header: meaning for header, meaning in MEANINGS.items() if header not in absent}
-    points = models[0]["points"] if models else ()
+    columns = {name: column for name, column in (MODEL | POINT).items() if name not in absent}
     groups = []
-    for index, point in enumerate(points):
-        rows = [_cells(model, model["points"][index]) for model in models]
-        heading = called(point) if len(points) > 1 else ""
-        groups.append(
-            (heading, [[row["model"], *(row.get(key, NOTHING) for key in meanings)] for row in rows])
-        )
+    for index, point in enumerate(models[0]["points"]):
+        rows = [_cells(model, model["points"][index], list(columns)) for model in models]
+        groups.append((called(point) if len(models[0]["points"]) > 1 else "", rows))
     labels = [model["label"] for model in models]
+    meanings = {name: meaning for name, (meaning, _) in columns.items()}
     notes = [(f"not run: {line}", "yellow") for line in failures(record)]
     notes += [(f"noisy: {line}", "yellow") for line in noise(record)]
     notes += [(line, "") for line in best_batches(record)]
     notes += [] if quiet else [(line, "dim") for line in protocol(record)]
-    drawn = [by_batch(record, prompt) for prompt in asked["prompts"]] if len(asked["batches"]) > 1 else []
+    drawn = [by_batch(record, prompt) for prompt in asked["prompt"]] if len(asked["batch"]) > 1 else []
     drawn += [against(record)] if len(models) > 1 else []
-    drawn += [by_prompt(record)] if len(asked["prompts"]) > 1 else []
     return Report(
-        title=f"What {', '.join(labels) if len(labels) < 4 else f'{len(labels)} models'} cost to run",
-        tables=[Table(["model", *meanings], groups, meanings)],
+        title=f"The cost of {', '.join(labels) if len(labels) < 4 else f'{len(labels)} models'}",
+        tables=[Table(["model", *columns], groups, meanings)],
         notes=notes,
         figures=[made for made in drawn if made.series],
         more={"Environment": record["env"]},
     )
 
 
-def _cells(model: Record, point: Record) -> dict[str, str]:
-    """A row by its headers; a point that did not run has what is the model's alone."""
-    quality = model["quality"] or {}
-    found = {
-        "model": model["label"],
-        "engine": engine(model["engine"]),
-        "size": megabytes(model["size"]["weight_bytes"]),
-        "bits": bits(model["size"]["bits_per_weight"]),
-        "KL div.": number(quality.get("kld")),
-        "ppl": bits(quality.get("perplexity")),
-    }
-    if point["error"]:
-        return found
-    decode, prefill, latency = point["decode"]["tokens_per_second"], point["prefill"], point["latency"]
-    ratio, memory = point["ratio"]["decode"], point["memory"]
-    found |= {
-        "decode/s": figure(decode["median"]),
-        "±": f"{100 * decode['mad']:.0f} %",
-        "prefill/s": figure(prefill["tokens_per_second"]["median"]),
-        "first ms": milliseconds(prefill["seconds"]["median"]),
-    }
-    found |= {"ratio": f"{ratio['value']:.2f}×"} if ratio else {}
-    if latency:
-        found |= {"token ms": milliseconds(latency["median"]), "p90": milliseconds(latency["p90"])}
-    stored = {"weights": "weight_bytes", "KV": "kv_bytes", "peak": "peak_bytes"}
-    return found | {key: size(memory[name]) for key, name in stored.items() if memory[name] is not None}
-
-
-def milliseconds(seconds: float) -> str:
-    """Three digits."""
-    return figure(1000 * seconds)
-
-
-def engine(told: Record) -> str:
-    """`llama.cpp`, `transformers`, `bitsandbytes`, `decoded`."""
-    if told["name"] != "transformers":
-        return told["name"]
-    if told["packed"]:
-        return told["kernels"].partition(" ")[0]
-    return "decoded" if told["note"] else told["name"]
+def _cells(model: Record, point: Record, names: list[str]) -> list[str]:
+    """Return a row of the table; a point that did not run has the model's cells alone."""
+    cells = [model["label"]]
+    for name in names:
+        if name in MODEL:
+            cells.append(MODEL[name][1](model))
+        else:
+            cells.append(NOTHING if point["error"] else POINT[name][1](point))
+    return cells
 
 
 def called(point: Record) -> str:
-    """`4 × 128 tokens`."""
+    """Return `4 × 128 tokens`."""
     return f"{point['batch']} × {point['prompt']} tokens"
 
 
@@ -119,57 +126,52 @@ def called(point: Record) -> str:
 
 
 def protocol(record: Record) -> Iterator[str]:
-    """Under what the figures hold, and what to know of each model: the foot of the table."""
-    asked, models = record["settings"], record["models"]
+    """Yield the conditions of the figures, and those of each model: the foot of the table."""
+    asked = record["settings"]
     runs = count(asked["rounds"], "round") + f" of {count(asked['repeats'], 'run')}"
     yield (
         f"prompts of random tokens (seed {asked['seed']}), {asked['tokens']} new tokens each, greedy, end of "
         f"text ignored; {runs} after {asked['warmup']} to warm up, models in turn, "
         f"{count(asked['threads'], 'thread')}; medians, ± is the median deviation"
     )
-    peaks: dict[str, list[str]] = {}  # what a peak is of may differ from model to model
-    for model in models:
-        if model["load"]:
-            yield f"{model['label']}: {_runs_by(model)}"
-            peaks.setdefault(model["load"]["memory"], []).append(model["label"])
-    for how, labels in peaks.items():
-        yield f"peak{f' of {name_all(labels)}' if len(peaks) > 1 else ''}: {how}, the most in any run"
-    if told := record["quality"]:
+    for model in record["models"]:
+        if loaded := model["load"]:
+            used = model["engine"]
+            packed = "packed" if used["packed"] else "decoded" if used["note"] else "dense"
+            attention = f", {used['attention']} attention" if used["attention"] else ""
+            yield (
+                f"{model['label']}: {used['name']} {used['version']}, {used['kernels']}, {packed}, "
+                f"{used['dtype']}{attention}, {size(used['weight_bytes'])} in memory, loaded in "
+                f"{loaded['seconds']:.1f} s; peak: {loaded['memory']}"
+                + (f" ({used['note']})" if used["note"] else "")
+            )
+    if quality := record["quality"]:
         yield (
-            f"KL divergence and perplexity: {told['text']}, {told['tokens']} tokens, context {told['ctx']}, "
-            f"against {told['reference']}"
+            f"KL divergence and perplexity: {quality['text']}, {quality['tokens']} tokens, context "
+            f"{quality['ctx']}, against {quality['reference']}"
         )
-    yield from (note for model in models if (note := model["quality_note"]))
-
-
-def _runs_by(model: Record) -> str:
-    engine = model["engine"]
-    how = f"{engine['name']} {engine['version']}, {engine['kernels']}, "
-    how += "packed" if engine["packed"] else "decoded" if engine["note"] else "dense"
-    how += f", {engine['dtype']}" + (f", {engine['attention']} attention" if engine["attention"] else "")
-    loaded = f", loaded in {model['load']['seconds']:.1f} s"
-    return how + loaded + (f" ({engine['note']})" if engine["note"] else "")
+        if absent := [model["label"] for model in record["models"] if not model["quality"]]:
+            yield f"--quality has no model of this name and size: {name_all(absent)}"
 
 
 def noise(record: Record) -> list[str]:
-    """Models whose runs differ so much that small differences say nothing, in one line."""
+    """Return a line about models whose runs differ so much that small differences say nothing."""
     found = []
     for model in record["models"]:
-        ran = [point["decode"]["tokens_per_second"] for point in model["points"] if point["decode"]]
-        worst = max((told["mad"] for told in ran), default=0)
+        worst = max((point["decode"]["mad"] for point in model["points"] if point["decode"]), default=0)
         if worst > NOISY:
             found.append(f"{model['label']} (± {100 * worst:.0f} %)")
     return [f"runs of {name_all(found)} differ: stop other programs, or add --repeats"] if found else []
 
 
 def failures(record: Record) -> list[str]:
-    """Why what did not run did not, each reason once for the models and points that it stopped."""
+    """Return each reason why points did not run, with its model and points."""
     found: dict[tuple[str, str], list[str]] = {}
     for model in record["models"]:
         for point in model["points"]:
             if point["error"]:
                 found.setdefault((model["label"], point["error"]), []).append(called(point))
-    every = len(record["models"][0]["points"]) if record["models"] else 0
+    every = len(record["models"][0]["points"])
     return [
         f"{label}{'' if len(where) == every else ', ' + ', '.join(where)}: {why}"
         for (label, why), where in found.items()
@@ -177,59 +179,48 @@ def failures(record: Record) -> list[str]:
 
 
 def best_batches(record: Record) -> Iterator[str]:
-    """b* of each model and prompt length: what the machine would allow, and what was measured."""
+    """Yield b* of each model and prompt length, predicted and measured."""
+    if len(record["settings"]["batch"]) < 2:
+        return
     for model in record["models"]:
         for row in model["roofline"]:
-            predicted, fitted = row["predicted"], row["measured"]
-            if not fitted and not (predicted and len(record["settings"]["batches"]) > 1):
-                continue
-            said = f"b* of {model['label']}, {row['prompt']} tokens:"
-            if predicted:
+            line = f"b* of {model['label']}, {row['prompt']} tokens:"
+            if predicted := row["predicted"]:
                 rates = f"{predicted['bandwidth'] / 1e9:,.1f} GB/s, {predicted['flops'] / 1e9:,.0f} GFLOPS"
-                said += f" predicted {figure(predicted['optimal_batch'])} ({rates} {predicted['source']}),"
-            yield f"{said} measured {_measured(fitted)}"
-
-
-def _measured(fitted: Record | None) -> str:
-    if fitted is None:
-        return "not known (it takes three batches, and that more sequences cost time)"
-    shape = {"max": "max({}, {}·b)", "sum": "{} + {}·b"}[fitted["shape"]]
-    times = shape.format(f"{milliseconds(fitted['floor'])} ms", f"{milliseconds(fitted['slope'])} ms")
-    outside = "" if fitted["where"] == "within" else f"{fitted['where']} all batches, about "
-    best = outside + figure(fitted["optimal_batch"])
-    return f"{best} (a step takes {times}, within {100 * fitted['error']:.0f} %)"
+                line += f" predicted {figure(predicted['optimal_batch'])} ({rates}),"
+            if fitted := row["measured"]:
+                step = f"{milliseconds(fitted['floor'])} ms + {milliseconds(fitted['slope'])} ms·b"
+                yield f"{line} measured {figure(fitted['optimal_batch'])} (a step takes {step})"
+            elif predicted:
+                yield f"{line} measured: not known (needs three batches that take longer as they grow)"
 
 
 # ---- plots
 
 
 def _ran(model: Record, **at: int) -> Iterator[Record]:
-    """Points with these settings that ran."""
+    """Yield the points with these settings that ran."""
     for point in model["points"]:
         if point["error"] is None and all(point[key] == value for key, value in at.items()):
             yield point
 
 
-def _speed(model: Record, point: Record, x: float) -> Point:
-    told = point["decode"]["tokens_per_second"]
-    spread = f"{figure(told['min'])} to {figure(told['max'])}"
-    note = f"{model['label']}, {called(point)}: {figure(told['median'])} tokens/s ({spread})"
-    return Point(x, told["median"], told["min"], told["max"], note)
-
-
 def by_batch(record: Record, prompt: int) -> Figure:
-    """Throughput over batch, measured, under the roofline."""
-    batches = record["settings"]["batches"]
+    """Return throughput over batch, measured, under the roofline."""
+    batches = record["settings"]["batch"]
     series, lines = [], []
     for index, model in enumerate(record["models"]):
-        points = tuple(_speed(model, point, point["batch"]) for point in _ran(model, prompt=prompt))
+        points = []
+        for point in _ran(model, prompt=prompt):
+            speed = point["decode"]
+            note = f"{model['label']}, {called(point)}: {figure(speed['median'])} tokens/s"
+            points.append(Point(point["batch"], speed["median"], speed["min"], speed["max"], note))
         if not points:
             continue
-        series.append(Series(model["label"], points, index, joined=True))
+        series.append(Series(model["label"], tuple(points), index, joined=True))
         found = next(row for row in model["roofline"] if row["prompt"] == prompt)
         if predicted := found["predicted"]:
-            keys = ("weight_bytes", "cache_bytes", "active", "bandwidth", "flops")
-            roof = Roof(**{key: predicted[key] for key in keys})
+            roof = Roof(**{key: value for key, value in predicted.items() if key != "optimal_batch"})
             xs = np.geomspace(batches[0], batches[-1], STEPS).tolist()
             curve = tuple(Point(x, x / roof.seconds(x)) for x in xs)
             series.append(Series(model["label"], curve, index, joined=True, bare=True))
@@ -240,8 +231,8 @@ def by_batch(record: Record, prompt: int) -> Figure:
     return Figure(
         key=f"batch-{prompt}",
         title=f"Throughput by batch, {prompt} prompt tokens",
-        caption="Bars: least and most of all runs. Dashed: the roofline of each, what reading the weights "
-        "and the cache once a step and multiplying by them allow.",
+        caption="Bars: least and most of all runs. Dashed: the roofline of each, which reads the weights and "
+        "the cache once a step and multiplies by them.",
         x=Axis("sequences at once", "whole", log=True, ticks=tuple(batches)),
         y=Axis(DECODE, log=True),
         series=tuple(series),
@@ -250,53 +241,21 @@ def by_batch(record: Record, prompt: int) -> Figure:
 
 
 def against(record: Record) -> Figure:
-    """Speed against KL divergence where that is known, else against size."""
-    known = [model for model in record["models"] if model["quality"] and model["quality"]["kld"]]
+    """Return KL divergence where it is known, else size, against the speed of the first point."""
+    known = any(model["quality"] and model["quality"]["kld"] for model in record["models"])
     first = record["models"][0]["points"][0]
-    series, lines = [], []
-    for index, model in enumerate(record["models"]):
-        for point in _ran(model, batch=first["batch"], prompt=first["prompt"]):
-            made = _speed(model, point, model["size"]["weight_bytes"])
-            if model in known:
-                loss = model["quality"]["kld"]
-                note = f"{made.note}, KL divergence {number(loss)}, {megabytes(made.x)}"
-                made = Point(made.y, loss, note=note)
-            elif known:
-                lines += [Line(f"{model['label']}, {figure(made.y)}/s", "x", made.y)] if index == 0 else []
-                continue
-            series.append(Series(model["label"], (made,), index, joined=False))
-    what = f"Batch {first['batch']}, {first['prompt']} prompt tokens."
-    speed = Axis(DECODE, log=True)
-    return Figure(
-        key="quality" if known else "size",
-        title="Quality against speed" if known else "Speed against size",
-        caption=f"{what} To the right is faster, below is nearer to the original."
-        if known
-        else f"{what} Bars: least and most of all runs.",
-        x=speed if known else Axis("size of all tensors", "bytes"),
-        y=Axis("KL divergence, nats per token", log=True) if known else speed,
-        series=tuple(series),
-        lines=tuple(lines),
-    )
-
-
-def by_prompt(record: Record) -> Figure:
-    """Time to the first token over prompt length, at the smallest batch."""
-    batch = record["settings"]["batches"][0]
     series = []
     for index, model in enumerate(record["models"]):
-        points = []
-        for point in _ran(model, batch=batch):
-            told = {key: 1000 * value for key, value in point["prefill"]["seconds"].items()}
-            note = f"{model['label']}, {point['prompt']} tokens: {figure(told['median'])} ms"
-            points.append(Point(point["prompt"], told["median"], told["min"], told["max"], note))
-        if points:
-            series.append(Series(model["label"], tuple(points), index, joined=True))
+        loss = (model["quality"] or {}).get("kld") if known else model["size"]["weight_bytes"]
+        for point in _ran(model, batch=first["batch"], prompt=first["prompt"]) if loss else ():
+            speed = point["decode"]["median"]
+            note = f"{model['label']}: {figure(speed)} tokens/s, {megabytes(model['size']['weight_bytes'])}"
+            series.append(Series(model["label"], (Point(speed, loss, note=note),), index, joined=False))
     return Figure(
-        key="prompt",
-        title="Time to the first token",
-        caption=f"Batch {batch}. Bars: least and most of all runs.",
-        x=Axis("prompt tokens", "whole", log=True, ticks=tuple(record["settings"]["prompts"])),
-        y=Axis("milliseconds", log=True),
+        key="quality" if known else "size",
+        title="Quality against speed" if known else "Size against speed",
+        caption=f"Batch {first['batch']}, {first['prompt']} prompt tokens. The best is on the lower right.",
+        x=Axis(DECODE, log=True),
+        y=Axis("KL divergence, nats per token", log=True) if known else Axis("size of all tensors", "bytes"),
         series=tuple(series),
     )

@@ -1,4 +1,4 @@
-"""The checkpoints of a benchmark, known by their headers: size, context, and what cannot run."""
+"""The checkpoints of a benchmark, known by their headers: size, context, and why one cannot run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from quantkit.tables import megabytes
 
 @dataclass(frozen=True)
 class Subject:
-    """source: as the user named it; path: where it lies. bytes and bits over all tensors. context: tokens it
-    was made for, None where there is no limit. stored: how weights are stored, such as `gptq`; None if plain.
-    """
+    """source: as the user named it; path: its place. bytes and bits over all tensors. context: tokens that
+    the model was made for, None where there is no limit. stored: layout of the weights, such as `gptq`, None
+    for plain ones."""
 
     source: str
     path: Path
@@ -43,7 +43,7 @@ class Subject:
         return read_source(str(self.path))
 
     def cache_bytes(self, point: Point, tokens: int, bytes_per_value: Fraction) -> int | None:
-        """Of keys and values at the end of a run, as plan computes them; None where that is not known."""
+        """Return the bytes of keys and values at the end of a run; None where they are not known."""
         known = self._capacity
         try:
             caches = layer_caches(known.settings, known.parameters)
@@ -59,24 +59,15 @@ class Subject:
 
     @cached_property
     def read_share(self) -> float:
-        """Share of the weights that a token reads: not tables of which it looks up a row, nor all experts."""
+        """Share of the weights that a token reads: without tables of which it looks up a row, and without
+        the experts that it is not routed to."""
         known = self._capacity
         weights = formats.weights(formats.STORED, known.parameters, known.settings)
         return weights.read_bytes / weights.bytes if weights.read_bytes else 1.0
 
-    def working_bytes(self, point: Point, value_bytes: int, at_once: int) -> int:
-        """At least, of a prefill: of `at_once` tokens the hidden states and what its widest linear makes of
-        them, twice; and a row of logits for each sequence."""
-        known = self._capacity
-        linears = ((linear.in_features, linear.out_features) for linear in known.parameters.linears)
-        hidden = known.settings.hidden
-        widest = max((max(sizes) for sizes in linears), default=hidden)
-        tokens = min(at_once, point.batch * point.prompt)
-        return 2 * tokens * (hidden + widest) * value_bytes + 4 * point.batch * self.vocab_size
-
     def prompts(self, point: Point, seed: int) -> list[list[int]]:
-        """Random token ids, the same for every model of this vocabulary; none of its ends, where special
-        tokens lie."""
+        """Return random token ids, the same for every model of this vocabulary; none near its ends, where
+        special tokens lie."""
         chance = random.Random(f"{seed} {point.batch} {point.prompt}")
         low, high = self.vocab_size // 4, max(self.vocab_size // 2, self.vocab_size // 4 + 1)
         return [[chance.randrange(low, high) for _ in range(point.prompt)] for _ in range(point.batch)]
@@ -84,17 +75,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint in one engine, one round. rates: the machine's are measured, too."""
+    """One checkpoint in one engine, one round."""
 
     subject: Subject
     engine: str
     settings: Settings
     points: Sequence[Point]
-    rates: bool = False
 
-    def refusal(self, point: Point, value_bytes: int, at_once: int, free: int) -> str | None:
-        """Why a point cannot run, as far as headers tell, or None. value_bytes: of a decoded weight and
-        of the cache. at_once: prompt tokens that the engine computes at a time. free: bytes of memory."""
+    def refusal(self, point: Point, value_bytes: int, free: int) -> str | None:
+        """Return why a point cannot run, as far as headers tell, or None. value_bytes: of a decoded weight
+        and of a value in the cache. free: bytes of memory."""
         subject, tokens = self.subject, self.settings.tokens
         if subject.context is not None and point.prompt + tokens > subject.context:
             return f"{point.prompt} prompt + {tokens} new tokens, the model was made for {subject.context}"
@@ -102,15 +92,14 @@ class Job:
         packed = own or (subject.stored not in (None, "gguf") and not self.settings.decoded)
         weights = subject.weight_bytes if packed else subject.parameters * value_bytes
         cache = subject.cache_bytes(point, tokens, Fraction(value_bytes)) or 0
-        working = subject.working_bytes(point, value_bytes, at_once)
-        if weights + cache + working > free:
+        if weights + cache > free:
             parts = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
-            return f"it takes {parts}, {megabytes(working)} to compute: {megabytes(free)} of memory are free"
+            return f"it takes {parts}: {megabytes(free)} of memory are free"
         return None
 
 
 def open_subject(source: str, revision: str | None = None, offline: bool = False) -> Subject:
-    """Look at headers, of a folder, a GGUF file, or a hub id (which is fetched). Raises QuantkitError."""
+    """Read the headers of a folder, a GGUF file, or a hub id, which is fetched. Raises QuantkitError."""
     path = hub.resolve(source, revision, offline)
     contents = headers.open_contents(str(path), None, True, strict=True)
     found: dict[str, Any] = record.describe(contents)

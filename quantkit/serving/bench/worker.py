@@ -1,12 +1,12 @@
 """The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
 
-A pickled job on stdin; on stdout a line of JSON for whatever happened:
+A pickled job on stdin; on stdout a line of JSON for every event:
 
     {"event": "loaded", facts…, "seconds", "peak_bytes", "how"}
     {"event": "run", "batch", "prompt", "warmup", timing…, "peak_bytes"}
     {"event": "refused", "batch", "prompt", "message"}     a point that cannot run
-    {"event": "failed", "message", "hint"}                 nothing more will come
-    {"event": "rates", "bandwidth", "flops", "source"}
+    {"event": "failed", "message"}                         nothing more will come
+    {"event": "rates", "bandwidth", "flops"}
     {"event": "done"}
 
 Its memory is its own, and when the system kills it for memory the parent lives on to say so.
@@ -26,20 +26,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from quantkit.errors import QuantkitError, first_line
-from quantkit.models.machine.memory import return_freed_pages, room
-from quantkit.serving.bench import runners
+from quantkit.models.machine.device import free_memory
+from quantkit.models.machine.memory import return_freed_pages
+from quantkit.serving.bench import machine, runners
 from quantkit.serving.bench.memory import Meter
-from quantkit.serving.bench.settings import Point
 from quantkit.serving.bench.subjects import Job
 
 Emit = Callable[[dict[str, Any]], None]
+CPU = torch.device("cpu")
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's words
 KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
 
 
 def main() -> None:
-    """Measure what stdin says. stdout is for events alone: what libraries print goes to stderr."""
+    """Measure the job on stdin. stdout is for events alone: what libraries print goes to stderr."""
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if KILL_ME_FIRST.exists():
@@ -51,11 +54,11 @@ def main() -> None:
     try:
         measure(pickle.load(sys.stdin.buffer), emit)
     except QuantkitError as error:
-        emit({"event": "failed", "message": error.message, "hint": error.hint})
+        emit({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
     except Exception as error:
         if not _memory_ran_out(error):
             raise  # its traceback is for the parent to show
-        emit({"event": "failed", "message": f"memory ran out: {first_line(error)}", "hint": ""})
+        emit({"event": "failed", "message": f"memory ran out: {first_line(error)}"})
     events.flush()
     os._exit(0)  # engines' threads and their destructors have nothing more to say
 
@@ -63,14 +66,11 @@ def main() -> None:
 def measure(job: Job, emit: Emit) -> None:
     """Load, warm up, run. Raises QuantkitError where the checkpoint cannot be loaded."""
     engine = runners.find(job.engine)
+    torch.set_num_threads(job.settings.cores)
     device, value_bytes = engine.prepare(job)
-    free, possible = room().nbytes, []
-    if device is not None:  # torch is here
-        from quantkit.models.machine.device import free_memory
-
-        free = free_memory(device)
+    free, possible = free_memory(device or CPU), []
     for point in job.points:
-        if why := job.refusal(point, value_bytes, engine.AT_ONCE, free):
+        if why := job.refusal(point, value_bytes, free):
             emit({"event": "refused", **asdict(point), "message": why})
         else:
             possible.append(point)
@@ -79,42 +79,32 @@ def measure(job: Job, emit: Emit) -> None:
     emit({"event": "done"})
 
 
-def _run_all(job: Job, engine: ModuleType, device: Any, emit: Emit) -> None:
+def _run_all(job: Job, engine: ModuleType, device: torch.device | None, emit: Emit) -> None:
+    """Run every point, then measure the machine. device: None where torch does not compute."""
     meter = Meter(device)
     began = time.perf_counter()
-    runner = engine.start(job)
-    loaded = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
-    emit({"event": "loaded", **asdict(runner.facts), **loaded})
-    for point in job.points:
-        _run(job, point, runner, meter, emit)
+    runner = engine.Runner(job)
     facts = runner.facts
+    loaded = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
+    emit({"event": "loaded", **asdict(facts), **loaded})
+    for point in job.points:
+        prompts = job.subject.prompts(point, job.settings.seed)
+        for index in range(job.settings.warmup + job.settings.repeats):
+            meter.reset()
+            try:
+                timing = runner.run(prompts, job.settings.tokens)
+            except Exception as error:
+                if not isinstance(error, QuantkitError) and not _memory_ran_out(error):
+                    raise
+                emit({"event": "refused", **asdict(point), "message": first_line(error)})
+                break
+            run = {"warmup": index < job.settings.warmup, **asdict(timing), "peak_bytes": meter.peak()}
+            emit({"event": "run", **asdict(point), **run})
     del runner
     gc.collect()
     return_freed_pages()
-    if job.rates:
-        import torch
-
-        from quantkit.serving.bench import machine
-
-        torch.set_num_threads(job.settings.threads)
-        place, dtype = device or torch.device("cpu"), getattr(torch, facts.dtype)
-        emit({"event": "rates", **machine.rates(place, dtype, facts.weight_bytes)})
-
-
-def _run(job: Job, point: Point, runner: runners.Runner, meter: Meter, emit: Emit) -> None:
-    """All runs of a point; memory that runs out refuses it, and the next is tried."""
-    prompts = job.subject.prompts(point, job.settings.seed)
-    for index in range(job.settings.warmup + job.settings.repeats):
-        meter.reset()
-        try:
-            timing = runner.run(prompts, job.settings.tokens)
-        except Exception as error:
-            if not isinstance(error, QuantkitError) and not _memory_ran_out(error):
-                raise
-            emit({"event": "refused", **asdict(point), "message": first_line(error)})
-            return
-        told = {"warmup": index < job.settings.warmup, **asdict(timing), "peak_bytes": meter.peak()}
-        emit({"event": "run", **asdict(point), **told})
+    rates = machine.rates(device or CPU, getattr(torch, facts.dtype), facts.weight_bytes)
+    emit({"event": "rates", **rates})
 
 
 def _memory_ran_out(error: Exception) -> bool:

@@ -1,4 +1,4 @@
-"""Which attention ran: asked of torch's dispatcher during one forward pass, not of the configuration.
+"""The attention kernel that ran, read off torch's dispatcher during one forward pass.
 
 `sdpa` is a name for several kernels, and torch picks one by dtype, mask, head size and device; the choice
 shows only in the operator that it dispatches to.
@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# torch's operators behind scaled_dot_product_attention, and what people call them.
+# torch's operators of scaled_dot_product_attention, and their usual names.
 FUSED = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash, torch's own for CPUs",
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -20,7 +20,7 @@ FUSED = {
     "aten::scaled_dot_product_attention": "the device's own",  # a backend that does not take it apart
 }
 PACKAGES = ("flash_attn", "flash_attn_2", "flash_attn_3", "vllm_flash_attn")  # namespaces of their operators
-SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
+SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
 
 
 class Operators(TorchDispatchMode):
@@ -35,18 +35,15 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def describe(operators: Collection[str], implementation: str = "") -> str:
-    """The attention among a forward's operators, in words; implementation: what transformers calls it.
+def describe(operators: Collection[str]) -> str:
+    """Return the attention among a forward's operators, in words.
 
-    Where no fused kernel is found, the scores `softmax(Q Kᵀ) [heads, N, N]` were written out: that is
-    `eager`, and the `math` fallback of sdpa. A router of experts has a softmax,
-    too, so a fused kernel goes first.
+    Without a fused kernel the scores `softmax(Q Kᵀ) [heads, N, N]` were written out, as by `eager` and the
+    `math` fallback of sdpa. A fused kernel goes first, as a router of experts has a softmax of its own.
     """
     fused = [words for name, words in FUSED.items() if name in operators]
-    own = sorted(name for name in operators if name.partition("::")[0] in PACKAGES)
-    if fused or own:
-        return ", ".join(dict.fromkeys(fused + own))
-    if any(name in operators for name in SOFTMAX):
-        math = "torch's math fallback: " if implementation == "sdpa" else ""
-        return f"{math}scores written out (matmul, softmax, matmul)"
+    if found := fused + sorted(name for name in operators if name.partition("::")[0] in PACKAGES):
+        return ", ".join(dict.fromkeys(found))
+    if SOFTMAX.intersection(operators):
+        return "scores written out (matmul, softmax, matmul)"
     return "not known: torch's dispatcher showed no attention"

@@ -1,18 +1,18 @@
 """Prefill and decode under each attention implementation, one loaded model, lengths from short to long.
 
-One model is loaded and switched between implementations, and they take turns at every repeat: what else the
-machine does meets all of them, so that ratios hold where seconds drift.
+One model is loaded and switched between implementations, and they take turns at every repeat: a disturbance
+of the machine meets all of them, so ratios hold where seconds drift.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import itertools
 import statistics
 import textwrap
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,39 +20,40 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from quantkit.capacity.kv_cache import attention_scores
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
 from quantkit.quantize.progress import Progress
-from quantkit.serving.bench.attention.fit import fit
 from quantkit.serving.bench.attention.kernels import Operators, describe
-from quantkit.serving.bench.attention.settings import Settings
 from quantkit.serving.bench.machine import clock_of
+from quantkit.serving.bench.settings import Settings
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
-SCHEMA = "quantkit.bench-attention/1"
+SCHEMA = "quantkit.bench-attention/2"
+LENGTHS = (256, 512, 1024, 2048, 4096)  # of prompts: a CPU should be done in minutes
 WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax in float32 (twice the bytes)
-REASON = 180  # characters of why one is refused
-SHORT = 16  # tokens of the first, unmeasured run, or as few as the shortest prompt has
-# Why a kernel does not run: not installed, not for this dtype or device or length, out of memory.
+REASON = 180  # characters of a refusal
+SHORT = 16  # tokens of the first, unmeasured run
+# A kernel that is not installed, or not for this dtype, device or length, or that runs out of memory.
 REFUSALS = (ImportError, RuntimeError, ValueError)
+Row = dict[str, Any]
 
 
-@dataclass
-class Row:
-    """One implementation at one length. kernel: what ran. seconds: of the prefill, a value a repeat;
-    step_seconds: of a decoded token, the median of each repeat. prefill_bytes, decode_bytes: peaks above the
-    loaded model, None where no peak is told. refused: why there are none of these."""
+def plan(settings: Settings, context: int | None) -> list[int]:
+    """Return the prompt lengths to measure, the shortest first.
 
-    attention: str
-    length: int
-    kernel: str = ""
-    seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    prefill_bytes: int | None = None
-    decode_bytes: int | None = None
-    refused: str = ""
+    Raises QuantkitError (exit code 2) where prompt and new tokens exceed the model's context.
+    """
+    longest = (context or 1 << 30) - settings.tokens
+    if settings.prompt is None:
+        return [length for length in LENGTHS if length <= longest] or [max(1, longest)]
+    found = list(settings.numbers("prompt"))
+    if over := [str(length) for length in found if length > longest]:
+        what = f"prompts of {name_all(over)} and {settings.tokens} new tokens"
+        message = f"{what} are longer than the model's context of {context}"
+        raise QuantkitError(message, f"choose --prompt {max(1, longest)} or less", USAGE)
+    return found
 
 
 def measure(
@@ -62,59 +63,46 @@ def measure(
     device: torch.device,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Load the model and run every implementation at every length: the versioned JSON, which
-    bench-attention-1.json describes. Bounded by `settings.limit` a prefill.
+    """Load the model and run every implementation at every length: JSON, see bench-attention-2.json.
 
-    Raises QuantkitError when lengths are beyond the model's context (exit code 2), or it does not fit the
+    Raises QuantkitError where lengths exceed the model's context (exit code 2), the model does not fit the
     memory (5), or none of the implementations runs (4). One that does not run is a row.
     """
     progress = progress or Progress()
-    settings.check()
-    lengths = settings.plan(checkpoint.context)
+    names, lengths = settings.names("attn"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
-    loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.steps)
+    loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
     gc.collect()
     bench = _Bench(checkpoint, loaded.model, settings, device)
-    bench.warm_up(min(SHORT, lengths[0]))
+    bench.each(names, bench.watch, bench.draw(min(SHORT, lengths[0])), {name: {} for name in names})
     rows: list[Row] = []
     for place, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
-        rows += bench.at(length)
-    if all(row.refused for row in rows):
-        said = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
-        raise QuantkitError(f"no attention ran: {said}", "eager runs everywhere", UNSUPPORTED)
-    fits = {}
-    for name in settings.implementations:
-        told = [
-            (row.length, row.prefill_bytes) for row in rows if row.attention == name and row.prefill_bytes
-        ]
-        if found := fit(told, bench.heads, dtype.itemsize, settings.batch):
-            fits[name] = found
+        rows += bench.at(names, length)
+    if all(row["refused"] for row in rows):
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
+        raise QuantkitError(f"no attention ran: {reasons}", "eager runs everywhere", UNSUPPORTED)
     return {
         "schema": SCHEMA,
         "model": checkpoint.source,
-        "settings": asdict(settings),
+        "settings": settings.record(),
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "context": checkpoint.context,
         "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
         "weight_bytes": loaded.weight_bytes,
-        "heads": bench.heads,
-        "memory": _counted_by(device),
-        "rows": [asdict(row) for row in rows],
-        "fits": fits,
+        "rows": rows,
     }
 
 
 class _Bench:
-    """The loaded model, and which implementations have been refused so far, with the reason."""
+    """The loaded model, and the implementations refused so far, with the reason."""
 
     def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: Settings, device: torch.device):
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
-        self.heads = getattr(checkpoint.text_config, "num_attention_heads", 1) or 1
+        self.batch = settings.number("batch")
         self.refused: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
-        self.last: dict[str, tuple[int, float]] = {}  # length and seconds of the prefill before
         self.clock = clock_of(device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         # logits of the last token only where the model can, as in serving: all take more than attention does
@@ -122,127 +110,100 @@ class _Bench:
         self.few = {"logits_to_keep": 1} if last else {}
 
     def draw(self, length: int) -> Tensor:
-        """Prompts of random tokens `[batch, length]`."""
-        size, vocabulary = (self.settings.batch, length), self.checkpoint.text_config.vocab_size
-        return torch.randint(vocabulary, size, generator=self.generator).to(self.device)
+        """Return prompts of random tokens `[batch, length]`."""
+        vocabulary = self.checkpoint.text_config.vocab_size
+        return torch.randint(vocabulary, (self.batch, length), generator=self.generator).to(self.device)
 
-    def at(self, length: int) -> list[Row]:
-        """Rows of all implementations at a length; they take turns."""
-        ids, names = self.draw(length), self.settings.implementations
-        rows = {name: Row(name, length, self.kernels.get(name, "")) for name in names}
-        for name in names:
-            if name not in self.refused and (reason := self._too_much(name, length)):
-                self.refused[name] = reason
-        for work in (self._weigh, *[self._time] * self.settings.repeats):
-            for name, row in rows.items():
-                self._try(name, work, ids, row)
+    def at(self, names: Sequence[str], length: int) -> list[Row]:
+        """Return the rows of all implementations at a length; they take turns."""
+        empty = {"seconds": [], "step_seconds": [], "prefill_bytes": None}
+        rows = {name: copy.deepcopy(empty) for name in names}
+        if why := self._too_large(length):
+            self.refused.setdefault("eager", why)
+        ids = self.draw(length)
+        for work in (self.weigh, *[self.time] * self.settings.repeats):
+            self.each(names, work, ids, rows)
         return [
-            Row(name, length, row.kernel, refused=self.refused[name]) if name in self.refused else row
+            {"attention": name, "length": length, "kernel": self.kernels.get(name, "")}
+            | (empty if name in self.refused else row)
+            | {"refused": self.refused.get(name, "")}
             for name, row in rows.items()
         ]
 
-    def _try(self, name: str, work: Callable[[Tensor, Row], None], ids: Tensor, row: Row) -> None:
-        """Do it, unless the implementation has been refused; note it when it is now."""
-        if name in self.refused:
-            return
-        try:
-            engine.set_attention(self.checkpoint, self.model, name)
-            with torch.no_grad():
-                work(ids, row)
-        except QuantkitError as error:
-            self.refused[name] = _reason(error.__cause__ or error)
-        except REFUSALS as error:
-            self.refused[name] = _reason(error)
-            gc.collect()
-            give_back(self.device)
+    def each(
+        self, names: Sequence[str], work: Callable[[str, Tensor, Row], None], ids: Tensor, rows: dict
+    ) -> None:
+        """Do `work` with every implementation not refused so far; refuse those that fail."""
+        for name in names:
+            if name in self.refused:
+                continue
+            try:
+                engine.set_attention(self.checkpoint, self.model, name)
+                with torch.no_grad():
+                    work(name, ids, rows[name])
+            except (QuantkitError, *REFUSALS) as error:
+                reason = first_line(error.__cause__ or error)
+                self.refused[name] = textwrap.shorten(reason, REASON, placeholder=" …")
+                gc.collect()
+                give_back(self.device)
 
-    def warm_up(self, length: int) -> None:
-        """A short run of each unmeasured, then the same one watched for which kernel runs."""
-        for name in self.settings.implementations:
-            self._try(name, self._watch, self.draw(length), Row(name, length))
-
-    def _watch(self, ids: Tensor, row: Row) -> None:
-        self._time(ids, row)
+    def watch(self, name: str, ids: Tensor, row: Row) -> None:
+        """Warm up, then note the kernel that runs."""
+        self._forward(ids)
         with Operators() as seen:
             self._forward(ids)
-        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", row.attention)
-        instead = f", for transformers took {ran}" if ran != row.attention else ""
-        self.kernels[row.attention] = describe(seen.names, ran) + instead
+        ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
+        instead = f", for transformers took {ran}" if ran != name else ""
+        self.kernels[name] = describe(seen.names) + instead
 
-    def _weigh(self, ids: Tensor, row: Row) -> None:
-        """Note the peaks of one run. The warm-up has allocated what libraries keep."""
+    def weigh(self, name: str, ids: Tensor, row: Row) -> None:
+        """Note the peak of a prefill. The warm-up has allocated the buffers that libraries keep."""
+        row["prefill_bytes"] = allocated(self.device, lambda: self._forward(ids))
 
-        def decode() -> None:
-            rest = cache, token
-            for _ in range(self.settings.steps):
-                rest = self._forward(rest[1], rest[0])
-
-        (cache, token), kept, row.prefill_bytes = allocations(self.device, lambda: self._forward(ids))
-        _, _, most = allocations(self.device, decode)
-        row.decode_bytes = None if most is None else kept + most
-
-    def _time(self, ids: Tensor, row: Row) -> None:
+    def time(self, name: str, ids: Tensor, row: Row) -> None:
+        """Note the seconds of a prefill and of a decoded token."""
         times = [self.clock()]
         cache, token = None, ids
-        for _ in range(1 + self.settings.steps):
+        for _ in range(1 + self.settings.tokens):
             cache, token = self._forward(token, cache)
             times.append(self.clock())
         prefill, *steps = (after - before for before, after in itertools.pairwise(times))
-        row.seconds.append(prefill)
-        row.step_seconds.append(statistics.median(steps))
-        self.last[row.attention] = row.length, prefill
+        row["seconds"].append(prefill)
+        row["step_seconds"].append(statistics.median(steps))
 
     def _forward(self, ids: Tensor, cache: Any = None) -> tuple[Any, Tensor]:
-        """Cache and next token `[batch, 1]`."""
+        """Return the cache and the next token `[batch, 1]`."""
         out = self.model(ids, past_key_values=cache, use_cache=True, **self.few)
         return out.get("past_key_values"), out.logits[:, -1:].argmax(-1)
 
-    def _too_much(self, name: str, length: int) -> str:
-        """Why not to try this length: a CPU does not refuse memory, its processes are killed."""
-        before, seconds = self.last.get(name, (length, 0.0))
-        if (expected := seconds * (length / before) ** 2) > self.settings.limit:
-            return f"would take up to {expected:.0f} s, the limit is {self.settings.limit:.0f} s"
-        one = attention_scores(self.heads, length, self.model.dtype.itemsize) * self.settings.batch
-        if name == "eager" and (need := WRITTEN_OUT * one) > (free := free_memory(self.device)):
-            return f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
-        return ""
+    def _too_large(self, length: int) -> str:
+        """Return why eager cannot run: a CPU does not refuse memory, the system kills its processes."""
+        heads = getattr(self.checkpoint.text_config, "num_attention_heads", 1) or 1
+        one = attention_scores(heads, length, self.model.dtype.itemsize) * self.batch
+        need, free = WRITTEN_OUT * one, free_memory(self.device)
+        short = f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
+        return short if need > free else ""
 
 
-def allocations(device: torch.device, work: Callable[[], Any]) -> tuple[Any, int, int | None]:
-    """Return the result of `work`, the bytes that it leaves allocated and the most that it held at once.
+def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
+    """Return the most bytes that `work` held at once; None where the device does not count.
 
-    Both are counted above the start, exactly: by the allocator of a device, on the CPU by the allocation
-    events of torch's profiler. The peak is None where the device does not count.
+    Counted exactly, above the start: by the allocator of a device, on the CPU by the allocation events of
+    torch's profiler.
     """
     gc.collect()
     if is_accelerator(device):
         module = torch.get_device_module(device)
         if not hasattr(module, "reset_peak_memory_stats"):
-            return work(), 0, None
+            return None
         synchronize(device)
         module.reset_peak_memory_stats(device)
         before = module.memory_allocated(device)
-        made = work()
+        work()
         synchronize(device)
-        return made, module.memory_allocated(device) - before, module.max_memory_allocated(device) - before
+        return module.max_memory_allocated(device) - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        made = work()
-    held = most = 0
-    events = (event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]")
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return made, held, most
-
-
-def _counted_by(device: torch.device) -> str:
-    """Return where the peaks come from, in words."""
-    if not is_accelerator(device):
-        return "peak of torch's allocations"
-    told = hasattr(torch.get_device_module(device), "reset_peak_memory_stats")
-    return "peak of the device's allocator" if told else "not told by this device"
-
-
-def _reason(error: BaseException) -> str:
-    """In the library's words; some first lines are a paragraph."""
-    return textwrap.shorten(first_line(error), REASON, placeholder=" …")
+        work()
+    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate((event.nbytes() for event in events), initial=0))

@@ -1,7 +1,7 @@
-"""What batching costs, counted: padding, idle steps, key-value slots held and used, latencies.
+"""Costs of batching, counted: padding, idle steps, key-value slots reserved and used, latencies.
 
-Pure numbers; every strategy gives the same kinds of events, so they are compared by one arithmetic. Shares
-of a paged cache that is really used: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), figure 2.
+Pure numbers; every strategy gives the same kinds of events, so one arithmetic compares them. Shares of a
+paged cache that are really used: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), figure 2.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from typing import Any
 
 import numpy as np
 
+PERCENTILES = (50, 90, 99)
+
 
 @dataclass(frozen=True)
 class Step:
     """One forward pass.
 
-    seconds: it took. prompt_slots: positions of prompts it computed, padding and all; prompt_tokens: of them,
-    tokens. sequences: in decoding; finished: of them, those that had all their tokens already. used, held,
-    reserved: token slots of the key-value cache, after it: with a token of an unfinished request in it;
-    taken by any tensor or block; set aside at the start for what may come. end: on the virtual clock.
+    end: on the virtual clock. seconds: duration. prompt_slots: computed positions of prompts, padding
+    included; prompt_tokens: tokens among them. sequences: in decoding; finished: those with all their tokens
+    already. used, reserved: token slots of the key-value cache after the step: with a token of an unfinished
+    request, and taken by any tensor or block.
     """
 
     end: float
@@ -30,13 +32,12 @@ class Step:
     sequences: int = 0
     finished: int = 0
     used: int = 0
-    held: int = 0
     reserved: int = 0
 
 
 @dataclass(frozen=True)
 class Served:
-    """A request: when it came, when its first token was there, when its answer was; what it says."""
+    """A request: when it came, when its first token and its whole answer were there; its tokens."""
 
     arrival: float
     first: float
@@ -46,33 +47,21 @@ class Served:
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace gone through one strategy; requests in the trace's order."""
+    """A trace served by one strategy; requests in the trace's order."""
 
     requests: tuple[Served, ...]
     steps: tuple[Step, ...]
 
 
-PERCENTILES = (50, 90, 99)
-
-
 def figures(replay: Replay) -> dict[str, Any]:
-    """What is said of a replay with at least one request. Seconds, shares of one, token slots averaged over
-    the time that was computed.
-
-    busy: share of the time from the first arrival to the last answer in which anything was computed.
-    in_flight: unfinished sequences in a decoding step, on average.
-    """
+    """Return the figures of a replay with at least one request: seconds, shares of one, and token slots
+    averaged over the time that was computed."""
     requests, steps = replay.requests, replay.steps
     start = min(request.arrival for request in requests)
     seconds = max(request.done for request in requests) - start
     computed = sum(step.seconds for step in steps)
     slots = sum(step.prompt_slots for step in steps)
     decoded = sum(step.sequences for step in steps)
-    idle = sum(step.finished for step in steps)
-    decoding = sum(1 for step in steps if step.sequences)
-
-    def average(field: str) -> float:
-        return sum(getattr(step, field) * step.seconds for step in steps) / computed
 
     def spread(values: Sequence[float]) -> dict[str, float]:
         found = np.percentile(values, PERCENTILES).tolist()
@@ -84,12 +73,9 @@ def figures(replay: Replay) -> dict[str, Any]:
         "latency": spread([request.done - request.arrival for request in requests]),
         "first_token": spread([request.first - request.arrival for request in requests]),
         "padded": 1 - sum(step.prompt_tokens for step in steps) / slots,
-        "idle": idle / decoded if decoded else 0.0,
-        "used": average("used"),
-        "held": average("held"),
-        "reserved": average("reserved"),
-        "most_held": max(step.held for step in steps),
-        "in_flight": (decoded - idle) / decoding if decoding else 0.0,
+        "idle": sum(step.finished for step in steps) / decoded if decoded else 0.0,
+        "used": sum(step.used * step.seconds for step in steps) / computed,
+        "reserved": sum(step.reserved * step.seconds for step in steps) / computed,
         "busy": computed / seconds,
         "seconds": seconds,
     }

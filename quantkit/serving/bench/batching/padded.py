@@ -1,7 +1,6 @@
 """A batch of requests, padded on the left and run by transformers' `generate` until the longest has ended.
 
-That is what a batch is without continuous batching: who has all tokens goes on computing some that nobody
-reads, and a slot is free when the whole batch is.
+A finished sequence goes on computing tokens that nobody reads, and a slot is free when the whole batch is.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import nn
 
@@ -19,25 +17,19 @@ from quantkit.serving.bench.generation import run
 from quantkit.serving.bench.machine import Clock
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Members by their place in the trace, and when they are started together."""
+def next_batch(
+    arrivals: Sequence[float], waiting: int, free: float, size: int, wait: float
+) -> tuple[range, float]:
+    """Return the members of the batch from request `waiting` on, and when it starts: once it is full, on a
+    machine that is free from `free` on.
 
-    members: tuple[int, ...]
-    start: float
-
-
-def next_batch(arrivals: Sequence[float], waiting: int, free: float, size: int, wait: float) -> Batch:
-    """The batch after those before `waiting`, on a machine that is free from `free` on; it starts when it is
-    full.
-
-    arrivals: of all requests, in order. wait: seconds that the first of them may wait for company: a dynamic
-    batch. Without end the batch is static, and the last one is what is left when nobody comes any more.
+    arrivals: of all requests, in order. wait: seconds that the first member of a dynamic batch waits for
+    company. A static batch waits for ever; its last one has the requests that are left.
     """
     patience = max(free, arrivals[waiting] + wait)
     members = range(waiting, min(waiting + size, bisect_right(arrivals, patience)))
     full = len(members) == size or patience == math.inf
-    return Batch(tuple(members), max(free, arrivals[members[-1]]) if full else patience)
+    return members, max(free, arrivals[members[-1]]) if full else patience
 
 
 def serve(
@@ -48,15 +40,16 @@ def serve(
     wait: float,
     clock: Clock,
 ) -> Replay:
-    """Batch after batch until nobody waits. requests: by time of arrival. size, wait: of `next_batch`."""
+    """Serve batch after batch until no request waits. requests: in order of arrival. size, wait: see
+    `next_batch`."""
     arrivals = [request.arrival for request in requests]
     free, served, steps = 0.0, [], []
     while len(served) < len(requests):
-        batch = next_batch(arrivals, len(served), free, size, wait)
-        members = [requests[index] for index in batch.members]
+        places, start = next_batch(arrivals, len(served), free, size, wait)
+        members = [requests[place] for place in places]
         longest = max(request.output for request in members)
-        written, seconds, _ = run(model, [prompts[index] for index in batch.members], longest, clock)
-        answers, passes = account(members, batch.start, seconds, written)
+        written, seconds, _ = run(model, [prompts[place] for place in places], longest, clock)
+        answers, passes = account(members, start, seconds, written)
         served += answers
         steps += passes
         free = steps[-1].end
@@ -66,15 +59,13 @@ def serve(
 def account(
     requests: Sequence[Request], start: float, seconds: Sequence[float], written: Sequence[Sequence[int]]
 ) -> tuple[list[Served], list[Step]]:
-    """Answers and steps of one batch that was started at `start` and whose tokens took `seconds`.
+    """Return the answers and steps of one batch, started at `start`, of which each token took `seconds`.
 
     An answer is handed back with the whole batch, as `generate` does; its first token was there before. The
-    cache holds a slot a position for every member, padding and finished ones too; a cache of fixed size would
-    reserve them all at the start.
+    cache has a slot a position for every member, padding and finished ones included.
     """
     size, width = len(requests), max(request.prompt for request in requests)
-    longest, clock, steps = max(request.output for request in requests), start, []
-    reserved = size * (width + longest - 1)  # what was written last is never read again
+    clock, steps = start, []
     for made, took in enumerate(seconds):  # tokens that each member has before this step
         clock += took
         live = [request for request in requests if request.output > made]
@@ -89,8 +80,7 @@ def account(
                 sequences=0 if prefill else size,
                 finished=0 if prefill else size - len(live),
                 used=used,
-                held=size * (width + made),
-                reserved=reserved,
+                reserved=size * (width + made),
             )
         )
     served = [

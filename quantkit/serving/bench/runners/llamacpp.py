@@ -13,7 +13,6 @@ from quantkit.serving.bench.settings import Point
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import llamacpp
 
-AT_ONCE = 512  # n_ubatch
 PAD = 256  # tokens by which llama.cpp rounds a sequence's cache up
 KV_DTYPE, KV_BYTES = "float16", Fraction(2)  # llama.cpp's default
 
@@ -24,25 +23,19 @@ def prepare(job: Job) -> tuple[None, int]:
     return None, int(KV_BYTES)
 
 
-def start(job: Job) -> Completions:
-    """Open the file for the first point; each has a context of its own size."""
-    made = Completions(job)
-    made.open(job.points[0], job.settings.tokens)
-    return made
-
-
-class Completions:
-    """A file of which a session is opened for every shape that is run."""
+class Runner:
+    """A file of which a session is opened for every point: each has a context of its own size."""
 
     def __init__(self, job: Job):
         self._job = job
         self._session: llamacpp.Session | None = None
-        self._shape: tuple[int, int] | None = None
-        self.facts = Facts("llama.cpp", llamacpp.version() or "", job.subject.weight_bytes)
+        self._point: Point | None = None
+        self.facts = Facts(llamacpp.version() or "", job.subject.weight_bytes)
+        self._open(job.points[0])
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         point = Point(len(prompts), len(prompts[0]))
-        self.open(point, tokens)
+        self._open(point)
         arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
         began = time.perf_counter()
 
@@ -50,38 +43,35 @@ class Completions:
             arrivals[index].append((time.perf_counter(), int(timings["predicted_n"])))
 
         self._session.complete_all([list(prompt) for prompt in prompts], tokens, arrived)
-        return timing(began, arrivals, point, tokens, self._cache(point, tokens))
+        padded = -(-(point.prompt + tokens) // PAD) * PAD  # laid out for every sequence before it begins
+        kv = self._job.subject.cache_bytes(Point(point.batch, padded), 0, KV_BYTES)
+        return timing(began, arrivals, point, tokens, kv)
 
-    def open(self, point: Point, tokens: int) -> None:
-        """Load the file with room for a point, unless it is."""
-        if self._shape == (point.batch, point.prompt):
+    def _open(self, point: Point) -> None:
+        """Load the file with room for a point, unless it is loaded so."""
+        if self._point == point:
             return
         self._session = None  # one at a time
         settings = llamacpp.parameters(
             self._job.subject.path,
-            point.prompt + tokens,
+            point.prompt + self._job.settings.tokens,
             slots=point.batch,
-            threads=self._job.settings.threads,
+            threads=self._job.settings.cores,
             kv_dtype=KV_DTYPE,
             device=self._job.settings.device,
         )
         settings.n_batch = max(settings.n_batch, point.batch * point.prompt)  # all prompts in one batch
         settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # or prompts of former runs are kept
-        self._session, self._shape = llamacpp.Session(settings), (point.batch, point.prompt)
-
-    def _cache(self, point: Point, tokens: int) -> int | None:
-        """As llama.cpp lays it out before it begins, whole pads for every sequence."""
-        padded = -(-(point.prompt + tokens) // PAD) * PAD
-        return self._job.subject.cache_bytes(Point(point.batch, padded), 0, KV_BYTES)
+        self._session, self._point = llamacpp.Session(settings), point
 
 
 def timing(
     began: float, arrivals: Sequence[Sequence[tuple[float, int]]], point: Point, tokens: int, kv: Any
 ) -> Timing:
-    """From when which sequence had how many tokens.
+    """Return the timing of a run. arrivals: of each sequence, (moment, tokens so far).
 
-    The prefill ends when the last sequence has its first token. What others have made until then is not
-    counted as decoded: only tokens after that moment are. Raises QuantkitError where there are none.
+    The prefill ends when the last sequence has its first token; only tokens after that moment are counted as
+    decoded. Raises QuantkitError where there are none.
     """
     first = max(rows[0][0] for rows in arrivals)
     last = max(rows[-1][0] for rows in arrivals)

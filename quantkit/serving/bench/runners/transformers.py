@@ -16,23 +16,16 @@ from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import transformers as engine
 
-AT_ONCE = 1 << 40  # all there are
 STORED = {torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def prepare(job: Job) -> tuple[torch.device, int]:
-    """Threads, the device, and the family's own code, which transformers imports when it is asked for."""
-    torch.set_num_threads(job.settings.threads)
+    """Import the layout's client and the family's own code, which transformers imports on demand."""
     if not job.settings.decoded:
         engine.import_client(job.subject.stored)
     checkpoint, dtype, device = _open(job)
     transformers.AutoModelForCausalLM._model_mapping.get(type(checkpoint.config), None)
     return device, dtype.itemsize
-
-
-def start(job: Job) -> Generation:
-    """Load the model. Raises QuantkitError as `engines.transformers.load` does."""
-    return Generation(job)
 
 
 def _open(job: Job) -> tuple[Checkpoint, torch.dtype, torch.device]:
@@ -43,16 +36,16 @@ def _open(job: Job) -> tuple[Checkpoint, torch.dtype, torch.device]:
     return checkpoint, getattr(torch, choose_dtype(job.settings.dtype, stored, device)), device
 
 
-class Generation:
+class Runner:
     """A model of transformers that generates."""
 
     def __init__(self, job: Job):
+        """Raises QuantkitError as `engines.transformers.load` does."""
         checkpoint, dtype, device = _open(job)
         longest = max(point.batch * (point.prompt + job.settings.tokens) for point in job.points)
         loaded = engine.load(checkpoint, dtype, device, longest, decoded=job.settings.decoded)
         self._model, self._clock = loaded.model, clock_of(device)
         self.facts = Facts(
-            engine="transformers",
             version=engine.version(),
             weight_bytes=loaded.weight_bytes,
             kernels=loaded.kernels,

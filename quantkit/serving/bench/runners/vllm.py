@@ -7,52 +7,39 @@ from fractions import Fraction
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import vllm
 
-AT_ONCE = 2048  # max_num_batched_tokens where a prompt is computed in chunks
-
 
 def prepare(job: Job) -> tuple[Any, int]:
     """Import vLLM, which chooses the device itself."""
-    import torch
-
-    torch.set_num_threads(job.settings.threads)
     if vllm.version():
         import_module("vllm")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return device, 4 if job.settings.dtype == "float32" else 2
 
 
-def start(job: Job) -> Offline:
-    """Load the model for the largest of the points. Raises QuantkitError as `engines.vllm.load` does."""
-    settings = job.settings
-    largest = max(job.points, key=lambda point: point.batch * point.prompt)
-    cache = job.subject.cache_bytes(largest, settings.tokens, Fraction(4)) or 0
-    model = vllm.load(
-        job.subject.path,
-        settings.dtype,
-        max(point.prompt for point in job.points) + settings.tokens,
-        max(point.batch for point in job.points),
-        settings.seed,
-        cache,
-    )
-    return Offline(model, job)
+class Runner:
+    """vLLM's `LLM`, with room for the largest of the points. Its cache of keys and values is one block of
+    memory whatever runs, so none is reported."""
 
-
-class Offline:
-    """vLLM's `LLM`. Its cache of keys and values is one block of memory whatever runs, so none is told."""
-
-    def __init__(self, model: Any, job: Job):
-        self._model = model
+    def __init__(self, job: Job):
+        """Raises QuantkitError as `engines.vllm.load` does."""
+        settings = job.settings
+        largest = max(job.points, key=lambda point: point.batch * point.prompt)
+        context = max(point.prompt for point in job.points) + settings.tokens
+        sequences = max(point.batch for point in job.points)
+        cache = job.subject.cache_bytes(largest, settings.tokens, Fraction(4)) or 0
+        self._model = vllm.load(job.subject.path, settings.dtype, context, sequences, settings.seed, cache)
         self.facts = Facts(
-            engine="vllm",
             version=vllm.version() or "",
             weight_bytes=job.subject.weight_bytes,
             kernels=f"vLLM {job.subject.stored or 'dense'}",
             packed=job.subject.stored is not None,
-            dtype=str(model.llm_engine.model_config.dtype).removeprefix("torch."),
+            dtype=str(self._model.llm_engine.model_config.dtype).removeprefix("torch."),
         )
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
@@ -64,10 +51,10 @@ class Offline:
 
 
 def timing(outputs: Sequence[Any]) -> Timing:
-    """From vLLM's times of all requests: when each was scheduled, had its first token, and its last."""
-    told = [output.metrics for output in outputs]
-    scheduled, first = min(one.scheduled_ts for one in told), max(one.first_token_ts for one in told)
-    last = max(one.last_token_ts for one in told)
+    """Return the timing from vLLM's times of all requests: scheduled, first token, last token."""
+    times = [output.metrics for output in outputs]
+    scheduled, first = min(one.scheduled_ts for one in times), max(one.first_token_ts for one in times)
+    last = max(one.last_token_ts for one in times)
     return Timing(
         prefill_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         prefill_seconds=first - scheduled,
