@@ -13,7 +13,7 @@ from quantkit.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES += sorted((ROOT / "docs").glob("*.md"))
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 CURRENT = [name for name in NAMES if name != "CHANGELOG.md"]  # which tells of what has been, too
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
