@@ -68,7 +68,7 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> Fi
     Raises Unsupported for a family that llama.cpp, or quantkit's exporter, does not know.
     """
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
-    if row is None:
+    if row is None or row.latent:
         raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
     # experts are put together and apart: as the exporter has it, whose model is built in shapes alone
     named = settings.gguf_tensors if row.mixture or row.hybrid else _of_dense(row, parameters)

@@ -31,7 +31,6 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
     held = {stored[name]: (name, parameter) for name, parameter in skeleton.held().items()}
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
-    problems += dict.fromkeys(skeleton.names.misfits.values())
     for done, (name, parameter) in enumerate(held.items(), start=1):
         problems += _check_scales(checkpoint, name) or _errors_of(partial(skeleton.read, *parameter))
         listen("reading the weights", done, len(held))

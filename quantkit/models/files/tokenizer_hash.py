@@ -37,20 +37,14 @@ def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
 
 
 def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
-    """In what two tokenizers of unlike hashes differ, `other` as seen from `first`."""
-    found = [_behaviour(tokenizer, size) for tokenizer, size in zip((first, other), vocab_sizes, strict=True)]
-    ours, theirs = ({text: number for number, text in vocabulary} for vocabulary, _, _ in found)
-    changes = {
-        "lacks": sorted(ours.keys() - theirs.keys(), key=ours.get),
-        "adds": sorted(theirs.keys() - ours.keys(), key=theirs.get),
-        "renumbers": sorted((t for t in ours.keys() & theirs.keys() if ours[t] != theirs[t]), key=ours.get),
-    }
+    """Say how the vocabularies of two tokenizers of unlike hashes differ, `other` as seen from `first`."""
+    both = zip((first, other), vocab_sizes, strict=True)
+    ours, theirs = ({text for _, text in _behaviour(*each)[0]} for each in both)
+    changes = {"lacks": sorted(ours - theirs), "adds": sorted(theirs - ours)}
     named = [f"{verb} {name_all(map(repr, tokens), 3)}" for verb, tokens in changes.items() if tokens]
     if named:
         return f"the vocabulary has {len(theirs)} tokens instead of {len(ours)}, it " + ", ".join(named)
-    (_, _, rules), (_, _, others) = found
-    unlike = [name for name in rules | others if rules.get(name) != others.get(name)]
-    return f"the vocabulary is the same, but not its {' and '.join(unlike) or 'way to cut a text'}"
+    return "the tokens are the same, but not their ids, merges or the way to cut a text"
 
 
 def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:

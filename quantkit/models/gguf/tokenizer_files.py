@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from quantkit.errors import NOT_FOUND, QuantkitError, first_line
-from quantkit.models.files import tokenizing
+from quantkit.models.files import tokenizing, untrusted
 from quantkit.models.files.checkpoint import why_no_tokenizer
 from quantkit.models.files.safetensors_folder import read_json
 
@@ -49,27 +49,14 @@ class TokenizerFiles:
     def config(self) -> Json:
         return _read(self.folder / "tokenizer_config.json") or {}
 
-    @cached_property
-    def _fallbacks(self) -> list[Json]:
-        names = ("generation_config.json", "config.json")
-        return [_read(self.folder / name) or {} for name in names]
-
     def added_tokens(self) -> Iterator[tuple[int, Json]]:
         """Ids and entries of the tokens that are found in a text before it is cut into words."""
         entries = {entry["id"]: entry for entry in self.tokenizer.get("added_tokens", [])}
         for number, entry in self.config.get("added_tokens_decoder", {}).items():
-            if not number.isdecimal() or not isinstance(entry, dict) or "content" not in entry:
-                raise self.damaged(f"added token {number} is {entry!r:.40}")
             entries.setdefault(int(number), entry)
         for content, number in (_read(self.folder / "added_tokens.json") or {}).items():
-            if not isinstance(number, int):
-                raise self.damaged(f"the id of added token {content} is {number!r:.40}")
             entries.setdefault(number, {"content": content, "special": False})
         yield from sorted(entries.items())
-
-    def damaged(self, reason: str) -> QuantkitError:
-        """The error that says so."""
-        return QuantkitError(f"{self.folder}: {reason}", "download the tokenizer's files again")
 
     def special(self, role: str) -> Iterator[str | int]:
         """What the token of a role ("bos") is said to be, by text or id, most trusted first."""
@@ -79,35 +66,24 @@ class TokenizerFiles:
             found = found.get("content") if isinstance(found, dict) else found
             if isinstance(found, str):
                 yield found
-        for source in self._fallbacks:
-            found = source.get(f"{key}_id")
-            yield from (k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int))
+        for name in ("generation_config.json", "config.json"):
+            yield from self.ids(name, f"{key}_id")
 
-    def ends(self) -> list[int]:
-        """Ids of all tokens at which the model's own configuration ends a generation."""
-        found = self._fallbacks[0].get("eos_token_id")
-        found = found if isinstance(found, list) else [found]
-        return [number for number in found if isinstance(number, int)]
+    def ids(self, name: str, key: str) -> list[int]:
+        """Token ids under a key of a configuration file: one, several or none."""
+        found = (_read(self.folder / name) or {}).get(key)
+        return [k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int)]
 
-    def chat_templates(self) -> dict[str, str]:
-        """Templates by name; the one without a name is "default". Files go before the configuration."""
+    def chat_template(self) -> str | None:
+        """Return the chat template: that of a file of its own before one in the configuration."""
         path = self.folder / "chat_template.jinja"
-        named = sorted((self.folder / "additional_chat_templates").glob("*.jinja"))
-        found = {"default": _text(path)} if path.is_file() else {}
-        found |= {template.stem: _text(template) for template in named}
-        if found:
-            return found
+        if path.is_file():
+            return untrusted.read(path).decode("utf-8")
         legacy = _read(self.folder / "chat_template.json") or {}
         stored = self.config.get("chat_template", legacy.get("chat_template"))
-        if isinstance(stored, list):
-            wanted = ("name", "template")
-            if not all(
-                isinstance(row, dict) and all(isinstance(row.get(key), str) for key in wanted)
-                for row in stored
-            ):
-                raise self.damaged("a chat template has no name or no text")
-            return {entry["name"]: entry["template"] for entry in stored}
-        return {"default": stored} if isinstance(stored, str) else {}
+        if isinstance(stored, list):  # several by name
+            stored = {row["name"]: row["template"] for row in stored}.get("default")
+        return stored if isinstance(stored, str) else None
 
 
 def _from_file(path: Path) -> tokenizers.Tokenizer:
@@ -138,13 +114,6 @@ def _no_tokenizer(folder: Path, reason: str) -> QuantkitError:
         "tokenizer.model alone needs pip install sentencepiece",
         exit_code=NOT_FOUND,
     )
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantkitError(f"{path} cannot be read: {error}", "download it again") from error
 
 
 def _read(path: Path) -> Json | None:

@@ -45,7 +45,15 @@ def metadata(
     the pre-tokenizer, where it is not to be recognised. `warn` is told in what llama.cpp will differ.
     Raises QuantkitError for a tokenizer that cannot be represented.
     """
-    files = TokenizerFiles(folder)
+    try:
+        return _metadata(TokenizerFiles(folder), vocab_size, pre, warn)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise QuantkitError(
+            f"{folder}: the tokenizer is damaged: {error!r:.100}", "download the tokenizer's files again"
+        ) from error
+
+
+def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
     if is_byte_level(files.tokenizer["pre_tokenizer"]):
         keys, tokens = token_models.byte_level(files, vocab_size, pre, warn)
     elif pre is not None:
@@ -60,7 +68,9 @@ def metadata(
     keys["tokens"] = [token.text for token in table]
     keys["token_type"] = np.array([token.type for token in table], np.int32)
     keys |= _special_tokens(files, tokens, keys["model"], vocab_size, warn)
-    return {f"tokenizer.ggml.{key}": value for key, value in keys.items()} | _templates(files)
+    template = files.chat_template()
+    named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    return named if template is None else named | {"tokenizer.chat_template": template}
 
 
 def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
@@ -117,7 +127,9 @@ def _special_tokens(
         if wanted and not adds[f"add_{role}_token"]:
             names = name_all(tokens[number].text for number in wanted if number in tokens)
             warn(f"llama.cpp will not put {names} {'before' if role == 'bos' else 'after'} a text")
-    ends = [number for number in files.ends() if 0 <= number < vocab_size]
+    ends = [
+        number for number in files.ids("generation_config.json", "eos_token_id") if 0 <= number < vocab_size
+    ]
     for number in (*ends, *found.values()):
         found.setdefault("eos", number)
     if "eos" not in found:
@@ -128,14 +140,3 @@ def _special_tokens(
         warn(f"llama.cpp will not stop at {name_all(tokens[k].text for k in unnamed[2:])}")
     names = ROLES | {role: role for role in more}
     return {f"{names[role]}_token_id": number for role, number in (found | more).items()} | adds
-
-
-def _templates(files: TokenizerFiles) -> dict[str, Any]:
-    templates = files.chat_templates()
-    found: dict[str, Any] = {}
-    if "default" in templates:
-        found["tokenizer.chat_template"] = templates.pop("default")
-    if templates:
-        found["tokenizer.chat_templates"] = sorted(templates)
-        found |= {f"tokenizer.chat_template.{name}": text for name, text in sorted(templates.items())}
-    return found

@@ -43,10 +43,10 @@ class Skeleton:
         self.dtype = dtype
         self.device = device
         self.model = meta_model.build(checkpoint, dtype, device)
-        self.checkpoint, misfits = experts.of_checkpoint(self.model, checkpoint)
+        self.checkpoint = experts.of_checkpoint(self.model, checkpoint)
         name, container = meta_model.find_blocks(self.model, checkpoint)
         transposed = meta_model.replace_conv1d(self.model)
-        self.names = Names(self.model, name, transposed, self.checkpoint, misfits)
+        self.names = Names(self.model, name, transposed, self.checkpoint)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.towers = towers.set_aside(self.model, self.names.towers)
         self.blocks = list(container)

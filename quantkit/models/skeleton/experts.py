@@ -153,10 +153,10 @@ def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
         model.set_submodule(layer.place, kind(layer.module, layer.form, layer.names))
 
 
-def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> tuple[Checkpoint, dict[str, str]]:
+def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     """`take_apart`, and the checkpoint with a tensor for each expert; see `fused.one_by_one`."""
     layers = fused_layers(model)
-    found = one_by_one(model, checkpoint, layers) if layers else (checkpoint, {})
+    found = one_by_one(model, checkpoint, layers) if layers else checkpoint
     take_apart(model, layers)
     return found
 

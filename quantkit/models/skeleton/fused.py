@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import Mxfp4, Slice
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
@@ -104,16 +105,14 @@ class Fused:
     def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Slice]:
         """An expert's `part` of the stored parameter for every expert, by the place of experts in the model.
 
-        Raises ValueError with what is wrong if the tensor has not the parameter's shape.
+        Raises QuantkitError if the tensor has another shape than the parameter.
         """
         expected = tuple(self.module.get_parameter(parameter).shape)
         matrices = len(expected) == 3
         transposed = matrices and self.form.transposed
-        if (
-            info.shape != expected
-        ):  # some families were stored either way: transformers looks at the shape, too
+        if info.shape != expected:  # some families were stored either way: transformers looks, too
             if not matrices or info.shape != (expected[0], *expected[:0:-1]):
-                raise ValueError(_misfit(info, expected))
+                raise _misfit(info, expected)
             transposed = not transposed
         columns = info.shape[1 if transposed else 2] if matrices else None
         rows = info.shape[2 if transposed else 1]
@@ -131,29 +130,22 @@ class Fused:
         return found
 
 
-def _misfit(info: TensorInfo, expected: tuple[int, ...]) -> str:
+def _misfit(info: TensorInfo, expected: tuple[int, ...]) -> QuantkitError:
     found = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
-    if info.shape[:1] != expected[:1] and info.shape[1:] == expected[1:]:
+    if info.shape[1:] == expected[1:]:
         found += f": {info.shape[0]} experts instead of {expected[0]}"
-    return found
+    return QuantkitError(found, "config.json and weights belong to different models")
 
 
-def one_by_one(
-    model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]
-) -> tuple[Checkpoint, dict[str, str]]:
-    """The checkpoint with a tensor for each expert's projections, and what is wrong with fused tensors, by
-    the names in the model that are absent for it. `model` still has the fused parameters."""
+def one_by_one(model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]) -> Checkpoint:
+    """Return the checkpoint with a tensor for each expert's projections. `model` still has the fused
+    parameters. Raises QuantkitError for tensors of another shape."""
     stored = meta_model.resolve_names(model, checkpoint.names)
-    infos, misfits = dict(checkpoint.infos), {}
+    infos = dict(checkpoint.infos)
     for layer in layers:
         for parameter, part, outputs in layer.parts():
             name = stored.get(f"{layer.place}.{parameter}")
-            if name not in checkpoint.infos:
-                continue
-            infos.pop(name, None)
-            try:
+            if name in checkpoint.infos:
+                infos.pop(name, None)
                 infos |= layer.slices(parameter, part, outputs, checkpoint.infos[name])
-            except ValueError as error:
-                experts = range(len(layer.module.get_parameter(parameter)))
-                misfits |= {f"{layer.place}.{expert}.{part}": str(error) for expert in experts}
-    return (replace(checkpoint, infos=infos) if infos != checkpoint.infos else checkpoint), misfits
+    return replace(checkpoint, infos=infos) if infos != checkpoint.infos else checkpoint

@@ -14,19 +14,10 @@ class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
     joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
     parameters, by name in the model. transposed: weights that are stored `[in, out]`. language: name of the
-    language model inside a wrapper, else "". towers: of the models beside it, which are never loaded.
-    misfits: what is wrong with tensors of all experts, by the names in the model that lack for it."""
+    language model inside a wrapper, else "". towers: of the models beside it, which are never loaded."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        blocks: str,
-        transposed: set[str],
-        checkpoint: Checkpoint,
-        misfits: dict[str, str],
-    ):
+    def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
-        self.misfits = misfits
         self.blocks = blocks
         self.transposed = transposed
         self.stored = meta_model.resolve_names(model, checkpoint.names)
@@ -67,13 +58,13 @@ class Names:
         """Parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
-        provided |= self.stored.keys() | self.joined.keys() | self._tied.keys() | self.misfits.keys()
+        provided |= self.stored.keys() | self.joined.keys() | self._tied.keys()
         return sorted({name for name in self._twice if not self.in_tower(name)} - provided)
 
     def misshapen(self) -> list[str]:
         """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.
         Those of packed linears are known once they are decoded."""
-        found = list(dict.fromkeys(self.misfits.values()))
+        found = []
         for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
             stored = self.stored.get(name)
             if stored is None or self._checkpoint.is_quantized(stored) or self.in_tower(name):

@@ -67,12 +67,9 @@ class GgufOutput:
 
     @property
     def linears(self) -> dict[str, str]:
-        """Stored name of a linear -> name of its weight in the file, where that is one tensor."""
+        """Stored name of a linear -> name of its weight in the file."""
         return {
-            name.removesuffix(".weight"): target.name
-            for target in self.targets
-            for name in target.stored
-            if target.part is None
+            name.removesuffix(".weight"): target.name for target in self.targets for name in target.stored
         }
 
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
