@@ -231,7 +231,7 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
     skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
     skeleton.names.check_complete()
-    skeleton.streams = distributed.any_(skeleton.streams)
+    skeleton.streams = any(distributed.all_gather(skeleton.streams))
     return skeleton
 
 

@@ -157,7 +157,7 @@ class Student:
     def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
         """Return logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; autograd follows if enabled."""
         values = {name: value.to(self.skeleton.dtype) for name, value in rest.items()}
-        return self.skeleton.trace_logits(hidden, values)
+        return self.skeleton.logits(hidden, values)
 
 
 def vectors(module: nn.Module) -> list[str]:

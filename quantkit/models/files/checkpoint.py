@@ -22,10 +22,11 @@ from quantkit.errors import NOT_FOUND, QuantkitError, first_line
 from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
-from quantkit.models.files.unchanged import State
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
     transformers.logging.set_verbosity_error()
+State = tuple[int, int, int, int]  # of a file: device, inode, bytes, and when it was last written (ns)
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # files of one
 
 
 @dataclass(frozen=True)
@@ -209,23 +210,7 @@ class Checkpoint:
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
-        untrusted.refuse_tokenizer_file(self.folder / "tokenizer.json")
-        try:
-            with tokenizing.explained():
-                found = transformers.AutoTokenizer.from_pretrained(
-                    self.folder, trust_remote_code=self.trust_remote_code, local_files_only=True
-                )
-            if not isinstance(found, transformers.PreTrainedTokenizerBase):
-                raise TypeError(f"{type(found).__name__} is no tokenizer of a single model")
-        except Exception as error:  # the library raises many kinds here; all mean the same to a user
-            error = error.__cause__ or error
-            raise QuantkitError(
-                f"{self.source} has no tokenizer that loads: {why_no_tokenizer(self.folder, error)}",
-                hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights",
-                exit_code=NOT_FOUND,
-            ) from error
-        untrusted.refuse_growth(found)
-        return found
+        return load_tokenizer(self.source, self.folder, self.trust_remote_code)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
@@ -258,11 +243,30 @@ class Checkpoint:
         return digest.hexdigest()
 
 
-def why_no_tokenizer(folder: Path, error: Exception) -> str:
-    """What a person can use of the `error` that transformers raised."""
-    patterns = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-    found = any(path for pattern in patterns for path in folder.glob(pattern))
-    return first_line(error) if found else "there are no files of one"
+def load_tokenizer(
+    source: str, folder: Path, trust_remote_code: bool = False
+) -> transformers.PreTrainedTokenizerBase:
+    """Return the tokenizer in a folder. Raises QuantkitError when there is none that loads."""
+    untrusted.refuse_tokenizer_file(folder / "tokenizer.json")
+    try:
+        with tokenizing.explained():
+            found = transformers.AutoTokenizer.from_pretrained(
+                folder, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        if not isinstance(found, transformers.PreTrainedTokenizerBase):
+            raise TypeError(f"{type(found).__name__} is no tokenizer of a single model")
+    except Exception as error:  # the library raises many kinds here; all mean the same to a user
+        error = error.__cause__ or error
+        present = any(path for pattern in TOKENIZERS for path in folder.glob(pattern))
+        why = first_line(error) if present else "there are no files of one"
+        raise QuantkitError(
+            f"{source} has no tokenizer that loads: {why}",
+            hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights; a "
+            "tokenizer.model alone needs pip install sentencepiece",
+            exit_code=NOT_FOUND,
+        ) from error
+    untrusted.refuse_growth(found)
+    return found
 
 
 class _Parts(dict[str, torch.Tensor]):

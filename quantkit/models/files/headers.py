@@ -246,10 +246,11 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
             key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
             for key, entry in held.tensors.items()
         }
-        base, filled = 0, safetensors_folder.check_header(Path(name), dict(header))
-        if (size := files.get(name)) is not None:
-            base = max(8, size - max((info.offset + info.nbytes for info in filled.values()), default=0))
-        infos |= safetensors_folder.check_header(Path(name), header, size, base)
+        filled = safetensors_folder.check_header(Path(name), header)
+        size, end = files.get(name), max((one.offset + one.nbytes for one in filled.values()), default=0)
+        if size is not None and size < end + 8:
+            raise QuantkitError(f"{name} of {repo} has {size:,} bytes, its tensors {end:,}", "tell its owner")
+        infos |= filled
     return infos
 
 

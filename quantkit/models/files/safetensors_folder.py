@@ -226,18 +226,20 @@ def _read_index(path: Path) -> dict[str, str]:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error
-    unnamed = [name for name in weight_map.values() if "\0" in name or len(name.encode()) > LONGEST_NAME]
-    if unnamed:
-        what = f"{path} names files that cannot be: {name_all(sorted(set(unnamed)), 3)}"
-        raise QuantkitError(what, hint="download it again", exit_code=UNSUPPORTED)
-    outside = [name for name in weight_map.values() if Path(name).name != name or name in ("", ".", "..")]
+    outside = {name for name in weight_map.values() if not _is_file_name(name)}
     if outside:
         raise QuantkitError(
-            f"{path} points outside its folder: {name_all(sorted(set(outside)))}",
+            f"{path} names files that cannot lie in its folder: {name_all(sorted(outside), 3)}",
             hint="do not trust this checkpoint; shards must lie beside their index",
             exit_code=UNSUPPORTED,
         )
     return weight_map
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a name is that of a file, without a path."""
+    plain = Path(name).name == name and "\0" not in name
+    return plain and name not in ("", ".", "..") and len(name.encode()) <= LONGEST_NAME
 
 
 def raw(info: TensorInfo) -> Iterator[bytes]:

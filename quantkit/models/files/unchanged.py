@@ -6,14 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantkitError, name_all
-
-if TYPE_CHECKING:
-    from quantkit.models.files.checkpoint import Checkpoint
-
-State = tuple[int, int, int, int]  # device, inode, bytes, and when it was last written (ns)
+from quantkit.models.files.checkpoint import Checkpoint, State
 
 
 def look(place: Path) -> dict[Path, State]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import yaml
 from gguf import GGML_QUANT_VERSION
 from gguf.utility import model_weight_count_rounded_notation
+from huggingface_hub import metadata_load
 
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf import configuration, file_types, vocabulary
@@ -19,8 +19,6 @@ from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.gguf.tensors import Target
 from quantkit.models.gguf.token_models import Warn
 
-PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
-FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---", re.DOTALL)
 README_BYTES = 1 << 20
 TOKEN_TYPE = "tokenizer.ggml.token_type"
 
@@ -38,7 +36,7 @@ def assemble(
     general = {
         "general.architecture": keys.pop("general.architecture"),
         "general.type": "model",
-        "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
+        "general.name": checkpoint.name,
         "general.size_label": model_weight_count_rounded_notation(weights),
         "general.license": _licence(checkpoint.folder),
     }
@@ -61,22 +59,13 @@ def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) ->
     return found | ({"tokenizer.ggml.pre": pre} if pre else {})
 
 
-def _name(name: str, tokens: Iterable[str]) -> str:
-    """The model's name, written so that llama.cpp does not take another model for Phi-3."""
-    if re.search("phi-?3", name, re.IGNORECASE) and not set(tokens) >= PHI3_TOKENS:
-        name = re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
-    return name
-
-
 def _licence(folder: Path) -> str | None:
     """The licence that the model card beside the weights declares."""
     card = folder / "README.md"
     if not card.is_file() or card.stat().st_size > README_BYTES:
         return None
-    matter = FRONT_MATTER.search(card.read_text(encoding="utf-8", errors="replace"))
     try:
-        found = yaml.safe_load(matter[1]) if matter else None
-    except yaml.YAMLError:  # a card that does not parse declares nothing
+        licence = (metadata_load(card) or {}).get("license")
+    except (ValueError, yaml.YAMLError):  # a card that does not parse declares nothing
         return None
-    licence = found.get("license") if isinstance(found, dict) else None
     return licence if isinstance(licence, str) else None

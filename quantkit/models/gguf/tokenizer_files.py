@@ -11,9 +11,9 @@ from typing import Any
 
 import tokenizers
 
-from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files import tokenizing, untrusted
-from quantkit.models.files.checkpoint import why_no_tokenizer
+from quantkit.models.files.checkpoint import load_tokenizer
 from quantkit.models.files.safetensors_folder import read_json
 
 Json = dict[str, Any]
@@ -33,8 +33,7 @@ class TokenizerFiles:
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:
-        path = self.folder / "tokenizer.json"
-        return _from_file(path) if path.is_file() else _from_older_files(self.folder)
+        return _load(self.folder)
 
     def affixes(self) -> tuple[list[int], list[int]]:
         """Ids of the tokens that are put before and after every text."""
@@ -86,34 +85,19 @@ class TokenizerFiles:
         return stored if isinstance(stored, str) else None
 
 
-def _from_file(path: Path) -> tokenizers.Tokenizer:
-    try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise QuantkitError(
-            f"{path} is no tokenizer: {first_line(error)}", "download it again", NOT_FOUND
-        ) from error
-
-
-def _from_older_files(folder: Path) -> tokenizers.Tokenizer:
-    import transformers
-
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # the library raises many kinds here; all mean the same to a user
-        raise _no_tokenizer(folder, why_no_tokenizer(folder, error)) from error
-    if not tokenizer.is_fast:
-        raise _no_tokenizer(folder, "transformers has no fast one of its kind")
-    return tokenizer.backend_tokenizer
-
-
-def _no_tokenizer(folder: Path, reason: str) -> QuantkitError:
-    return QuantkitError(
-        f"{folder} has no tokenizer to export: {reason}",
-        hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights; a "
-        "tokenizer.model alone needs pip install sentencepiece",
-        exit_code=NOT_FOUND,
-    )
+def _load(folder: Path) -> tokenizers.Tokenizer:
+    """Return the tokenizer of tokenizer.json, or of the older files as transformers reads them."""
+    path = folder / "tokenizer.json"
+    if path.is_file():
+        try:
+            return tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing more precise
+            what = f"{path} is no tokenizer: {first_line(error)}"
+            raise QuantkitError(what, "download it again", NOT_FOUND) from error
+    found = load_tokenizer(str(folder), folder)
+    if not found.is_fast:
+        raise QuantkitError(f"{folder}: its tokenizer has no tokenizer.json", "export one", UNSUPPORTED)
+    return found.backend_tokenizer
 
 
 def _read(path: Path) -> Json | None:

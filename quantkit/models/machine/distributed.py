@@ -207,11 +207,6 @@ def least(value: int) -> int:
     return min(all_gather(value))
 
 
-def any_(holds: bool) -> bool:
-    """Whether it holds on some rank."""
-    return any(all_gather(holds))
-
-
 def broadcast(work: Callable[[], T]) -> T:
     """Return on all ranks what rank 0's `work` returns; the others do nothing meanwhile."""
     if count() == 1:

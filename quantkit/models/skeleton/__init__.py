@@ -126,16 +126,12 @@ class Skeleton:
         """`run_block` of every batch of hidden states."""
         return self.in_step(index, lambda k: self.run_block(index, batches[k]), len(batches))
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
 
-        The model's own code runs what follows the blocks: norm, head, soft-capping, scaling.
+        The model's own code runs what follows the blocks: norm, head, soft-capping, scaling. values: in place
+        of parameters outside the blocks, by their names in the model; autograd follows into both.
         """
-        return self._recorder.logits(hidden)
-
-    def trace_logits(self, hidden: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """`logits` with these values in place of parameters outside the blocks, by their names in the model;
-        autograd follows into both."""
         return self._recorder.logits(hidden, values)
 
     def fetch_block(

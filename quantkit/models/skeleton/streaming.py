@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import greenlet
@@ -61,15 +60,6 @@ def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> boo
     )
 
 
-@dataclass(frozen=True)
-class _Installed:
-    """What stands in for a linear's own weight: packed parts in `layout`, which `again` gets once more."""
-
-    layout: Layout
-    stored: str
-    again: Callable[[], Parts]
-
-
 class Keeper:
     """Provides the linears of one loaded block's experts, as `reader` finds them, decoded if so told."""
 
@@ -82,7 +72,7 @@ class Keeper:
         self.capacity = expert_share.HELD * expert_share.largest_expert(shapes)  # weights
         self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
         self._given_up = 0  # bytes, since pages were given back
-        self._installed: dict[str, _Installed] = {}
+        self._installed: dict[str, tuple[Layout, str, Callable[[], Parts]]] = {}  # in place of own weights
         self._changed: dict[str, Callable[[], Tensor]] = {}  # parameters that are not the source's any more
         self._lent: list[str] = []
         self._pause: Callable[[], object] | None = None
@@ -117,8 +107,8 @@ class Keeper:
             fetched.tensors[name] = self._changed[name]().to(self._reader.dtype)
         self._installer.load(self._block, fetched)
         if kept:
-            parts = self._installer.placed(kept.again())
-            self._installer.install(self._block, local, kept.layout, parts, kept.stored)
+            layout, stored, again = kept
+            self._installer.install(self._block, local, layout, self._installer.placed(again()), stored)
 
     def _give_up(self, local: str) -> None:
         self._given_up += self._held.pop(local).weight.nbytes
@@ -129,7 +119,7 @@ class Keeper:
 
     def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
         """From now on linear `local` is what the layout makes of the parts that `again` returns."""
-        self._installed[local] = _Installed(layout, stored, again)
+        self._installed[local] = layout, stored, again
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
         """From now on a parameter of the block, that of a streamed linear, is what `again` returns."""

@@ -134,7 +134,7 @@ class _Pass:
         size = chunk_tokens(self.skeleton.checkpoint.text_config.vocab_size)
 
         def loss(hidden: Tensor, span: slice) -> Tensor:
-            logits = self.skeleton.trace_logits(hidden, {}).float()
+            logits = self.skeleton.logits(hidden, {}).float()
             drawn = draw(logits.detach(), generator)
             return nn.functional.cross_entropy(logits, drawn, reduction="sum")
 

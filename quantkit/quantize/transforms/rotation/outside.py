@@ -100,7 +100,7 @@ def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
         found[_name(model, model.get_output_embeddings())] = head
         values = {name: edit.of(parameters[name], parameters.__getitem__) for name, edit in found.items()}
         with torch.no_grad():
-            logits = skeleton.trace_logits(by.turn(hidden), values)
+            logits = skeleton.logits(by.turn(hidden), values)
         if difference(logits, wanted) <= EXACT:
             return found
     raise Untouchable("what follows the blocks is not a norm and a head")
