@@ -393,9 +393,9 @@ def test_auto_measures_what_it_measures_on_the_cpu(source, text, tmp_path):
             prepared = budget_job.prepare(request, Progress(), dry_run=True)
             found[device] = sensitivities.measure(prepared, Progress())
     assert DEVICE.launches, "nothing ran on the device"
-    for unit, row in found["cpu"].measured.items():
-        for candidate, divergence in row.items():
-            mean = found["far"].measured[unit][candidate].mean
+    for unit, row in found["cpu"].units.items():
+        for candidate, divergence in row.measured.items():
+            mean = found["far"].units[unit].measured[candidate].mean
             assert mean == pytest.approx(divergence.mean, rel=0.05, abs=1e-6), (unit, candidate)
 
 

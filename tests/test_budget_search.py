@@ -13,7 +13,7 @@ from quantkit.auto import allocation, curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import ENGINES
 from quantkit.auto.options import AutoOptions
-from quantkit.auto.sensitivities import Sensitivities
+from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
 from quantkit.errors import QuantkitError
@@ -99,9 +99,7 @@ def test_usual_candidates_add_up_to_what_was_measured_of_them():
     units = [Unit(name, 0, (), 80, row) for name in "uv"]
     errors = Errors({"a": 0.4, "b": 0.1, "c": 0.02}, {"a": 0.4, "b": 0.1, "c": 0.02})
     measured = {"a": Divergence(0.6, 0.0), "c": Divergence(-0.16, 0.0)}
-    table = Sensitivities(
-        {}, dict.fromkeys("uv", errors), dict.fromkeys("uv", measured), 64, 1.0, Divergence(0.3, 0.0)
-    )
+    table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), dict.fromkeys("uv", Row(errors, measured)))
     found = table.losses(units)
     assert usual(units[0]).name == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
     assert found["u", "a"] / found["u", "b"] == pytest.approx(4)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from quantkit.capacity import devices, roofline
+from quantkit.capacity import devices
+from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
 
 GIB = 1 << 30
@@ -12,19 +13,19 @@ def test_the_roofline_of_an_a100():
     """The published 100.3 at one byte per weight. 102.7 comes out where 1024 stands for 1000 in between."""
     a100 = devices.find("a100-40g")
     flops, bandwidth = a100.tflops * 1e12, a100.bandwidth_gbs * 1e9
-    assert roofline.optimal_batch(flops, bandwidth, 1) == pytest.approx(100.3, abs=0.05)
-    assert roofline.optimal_batch(flops, bandwidth, 2) == pytest.approx(200.6, abs=0.1)
-    assert roofline.optimal_batch(1.024 * flops, bandwidth, 1) == pytest.approx(102.7, abs=0.05)
+    assert devices.optimal_batch(flops, bandwidth, 1) == pytest.approx(100.3, abs=0.05)
+    assert devices.optimal_batch(flops, bandwidth, 2) == pytest.approx(200.6, abs=0.1)
+    assert devices.optimal_batch(1.024 * flops, bandwidth, 1) == pytest.approx(102.7, abs=0.05)
 
 
 def test_reading_and_computing_take_equally_long_at_the_optimal_batch():
     flops, bandwidth, weights = 312e12, 1555e9, 7e9
-    batch = roofline.optimal_batch(flops, bandwidth, 0.5)
+    batch = devices.optimal_batch(flops, bandwidth, 0.5)
     assert 2 * weights * batch / flops == pytest.approx(0.5 * weights / bandwidth)
-    assert roofline.tokens_per_second(bandwidth, 0.5 * weights) == pytest.approx(
+    assert devices.tokens_per_second(bandwidth, 0.5 * weights) == pytest.approx(
         1 / (0.5 * weights / bandwidth)
     )
-    assert roofline.tokens_per_second(1e12, 6e9, 4e9) == 100
+    assert devices.tokens_per_second(1e12, 6e9, 4e9) == 100
 
 
 @pytest.mark.parametrize(
@@ -94,22 +95,19 @@ def test_unknown_names_are_answered_with_the_nearest(text, words):
 
 
 def test_numbers_of_a_device_can_be_said():
-    mine = devices.choose("l4", 20, None, None)
+    mine = Question(gpu="l4", vram=20).device
     assert (mine.memory_bytes, mine.bandwidth_gbs, mine.tflops) == (20 * GIB, 300, 121)
-    custom = devices.choose(None, 48, 960, None)
-    assert (custom.name, custom.memory_bytes, custom.bandwidth_gbs, custom.tflops) == (
-        "custom",
-        48 * GIB,
-        960,
-        None,
-    )
-    assert devices.choose(None, None, None, None) is None
-    two = devices.choose("l4", 20, None, None, 2)
+    custom = Question(vram=48, bandwidth=960).device
+    found = custom.name, custom.memory_bytes, custom.bandwidth_gbs, custom.tflops
+    assert found == ("custom", 48 * GIB, 960, None)
+    assert Question().device is None
+    both = Question(gpu="l4", vram=20, gpus=2)
+    two = both.device
     assert (two.name, two.memory_bytes, two.bandwidth_gbs, two.tflops) == ("2 × l4", 40 * GIB, 600, 242)
-    assert two.one == mine and two.one.count == 1
-    for flags in ((0, None, None), (None, -1, None), (None, None, float("nan")), (float("inf"), None, None)):
+    assert both.one == mine and mine.count == 1
+    for said in ({"vram": 0}, {"bandwidth": -1}, {"tflops": float("nan")}, {"vram": float("inf")}):
         with pytest.raises(QuantkitError, match="makes no sense"):
-            devices.choose("t4", *flags)
+            Question(gpu="t4", **said).check()
 
 
 def test_types_of_fewer_bits():
@@ -119,8 +117,8 @@ def test_types_of_fewer_bits():
     assert rtx.peak("fp8") == 2 * rtx.tflops == 330 and rtx.peak("int8") == 661
     assert b200.peak("fp4") == 2 * b200.peak("fp8") == 4 * b200.tflops == 9000
     assert a100.peak("fp8") == 312 and a100.peak("int8") == 624
-    assert devices.choose("h100-80g", None, None, None, 2).peak("fp8") == 2 * 1979
-    assert devices.choose("h100-80g", None, None, 500).peak("fp8") == 500  # said: of all types
+    assert Question(gpu="h100-80g", gpus=2).device.peak("fp8") == 2 * 1979
+    assert Question(gpu="h100-80g", tflops=500).device.peak("fp8") == 500  # said: of all types
     for device in devices.DEVICES.values():
         assert all(
             1.9 < tflops / device.tflops < 4.2 or name == "fp4" for name, tflops in device.fewer.items()
@@ -132,7 +130,7 @@ def test_all_the_usual_devices_are_there():
     wanted += " rtx-4090 rtx-5090 rtx-3080 rtx-4070 rtx-4070-ti rtx-4080 rtx-6000-ada rtx-pro-6000"
     assert {*wanted.split(), "m1", "m2", "m3", "m4", "cpu"} <= devices.DEVICES.keys()
     for device in devices.DEVICES.values():
-        assert device.one == device.times(1) == device.times(3).one == device
+        assert device.times(1) == device
         assert (
             1 < device.memory_gib < 1000 and 10 < device.bandwidth_gbs < 10_000 and 0.5 < device.tflops < 3000
         )

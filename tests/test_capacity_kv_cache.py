@@ -9,9 +9,8 @@ import transformers as hf
 from families import FAMILIES, GROUPED, KINDS, STREAMS, save_model
 from published import CONFIGS
 
-from quantkit.capacity import kv_cache, source
-from quantkit.capacity.attention import Unsupported, layer_caches
-from quantkit.capacity.kv_cache import LayerCache
+from quantkit.capacity import Unsupported, kv_cache, source
+from quantkit.capacity.kv_cache import LayerCache, layer_caches
 from quantkit.capacity.settings import Settings
 from quantkit.models import kv_types
 

@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 from quantkit.capacity import source
-from quantkit.capacity.attention import layer_caches
+from quantkit.capacity.kv_cache import layer_caches
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError
 

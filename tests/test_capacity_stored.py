@@ -11,8 +11,8 @@ from families import FAMILIES, GROUPED, save_model, save_tokenizer
 from safetensors.torch import save_file
 
 from quantkit.capacity import forecast, formats, parameters, source
-from quantkit.capacity.attention import layer_caches
 from quantkit.capacity.job import of_model
+from quantkit.capacity.kv_cache import layer_caches
 from quantkit.errors import QuantkitError
 from quantkit.layouts import bitsandbytes
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
@@ -443,8 +443,6 @@ def test_a_gguf_file_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(QuantkitError, match="is no language model") as refused:
         source.read(str(path))
     assert refused.value.exit_code == 4
-    with pytest.raises(QuantkitError, match="say how many parameters it has"):
-        source.read(str(write_gguf(path, "llama", KEYS, TENSORS)), count=source.Count(1, 1))
 
 
 def test_headers_of_safetensors_are_entries_too():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import astuple
 
 import pytest
 import transformers as hf
@@ -30,7 +31,7 @@ def of_config(name: str, format: str) -> formats.Weights:
 )
 def test_two_bytes_per_parameter(params, gigabytes):
     """GPT-3, BLOOM, Llama 2 70B, Falcon 40B, MPT 30B, StarCoder."""
-    assert formats.by_count("bf16", source.parse_count(params).total).bytes == gigabytes * 10**9
+    assert formats.by_count("bf16", *astuple(source.parse_count(params))).bytes == gigabytes * 10**9
 
 
 @pytest.mark.parametrize("name, gigabytes", [("bloom", 352), ("Llama-2-70b", 138), ("octocoder", 31)])
@@ -56,11 +57,10 @@ def test_octocoder():
 
 def test_parameters_alone():
     """As if every one were packed."""
-    assert formats.by_count("int8", 10**9).bytes == 10**9
-    assert formats.by_count("nf4", 10**9).bits_per_weight == pytest.approx(4.127, abs=1e-3)
-    assert formats.by_count("gptq", 10**9).bits_per_weight == 4 + 20 / 128
-    assert formats.by_count("int8", 10**9).read_bytes is None
-    assert formats.by_count("int8", 10**9, active=10**8).read_bytes == 10**8
+    assert formats.by_count("int8", 10**9, 10**8).bytes == 10**9
+    assert formats.by_count("nf4", 10**9, 10**9).bits_per_weight == pytest.approx(4.127, abs=1e-3)
+    assert formats.by_count("gptq", 10**9, 10**9).bits_per_weight == 4 + 20 / 128
+    assert formats.by_count("int8", 10**9, 10**8).read_bytes == 10**8
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,17 @@ def test_parameters_alone():
 )
 def test_parameters_alone_in_gguf(params, file_type, gigabytes):
     """Published files of Llama 3 8B and 70B and of Llama 2 7B: mixtures take more than their base type."""
-    found = formats.by_count(file_type, source.parse_count(params).total)
+    found = formats.by_count(file_type, *astuple(source.parse_count(params)))
     assert found.bytes / 1e9 == pytest.approx(gigabytes, rel=0.012)
     bits = [gguf.typical_bits(kind, 70 * 10**9) for kind in ("Q4_K_M", "Q4_K_S", "Q4_0")]
-    assert [round(whole, 2) for whole, _ in bits] == [4.82, 4.57, 4.53]
-    assert bits[2][1] == 4.5  # of the linears alone
+    assert bits == [4.82, 4.57, 4.53]
+
+
+def test_typical_bits_are_those_of_a_llama_3_8b():
+    settings, llama = source.from_config(CONFIGS["Llama-3-8B"])
+    for name in gguf.FILE_TYPES:
+        bits = formats.weights(name, llama, settings).bits_per_weight
+        assert gguf.typical_bits(name, llama.count) == round(bits, 2)
 
 
 # ---- GGUF
@@ -133,9 +139,8 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
             for t, c in zip(targets, choices, strict=True)
             if c.type != "F32" and t.name.startswith("blk.")
         )
-        assert gguf.file_bytes(file_type, found, settings) == gguf.FileBytes(
-            total, packed, total - sum(tables), weights
-        )
+        expected = (total, packed, total - sum(tables), weights)
+        assert gguf.file_bytes(file_type, found, settings) == expected
 
 
 def test_llama_2_7b_in_gguf():

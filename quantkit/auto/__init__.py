@@ -1,7 +1,7 @@
 """A budget: how many bits each linear gets, so that the model loses least (`quantkit auto`).
 
 options.py      the command's flags
-engines.py      what each engine loads: folder.py spaces of folders of integers, gguf.py of ggml's types
+engines.py      what each engine loads: folders of integers; gguf.py: any of ggml's types
 units.py        unit, candidate, choice, preset
 unit_divergence.py <- what one unit changes in the divergence at the output, one block in memory at a time
 solving.py      a unit's candidates as the job's solver makes them; scaling.py behind the job's transform

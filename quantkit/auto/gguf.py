@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.auto.curve import Errors
+from quantkit.auto.scaling import exchanged
 from quantkit.auto.units import Candidate, Choice, Preset, Unit
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
@@ -32,7 +33,7 @@ from quantkit.quantize.solvers import loss, rtn
 
 @dataclass(frozen=True)
 class GgufSpace:
-    """See `folder.FolderSpace`. llama.cpp fuses only the experts of a projection, which are one tensor."""
+    """See `engines.FolderSpace`. llama.cpp fuses only the experts of a projection, which are one tensor."""
 
     method = "gguf"
     options = gguf.Options()
@@ -106,6 +107,11 @@ def _file_type(weights: Counter[str]) -> str:
     return min(FILE_TYPES, key=lambda name: abs(bits(FILE_TYPES[name].base) - bits(common)))
 
 
+def nearest(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
+    """A weight `[out, in]` rounded to nearest, by what the grid makes of the inputs."""
+    return rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian)).values()
+
+
 class GgufOutside:
     """Embedding and output matrix as files hold them: the latter, and one that is both, by error feedback on
     what enters it in the unquantized model. Candidates stay in memory."""
@@ -125,8 +131,7 @@ class GgufOutside:
         hessian = self._weighing(weight, head, target.name == EMBEDDING)
         scale, errors = max(loss(weight, hessian), 1e-30), Errors()
         for candidate in unit.candidates:
-            grid = named(candidate.name)
-            near = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian)).values()
+            near = nearest(weight, named(candidate.name), hessian)
             errors.nearest[candidate.name] = loss(near.sub_(weight), hessian) / scale
         for candidate in wanted:
             if head:
@@ -148,22 +153,10 @@ class GgufOutside:
             hessian.diagonal().add_(TIED * hessian.diagonal().mean())
         return hessian
 
-    @contextmanager
-    def replaced(self, unit: Unit, candidate: Candidate) -> Iterator[None]:
+    def replaced(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
         """As long as it is open, the model computes with the candidate."""
         model, target = self._job.skeleton.model, self._targets[unit.name]
         own = {name for other in self._targets.values() for name in other.parameters}
         (name,) = target.parameters
         twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - own
-        places = [
-            (model.get_submodule(at.rpartition(".")[0]), at.rpartition(".")[2]) for at in (name, *twins)
-        ]
-        before = [getattr(module, leaf) for module, leaf in places]
-        values = nn.Parameter(self._values[unit.name, candidate.name], requires_grad=False)
-        try:
-            for module, leaf in places:
-                setattr(module, leaf, values)
-            yield
-        finally:
-            for (module, leaf), parameter in zip(places, before, strict=True):
-                setattr(module, leaf, parameter)
+        return exchanged(model, dict.fromkeys((name, *twins), self._values[unit.name, candidate.name]))

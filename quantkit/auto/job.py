@@ -35,6 +35,7 @@ STATISTICS_TOKENS = 32768  # of second moments
 # Rounding hidden states to 16 bit has a divergence by itself, which every unit would have on top of its own:
 # on the demo model as much as 4 bit weights, so that searches saw little in more bits.
 MEASURED_IN = "float32"
+TABLE = "sensitivities.json"
 STREAMS_SHARE = 0.25  # of the free memory that streams may take
 
 
@@ -59,6 +60,11 @@ class Auto:
     def folder(self) -> Path:
         """Where it all lies until it is done."""
         return self.output.with_name(f"{self.output.name}.auto")
+
+    @property
+    def table(self) -> Path:
+        """Where sensitivities are saved until it is done."""
+        return self.folder / TABLE
 
     @property
     def weights(self) -> int:

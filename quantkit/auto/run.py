@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quantkit.auto import allocation, sensitivities
-from quantkit.auto.job import Auto
+from quantkit.auto.job import TABLE, Auto
 from quantkit.auto.sensitivities import USUAL, Sensitivities, measure
 from quantkit.auto.units import Choice, Preset, anchors, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
@@ -26,7 +26,7 @@ from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors
 
 SCHEMA = "quantkit.auto/1"
-TABLE, SEARCHED = "sensitivities.json", "searched"
+SEARCHED, UNIFORM = "searched", "uniform"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 FEW_TOKENS = 1000  # measured on fewer, which of two results is better may be chance
 TRIES = 3  # of the search for the smallest model within a divergence
@@ -71,9 +71,9 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
             recipe.write_text(kept.written, encoding="utf-8")
         _publish(auto, kept)
     return plan_record(auto) | {
-        "kept": "searched" if kept is searched else "uniform",
-        "searched": searched.record,
-        "uniform": uniform and uniform.record,
+        "kept": SEARCHED if kept is searched else UNIFORM,
+        SEARCHED: searched.record,
+        UNIFORM: uniform and uniform.record,
         "tried": [one.record for one in tried] if budget is None else [],
         "reached": auto.request.options.max_kld is None or kept.kld <= auto.request.options.max_kld,
         "recipe": kept.written,
@@ -114,52 +114,46 @@ def plan_record(auto: Auto) -> dict[str, Any]:
 
 def kept(auto: Auto) -> str:
     """What of the search survives, should it end now."""
-    place = auto.folder / TABLE
-    if not place.exists():
+    if not auto.table.exists():
         return "nothing yet is"
-    left = len(sensitivities.read(place).missing(auto.units))
+    left = len(sensitivities.read(auto.table).missing(auto.units))
     if left:
         return f"sensitivities of {len(auto.units) - left} of {count(len(auto.units), 'unit')} are"
     return "the table of sensitivities and what was made of it are"
 
 
 def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
-    """Make the folder next to the output; return the saved table that lacks the fewest units.
+    """Make the folder next to the output; return the saved table.
 
-    Raises QuantkitError if the folder holds another search, or a table is not of this one.
+    Raises QuantkitError if the folder holds another search, or the table is not of this one.
     """
     folder, request = auto.folder, auto.request
-    own = {TABLE, USUAL, SEARCHED, "uniform"}
-    ours = folder.is_dir() and {path.name for path in folder.iterdir()} <= own
-    if folder.exists() and not ours:
+    own = {TABLE, USUAL, SEARCHED, UNIFORM}
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= own):
         raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
-    if (folder / TABLE).exists() and not (request.resume or request.overwrite):
+    if folder.exists() and any(folder.iterdir()) and not (request.resume or request.overwrite):
         hint = "continue it with --resume, or start again with --overwrite"
         raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
-    progress.phase("hashing the source")
-    own = [folder / TABLE] if request.resume else []
-    places = [place for place in (*own, request.options.sensitivities) if place and place.exists()]
-    tables = [sensitivities.load(place, auto.identity, auto.units) for place in places]
     if not request.resume:
         _clear(folder)
+    progress.phase("hashing the source")
+    places = (auto.table, request.options.sensitivities)
+    found = next((place for place in places if place and place.exists()), None)
+    known = found and sensitivities.load(found, auto.identity, auto.units)
     folder.mkdir(parents=True, exist_ok=True)
-    return min(tables, key=lambda table: len(table.missing(auto.units)), default=None)
+    return known
 
 
 def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
     """The known table with the missing units measured; it is saved after each walk through the model."""
-    tables = [auto.folder / TABLE, *filter(None, [auto.request.options.sensitivities])]
-
-    def save(table: Sensitivities) -> None:
-        for place in tables:
-            table.save(place)
-
     try:
-        table = measure(auto, progress, known, save) if known is None or known.missing(auto.units) else known
-        save(table)
-        return table
+        if not known or known.missing(auto.units):
+            known = measure(auto, progress, known, lambda table: table.save(auto.table))
+        for place in filter(None, (auto.table, auto.request.options.sensitivities)):
+            known.save(place)
+        return known
     finally:
-        if not (auto.folder / TABLE).exists():  # nothing is kept, so the next run begins anew
+        if not auto.table.exists():  # nothing is kept, so the next run begins anew
             shutil.rmtree(auto.folder)
 
 
@@ -180,28 +174,26 @@ class _Search:
             if limit is None or taken <= limit:
                 return found
             budget -= (taken - limit) << attempt  # another choice takes more or less to be told
-            _clear(found.place.parent)
         raise QuantkitError(f"the files take {taken:,} bytes, whatever is chosen", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
         """The smallest choice whose measured divergence fits, the last of those that were tried: where the
         prediction was off, the bound is moved by as much."""
-        wanted, tried, best = self._auto.request.options.max_kld, [], None
-        bound = wanted
+        wanted = bound = self._auto.request.options.max_kld
+        tried: list[Made] = []
         for _ in range(TRIES):
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:
                 break
             _clear(self._auto.folder / SEARCHED)
             tried.append(found := self._made(choice))
-            size = found.record["chosen_bytes"]
-            if found.kld <= wanted and (best is None or size < best.record["chosen_bytes"]):
-                best = found
             if CLOSE * wanted <= found.kld <= wanted:
                 break
             margin = 0.5 * (1 + CLOSE)
             bound = max(found.record["predicted_kld"] * wanted * margin / max(found.kld, 1e-30), 1e-30)
-        if best is None:
+        if fit := [one for one in tried if one.kld <= wanted]:
+            best = min(fit, key=lambda one: one.record["chosen_bytes"])
+        else:
             self._progress.warn(f"no choice within a divergence of {wanted:g} was found; the nearest is kept")
             best = min(tried, key=lambda one: one.kld)
         if best is not tried[-1]:  # made again: one lies there at a time
@@ -217,14 +209,14 @@ class _Search:
             allowed = auto.budget_bytes()
         fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= allowed]
         best = min(fit, key=lambda preset: (self._predicted(preset.choice), preset.name), default=None)
-        return best and self._make(best, "uniform", best.name)
+        return best and self._make(best, UNIFORM, best.name)
 
     def _predicted(self, choice: Choice) -> float:
         return sum(self._losses[item] for item in choice.items())
 
     def _made(self, choice: Choice) -> Made:
         values = self._auto.space.values(self._auto.units, choice)
-        return self._make(Preset("searched", choice, values), SEARCHED, SEARCHED)
+        return self._make(Preset(SEARCHED, choice, values), SEARCHED, SEARCHED)
 
     def _make(self, preset: Preset, folder: str, told: str) -> Made:
         """Make the output of a choice, unless it is there, and measure it against the original in float32."""

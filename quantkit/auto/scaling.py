@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.quantize.calibrate.measure import Block, Measuring
@@ -54,7 +53,7 @@ def of_block(block: Block, measuring: Measuring, transform: Transform | None) ->
     if transform is None or not around:
         return Scales()
     statistics = measuring.at_once(block, around, min(transform.sample, 1.0))
-    with _put_back(block.module):
+    with exchanged(block.module, dict(block.module.named_parameters(remove_duplicate=False))):
         found = transform.apply(measuring.view(block, statistics))
     linears = {name for site in around for name in site.linears}
     rows = {name: factor for name, factor in found.row_factors.items() if name in linears}
@@ -62,18 +61,16 @@ def of_block(block: Block, measuring: Measuring, transform: Transform | None) ->
 
 
 @contextmanager
-def _put_back(module: nn.Module) -> Iterator[None]:
-    """A transform puts other parameters into a block; afterwards those that there were are in it again."""
-    kept = [(owner, leaf, part, part.data) for owner, leaf, part in _parameters(module)]
+def exchanged(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """A module with other parameters by these names, as long as this is open. Of one tensor there is one."""
+    places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters]
+    before = [getattr(owner, leaf) for owner, leaf in places]
+    made: dict[int, nn.Parameter] = {}
     try:
+        for (owner, leaf), own, values in zip(places, before, parameters.values(), strict=True):
+            moved = values.to(own.device, own.dtype)
+            setattr(owner, leaf, made.setdefault(id(values), nn.Parameter(moved, requires_grad=False)))
         yield
     finally:
-        for owner, leaf, part, data in kept:
-            part.data = data
-            setattr(owner, leaf, part)
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.nn.Parameter]]:
-    for owner in module.modules():
-        for leaf, part in owner.named_parameters(recurse=False):
-            yield owner, leaf, part
+        for (owner, leaf), own in zip(places, before, strict=True):
+            setattr(owner, leaf, own)

@@ -26,46 +26,29 @@ Save = Callable[["Sensitivities"], None]
 USUAL = "usual"  # folder of blocks as they are while units are replaced
 SCHEMA = "quantkit.sensitivities/2"
 ANEW = "leave it out to measure anew"
-AMOUNT = {"type": "number", "minimum": 0}
-AMOUNTS = {"type": "object", "additionalProperties": AMOUNT}
 
 
-def _object(**properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object with exactly these properties."""
-    rest = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **rest}
+@dataclass(frozen=True)
+class Row:
+    """Of a unit: errors of all candidates, changes of divergence by those that were measured."""
 
-
-DIVERGENCE = _object(mean={"type": "number"}, stderr=AMOUNT)
-UNIT = _object(
-    errors=_object(nearest=AMOUNTS, solved=AMOUNTS | {"minProperties": 1}),
-    measured={"type": "object", "additionalProperties": DIVERGENCE},
-)
-TABLE = _object(
-    schema={"const": SCHEMA},
-    identity={"type": "object"},
-    tokens=AMOUNT,
-    seconds=AMOUNT,
-    usual={"anyOf": [{"type": "null"}, DIVERGENCE]},
-    units={"type": "object", "additionalProperties": UNIT},
-)
+    errors: Errors
+    measured: Mapping[str, Divergence]
 
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Of units by their names: errors of all candidates, changes of divergence by those that were measured.
-    Of all units, unless the search was interrupted.
+    """Rows of all units by their names, unless the search was interrupted.
 
     identity: of model, candidates, solver and text: for others they do not hold. tokens, seconds: what
-    measuring took.
+    measuring took. usual: divergence of the model in which they were measured.
     """
 
     identity: dict
-    errors: Mapping[str, Errors]
-    measured: Mapping[str, Mapping[str, Divergence]]
     tokens: int
     seconds: float
-    usual: Divergence | None = None  # of the model in which they were measured
+    usual: Divergence | None
+    units: Mapping[str, Row]
 
     def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
         """What every candidate of every unit adds to the divergence, by their names; all usual ones together
@@ -74,7 +57,8 @@ class Sensitivities:
         sums = 0.0
         for unit in units:
             stored = None if unit.block is None else usual(unit).name
-            losses = curve.losses(unit, self.errors[unit.name], self.measured[unit.name], stored)
+            row = self.units[unit.name]
+            losses = curve.losses(unit, row.errors, row.measured, stored)
             found |= {(unit.name, name): value for name, value in losses.items()}
             sums += losses[stored] if stored else 0.0
         whole = self.usual.mean if self.usual else 0.0
@@ -83,25 +67,11 @@ class Sensitivities:
 
     def missing(self, units: Sequence[Unit]) -> list[Unit]:
         """Those of which nothing is known yet."""
-        return [unit for unit in units if unit.name not in self.measured]
+        return [unit for unit in units if unit.name not in self.units]
 
     def save(self, path: Path) -> None:
         """Write it whole or not at all."""
-        record = {
-            "schema": SCHEMA,
-            "identity": self.identity,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "usual": self.usual and asdict(self.usual),
-            "units": {
-                name: {
-                    "errors": asdict(errors),
-                    "measured": {key: asdict(one) for key, one in self.measured[name].items()},
-                }
-                for name, errors in self.errors.items()
-            },
-        }
-        atomic.write_text(path, json.dumps(record, indent=1) + "\n")
+        atomic.write_text(path, json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n")
 
 
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
@@ -115,16 +85,12 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
             USAGE,
         )
     for unit in units:
-        if unit.name in found.errors and not _covers(found, unit):
-            raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)
+        if row := found.units.get(unit.name):
+            names = {one.name for one in unit.candidates}
+            needed = row.measured.keys() | ({usual(unit).name} if unit.block is not None else set())
+            if row.errors.nearest.keys() != names or not needed <= row.errors.solved.keys() <= names:
+                raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)
     return found
-
-
-def _covers(table: Sensitivities, unit: Unit) -> bool:
-    """Whether the errors of a unit are those of its candidates, and include all that were measured."""
-    errors, names = table.errors[unit.name], {one.name for one in unit.candidates}
-    needed = table.measured[unit.name].keys() | ({usual(unit).name} if unit.block is not None else set())
-    return errors.nearest.keys() == names and needed <= errors.solved.keys() <= names
 
 
 def read(path: Path) -> Sensitivities:
@@ -140,19 +106,14 @@ def read(path: Path) -> Sensitivities:
         stored = None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise QuantkitError(f"{path} is no table of sensitivities", ANEW, USAGE)
-    untrusted.check_schema(stored, TABLE, str(path), ANEW)
-    rows = stored["units"]
-    return Sensitivities(
-        stored["identity"],
-        {name: Errors(**row["errors"]) for name, row in rows.items()},
-        {
-            name: {key: Divergence(**one) for key, one in row["measured"].items()}
-            for name, row in rows.items()
-        },
-        stored["tokens"],
-        stored["seconds"],
-        stored["usual"] and Divergence(**stored["usual"]),
-    )
+    schema = Path(__file__).with_name("sensitivities.schema.json").read_text(encoding="utf-8")
+    untrusted.check_schema(stored, json.loads(schema), str(path), ANEW)
+    rows = {
+        name: Row(Errors(**row["errors"]), {key: Divergence(**one) for key, one in row["measured"].items()})
+        for name, row in stored["units"].items()
+    }
+    usual = stored["usual"] and Divergence(**stored["usual"])
+    return Sensitivities(stored["identity"], stored["tokens"], stored["seconds"], usual, rows)
 
 
 def measure(
@@ -163,10 +124,8 @@ def measure(
     What is found of a unit does not depend on where an earlier search ended.
     """
     began, prepared = time.monotonic(), auto.job
-    known = known or Sensitivities(auto.identity, {}, {}, auto.tokens.numel(), 0.0)
+    known = known or Sensitivities(auto.identity, auto.tokens.numel(), 0.0, None, {})
     missing = known.missing(auto.units)
-    if not missing:
-        return known
     skeleton = prepared.skeleton
     skeleton.streams = False  # a block's experts are replaced together
     progress.phase("loading")
@@ -186,16 +145,11 @@ def measure(
         progress.counting("measuring sensitivities", done, len(auto.units))
 
     def table(found: unit_divergence.Found) -> Sensitivities:
-        rows: dict[str, dict[str, Divergence]] = {name: {} for name in solving.errors}
+        rows = {name: Row(errors, {}) for name, errors in solving.errors.items()}
         for (unit, candidate), divergence in found.changes.items():
-            rows[unit][candidate] = divergence
-        return replace(
-            known,
-            errors={**known.errors, **solving.errors},
-            measured={**known.measured, **rows},
-            seconds=known.seconds + time.monotonic() - began,
-            usual=found.usual,
-        )
+            rows[unit].measured[candidate] = divergence
+        seconds = known.seconds + time.monotonic() - began
+        return replace(known, units={**known.units, **rows}, seconds=seconds, usual=found.usual)
 
     progress.counting("measuring sensitivities", done, len(auto.units))
     try:

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from quantkit.errors import count
-from quantkit.models.gguf.file_types import BLOCKS
-from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges
+from quantkit.tables import make_table, megabytes, print_facts, ranges
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -32,20 +31,19 @@ def print_record(record: dict[str, Any]) -> None:
             )
     console.print(table)
     text = record["measured_on"]
-    print_facts(console, {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"})
+    facts = {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"}
     if uniform:
-        print_facts(console, {"uniform": f"{uniform['name']}, the best preset that fits"})
-    print_facts(console, {"kept": _verdict(record), "written": record["output"]})
+        facts["uniform"] = f"{uniform['name']}, the best preset that fits"
+    facts |= {"kept": _verdict(record), "written": record["output"]}
     if not record["reached"]:
-        print_line(
-            console, f"a divergence of {record['budget']['max_kld']:g} was not reached", style="yellow"
-        )
-    seconds, search = record["seconds"], record["sensitivities_seconds"]
-    print_facts(console, {"seconds": f"{seconds:.1f} (measuring sensitivities took {search:.1f})"})
+        facts["missed"] = f"a divergence of {record['budget']['max_kld']:g} was not reached"
+    search = f"measuring sensitivities took {record['sensitivities_seconds']:.1f}"
+    print_facts(console, facts | {"seconds": f"{record['seconds']:.1f} ({search})"})
 
 
 def _print_plan(console: Console, record: dict[str, Any]) -> None:
     budget = next(f"{name} {value}" for name, value in record["budget"].items() if value is not None)
+    needs = record["needs"]
     chosen = f"{count(record['units'], 'unit')}, {record['candidates']:,} candidates in all"
     print_facts(
         console,
@@ -58,18 +56,11 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
             f"{record['statistics_tokens']:,} others",
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
-            "memory": _memory(record),
-            "disk": f"{megabytes(record['needs']['disk_bytes'])} while it runs",
+            "memory": f"about {megabytes(needs['memory_bytes'])} on {record['device']}, "
+            f"{megabytes(needs['host_bytes'])} on the host",
+            "disk": f"{megabytes(needs['disk_bytes'])} while it runs",
         },
     )
-
-
-def _memory(record: dict[str, Any]) -> str:
-    needs = record["needs"]
-    if record["device"] == "cpu":
-        return f"about {megabytes(needs['memory_bytes'])} above the interpreter, on cpu"
-    host = megabytes(needs["host_bytes"])
-    return f"about {megabytes(needs['memory_bytes'])} on {record['device']}, {host} on the host"
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:
@@ -83,24 +74,10 @@ def _print_choice(console: Console, choice: dict[str, str]) -> None:
     words = table.columns[1]
     words.justify, words.no_wrap = "left", False
     for kind, found in alike.items():
-        blocks = [(one, sorted(found[one])) for one in _order(choice) if one in found]
+        blocks = ((one, sorted(numbers)) for one, numbers in sorted(found.items()))
         told = (one if numbers == [-1] else f"{one} {ranges(numbers)}" for one, numbers in blocks)
         table.add_row(kind, "; ".join(told))
     console.print(table)
-
-
-def _order(choice: dict[str, str]) -> list[str]:
-    """Candidates from the fewest bits to the most."""
-    return sorted(set(choice.values()), key=lambda name: (_bits(name), name))
-
-
-def _bits(candidate: str) -> float:
-    """Of a weight: of ggml's type, or of `3,128`, whose groups have a scale of 16 bits."""
-    if candidate in BLOCKS:
-        weights, nbytes = BLOCKS[candidate]
-        return 8 * nbytes / weights
-    bits, group_size = map(int, candidate.split(","))
-    return bits + 16 / group_size
 
 
 def _verdict(record: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ costs next to nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from torch import Tensor
 from quantkit.auto import scaling
 from quantkit.auto.curve import TINY, Errors
 from quantkit.auto.engines import Space
-from quantkit.auto.gguf import GgufOutside
+from quantkit.auto.gguf import GgufOutside, nearest
 from quantkit.auto.scaling import Scales
 from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
@@ -26,7 +27,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
 from quantkit.quantize.job import Job
-from quantkit.quantize.solvers import SiteStatistics, loss, rtn
+from quantkit.quantize.solvers import SiteStatistics, loss
 from quantkit.quantize.timings import Timings
 
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
@@ -101,7 +102,7 @@ class Solving:
         skeleton, index = self._job.skeleton, unit.block
         rows = {row.local: row for row in unit.rows}
         solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in wanted}
-        sums, scale = Errors(), 0.0
+        rounding, solving, scale = Counter(), Counter(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
             names = [name for name in site.linears if name in rows]
             weights = [skeleton.part(index, name).weight.float() for name in names]
@@ -113,21 +114,24 @@ class Solving:
                 outputs = map(scales.rows_undone, names, deltas)
                 return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
 
+            def grids(candidate, names=names) -> list[Grid]:
+                return [self._space.grid(rows[name], candidate.name) for name in names]
+
             scale += lost([weight * 0 for weight in own])
             for candidate in rounded:
-                grids = [self._space.grid(rows[name], candidate.name) for name in names]
-                near = [_nearest(*both, statistics) for both in zip(own, grids, strict=True)]
-                _add(sums.nearest, candidate, lost(near))
+                near = [
+                    nearest(*both, statistics.hessian) for both in zip(own, grids(candidate), strict=True)
+                ]
+                rounding[candidate.name] += lost(near)
             for candidate in wanted:
-                grids = [self._space.grid(rows[name], candidate.name) for name in names]
-                found = self._job.method.solver.solve(own, grids, statistics)
+                found = self._job.method.solver.solve(own, grids(candidate), statistics)
                 values = [one.weight.values() for one in found]
-                _add(sums.solved, candidate, lost(values))
+                solving[candidate.name] += lost(values)
                 kept = map(partial(scales.undone, site), names, values)
                 kept = (one.to(skeleton.dtype) for one in kept)
                 solved[candidate.name] |= dict(zip(names, kept, strict=True))
         scale = max(scale, TINY)
-        return solved, Errors(*({k: v / scale for k, v in part.items()} for part in _parts(sums)))
+        return solved, Errors(*({k: v / scale for k, v in part.items()} for part in (rounding, solving)))
 
     def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
         """As long as it is open, the model computes with a matrix outside the blocks replaced."""
@@ -188,16 +192,3 @@ def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
         part.append(site)
     if part:
         yield part
-
-
-def _parts(errors: Errors) -> tuple[dict[str, float], dict[str, float]]:
-    return errors.nearest, errors.solved
-
-
-def _add(sums: dict[str, float], candidate: Candidate, value: float) -> None:
-    sums[candidate.name] = sums.get(candidate.name, 0.0) + value
-
-
-def _nearest(weight: Tensor, grid: Grid, statistics: SiteStatistics) -> Tensor:
-    """Rounded to nearest, by what the grid makes of the inputs."""
-    return rtn.nearest(weight, grid, rtn.fitted(weight, grid, statistics.hessian)).values()

@@ -14,24 +14,22 @@ from the block at which there was no room left.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.auto.curve import Divergence
+from quantkit.auto.scaling import exchanged
 from quantkit.auto.solving import Solving, States, Values
 from quantkit.auto.units import Candidate, Unit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 
 CHUNK_BYTES = 1 << 26  # float32 logits held at a time, for each of the models that are compared
-PATIENCE = 60.0  # seconds in which a walk takes in units: of one that never reaches the output, all is lost
-ENOUGH = 0.25  # of the room, that is taken by then
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,19 @@ def measure(
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
     start, output = 0, None
     while pending or streams:
-        left, until = None, time.monotonic() + PATIENCE  # left: with what the next walk begins
+        left = None  # with what the next walk begins
         for index, block in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):
-            values, born = replacer.usual(index, entering), []
+            values, born = _weights(replacer.usual(index, entering)), []
             while pending and pending[0].block == index:
                 taken = len(streams) + len(born)
-                late = time.monotonic() > until and taken >= ENOUGH * room
-                if taken and (late or taken + len(replacer.wanted(pending[0])) > room):
+                if taken and taken + len(replacer.wanted(pending[0])) > room:
                     left = left or (index, usual, entering)
                     break
                 unit = pending.popleft()
                 for candidate, other in replacer.of_block(unit, entering):
-                    with exchanged(block, {**values, **other}):
+                    with exchanged(block, values | _weights(other)):
                         states = _run(skeleton, index, usual)
                     born.append(_Stream((unit.name, candidate.name), states))
                 heard(unit)
@@ -121,23 +118,12 @@ def _outside(
     return _Stream((unit.name, candidate.name), states, lambda: replacer.outside(unit, candidate))
 
 
+def _weights(values: Values) -> dict[str, Tensor]:
+    return {f"{name}.weight": part for name, part in values.items()}
+
+
 def _run(skeleton: Skeleton, index: int, states: States) -> States:
     return list(skeleton.outputs(index, states))
-
-
-@contextmanager
-def exchanged(block: nn.Module, values: Values) -> Iterator[None]:
-    """A block with other weights in some of its linears, as long as this is open."""
-    modules = {name: block.get_submodule(name) for name in values}
-    own = {name: module.weight for name, module in modules.items()}
-    try:
-        for name, module in modules.items():
-            weight = values[name].to(own[name].device, own[name].dtype)
-            module.weight = nn.Parameter(weight, requires_grad=False)
-        yield
-    finally:
-        for name, module in modules.items():
-            module.weight = own[name]
 
 
 class _Output:

@@ -7,11 +7,11 @@ torch; what they leave open is asked of transformers, which takes a few seconds.
                      quantized.py what codes and scales were
     settings.py      values of config.json, checked, under whichever name a family has for them
     parameters.py    the tensors of a model
-    attention.py     what each layer keeps of a token; kv_cache.py how many bytes that makes
+    kv_cache.py      what each layer keeps of a token, and the bytes of that
     meta.py          all three as transformers has them: it alone imports it
     formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
     question.py      what is asked: the command's flags
-    devices.py       memory, bandwidth and FLOPS of known devices; roofline.py what they allow
+    devices.py       memory, bandwidth and FLOPS of known devices, and what they allow: the roofline
     job.py           peak memory, disk and time of a quantization job
     forecast.py      all of it as one record; show.py for people
 

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from quantkit.capacity import formats, job, kv_cache, roofline
-from quantkit.capacity.attention import Unsupported, layer_caches
+from quantkit.capacity import Unsupported, devices, formats, job, kv_cache
 from quantkit.capacity.formats import Weights
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.question import Question
@@ -39,7 +38,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         if settings.context and tokens > settings.context:
             notes.append(f"{tokens:,} tokens are more than the {settings.context:,} it was made for")
         try:
-            caches = layer_caches(settings, parameters)
+            caches = kv_cache.layer_caches(settings, parameters)
             cache = _cache_record(caches, settings, question, tokens)
         except Unsupported as error:
             cache = {"bytes_per_sequence": None, "unsupported": str(error)}
@@ -47,6 +46,10 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         name: _fit(found, question, caches, tokens, formats.computes(name))
         for name, found in _weights(source).items()
     }
+    jobs: dict[str, Any] = {}
+    if parameters:
+        one, samples, seqlen = question.one, question.samples, question.seqlen
+        jobs = job.of_model(parameters, settings, one, samples, seqlen, source.layout)
     if question.device and question.device.count > 1:
         notes.append(
             f"{question.device.count} devices as if they were one, at most: what they tell each other takes "
@@ -61,16 +64,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         "kv_cache": cache,
         "weights": weights,
         **_headline(weights, method or ("stored" if source.quantized else "bf16")),
-        "job": job.of_model(
-            parameters,
-            settings,
-            question.device and question.device.one,
-            question.samples,
-            question.seqlen,
-            source.layout,
-        )
-        if parameters
-        else {},
+        "job": jobs,
         "notes": notes,
     }
 
@@ -118,9 +112,9 @@ def _fit(
         "requests_that_fit": max(0, free) // paged if memory is not None and paged else None,
         "bytes_per_weight": each,
         "computes": computes if device is None or computes in device.fewer else formats.BITS16,
-        "optimal_batch": roofline.optimal_batch(flops, bandwidth, each) if bandwidth and flops else None,
+        "optimal_batch": devices.optimal_batch(flops, bandwidth, each) if bandwidth and flops else None,
         "read_bytes": weights.read_bytes,
-        "tokens_per_second": roofline.tokens_per_second(bandwidth, weights.read_bytes, read)
+        "tokens_per_second": devices.tokens_per_second(bandwidth, weights.read_bytes, read)
         if bandwidth and weights.read_bytes
         else None,
     }
@@ -169,6 +163,8 @@ def _cache_record(
     """Bytes of the cache, what other heads would make of them, and what allocators waste."""
     nbytes = partial(kv_cache.sequence_bytes, caches, bytes_per_value=question.kv_bytes)
     exact, whole = nbytes(tokens), max(tokens, settings.context or 0)
+    heads = settings.filled(*HEADS)  # None where not all layers have the same
+    scores = kv_cache.attention_scores(settings.heads, tokens) if heads else None
     paged = {page: nbytes(tokens, page=page) for page in PAGES}
     return {
         "dtype": kv_types.named(question.kv_dtype),
@@ -179,7 +175,7 @@ def _cache_record(
         "bytes_per_sequence": exact,
         "bytes": exact * question.batch,
         "what_if": _what_if(caches, settings, exact),
-        "attention_scores_bytes": _attention_scores(caches, settings, tokens),
+        "attention_scores_bytes": scores if any(cache.values for cache in caches) else 0,
         "paged": {
             str(page): {
                 "bytes_per_sequence": taken,
@@ -194,13 +190,6 @@ def _cache_record(
             "wasted_bytes": nbytes(whole) - exact,
         },
     }
-
-
-def _attention_scores(caches: Sequence[LayerCache], settings: Settings, tokens: int) -> int | None:
-    """None where not all layers have the same heads; 0 without attention."""
-    if not any(cache.values for cache in caches):
-        return 0
-    return kv_cache.attention_scores(settings.heads, tokens) if settings.filled(*HEADS) else None
 
 
 def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict[str, dict]:

@@ -78,13 +78,12 @@ class Packed:
         if reason := self.layout.check_model(model_type):
             raise Unsupported(reason)
         if parameters.fused_experts or not parameters.linears:
-            raise Unsupported(
-                "experts of a block are one tensor" if parameters.fused_experts else "no linears"
-            )
+            fused = "experts of a block are one tensor"
+            raise Unsupported(fused if parameters.fused_experts else "no linears")
         refused: Counter[str] = Counter()
-        for group in parameters.groups:
-            if group.tensor.is_linear and (why := self._unfit(group.tensor)):
-                refused[why] += group.count
+        for one, _, number in parameters.groups:
+            if one.is_linear and (why := self._unfit(one)):
+                refused[why] += number
         if refused:
             found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unsupported(name_all(found, 2))
@@ -149,28 +148,25 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
         if method := _packed().get(name):
             method.check(parameters, settings.model_type)
             return _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
-        found = gguf.file_bytes(name, parameters, settings)
-        bits = 8 * found.total / parameters.count
-        return Weights(found.total, found.packed, found.read, bits, 8 * found.packed / found.weights)
+        total, packed, read, weights = gguf.file_bytes(name, parameters, settings)
+        return Weights(total, packed, read, 8 * total / parameters.count, 8 * packed / weights)
     except Unsupported as error:
         return Weights(None, 0, None, None, 0.0, str(error))
 
 
-def by_count(name: str, count: int, active: int | None = None) -> Weights:
+def by_count(name: str, count: int, active: int) -> Weights:
     """So many parameters in the format of this name, as if every one of them were packed.
 
-    active: those that a token reads, None where it is not known. GGUF file types, which are mixtures, at the
-    bits of a Llama's file.
+    active: those that a token reads. GGUF file types, which are mixtures, at the bits of a Llama's file.
     """
     if name == "bf16":
-        bits = stream_bits = 16.0
+        bits = 16.0
     elif name in _packed():
-        bits = stream_bits = _packed()[name].stream_bits
+        bits = _packed()[name].stream_bits
     else:
-        bits, stream_bits = gguf.typical_bits(name, count)
+        bits = gguf.typical_bits(name, count)
     nbytes = round(count * bits / 8)
-    read = None if active is None else round(active * bits / 8)
-    return Weights(nbytes, nbytes, read, bits, stream_bits)
+    return Weights(nbytes, nbytes, round(active * bits / 8), bits, bits)
 
 
 def _by_tensor(

@@ -8,13 +8,13 @@ the range is that of published runs of the same algorithms, scaled by FLOPS.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from quantkit import layouts
 from quantkit.capacity import formats
 from quantkit.capacity.devices import Device
-from quantkit.capacity.parameters import DTYPE_BYTES, Parameters, Tensor
+from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.settings import Settings
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
@@ -50,119 +50,106 @@ def of_model(
 ) -> dict[str, Any]:
     """Method -> what its job takes with default options, or why quantkit refuses it.
 
-    layout: how the model is quantized already, None where it is not.
+    samples sequences of seqlen tokens are calibrated on. layout: how the model is quantized already, None
+    where it is not.
     """
     if layout is not None and layout not in {module.NAME for module in layouts.modules()}:
         refused = NOTHING | {"reason": f"linears stored as {layout} are not read"}
         return {method: refused for method in methods.available()}
     needs = {"needs": "--allow-requantize" if layout else None}
     seqlen = min(seqlen, settings.context or seqlen)
-    asked = parameters, settings, device, samples, seqlen
-    return {name: _Job(methods.load(name).WORK, *asked).record(name) | needs for name in methods.available()}
+    return {
+        name: _record(name, parameters, settings, device, samples, seqlen) | needs
+        for name in methods.available()
+    }
 
 
-@dataclass(frozen=True)
-class _Job:
-    """One method's job on `samples` sequences of `seqlen` tokens."""
+def _record(
+    method: str,
+    parameters: Parameters,
+    settings: Settings,
+    device: Device | None,
+    samples: int,
+    seqlen: int,
+) -> dict[str, Any]:
+    """JSON of one method's job."""
+    work, on_gpu = methods.load(method).WORK, device is not None and device.kind == "cuda"
+    weights = formats.weights(formats.of_method(method), parameters, settings)
+    if weights.reason:
+        return NOTHING | {"reason": weights.reason}
+    dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
+    memory = device.memory_bytes if on_gpu else room().nbytes
+    free = memory if on_gpu else None
+    shapes = shapes_of(parameters, settings, DTYPE_BYTES[dtype], samples, seqlen, free)
+    calibrated = work.forwards > 0
+    scaled = 1.0 if work.transform else work.sample
+    needs = Needs(calibrated, calibrated, scaled, outside=work.outside)
 
-    work: Work
-    parameters: Parameters
-    settings: Settings
-    device: Device | None
-    samples: int
-    seqlen: int
+    def peak(suspend: bool, at_once: int = 1) -> Peak:
+        return peak_memory(shapes, needs, suspend, accelerated=on_gpu, at_once=at_once)
 
-    @property
-    def on_gpu(self) -> bool:
-        return self.device is not None and self.device.kind == "cuda"
+    ordered = calibrated and not work.transform  # one site after another
+    suspend = ordered and (memory is None or peak(True).computing < COMFORT * memory)
+    need = peak(suspend)
+    if ordered and not suspend:
+        need = peak(suspend, sites_at_once(shapes, memory, need.computing))
+    seconds, basis = _seconds(work, parameters, device, suspend, samples, seqlen)
+    return {
+        "peak_memory_bytes": need.computing + (0 if on_gpu else INTERPRETER_BYTES),
+        "above_interpreter_bytes": need.computing,
+        "host_memory_bytes": need.host + INTERPRETER_BYTES,
+        "fits": None if memory is None else need.computing <= memory,
+        "device": device.name if on_gpu else "cpu",
+        "dtype": dtype,
+        "sequential": ("suspend" if suspend else "repeat") if ordered else None,
+        "calibration_tokens": samples * seqlen if calibrated else 0,
+        "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks, then the files beside them
+        "output_bytes": weights.bytes,
+        "seconds": seconds,
+        "basis": basis,
+    }
 
-    def record(self, method: str) -> dict[str, Any]:
-        """JSON of it."""
-        work, device = self.work, self.device
-        weights = formats.weights(formats.of_method(method), self.parameters, self.settings)
-        if weights.reason:
-            return NOTHING | {"reason": weights.reason}
-        stored = "float32" if self.parameters.quantized else self.settings.stored_dtype
-        dtype = compute_dtype(stored, self.on_gpu)
-        memory = device.memory_bytes if self.on_gpu else room().nbytes
-        free = memory if self.on_gpu else None
-        shapes = shapes_of(
-            self.parameters, self.settings, DTYPE_BYTES[dtype], self.samples, self.seqlen, free
-        )
-        calibrated, base = work.forwards > 0, 0 if self.on_gpu else INTERPRETER_BYTES
-        scaled = 1.0 if work.transform else work.sample
-        needs = Needs(calibrated, calibrated, scaled, outside=work.outside)
 
-        def peak(suspend: bool, at_once: int = 1) -> Peak:
-            return peak_memory(shapes, needs, suspend, accelerated=self.on_gpu, at_once=at_once)
-
-        ordered = calibrated and not work.transform  # one site after another
-        suspend = ordered and (memory is None or peak(True).computing < COMFORT * memory)
-        need = peak(suspend)
-        if ordered and not suspend:
-            need = peak(suspend, sites_at_once(shapes, memory, need.computing))
-        seconds, basis = self._seconds(suspend)
-        return {
-            "peak_memory_bytes": need.computing + base,
-            "above_interpreter_bytes": need.computing,
-            "host_memory_bytes": need.host + INTERPRETER_BYTES,
-            "fits": None if memory is None else need.computing <= memory,
-            "device": device.name if self.on_gpu else "cpu",
-            "dtype": dtype,
-            "sequential": ("suspend" if suspend else "repeat") if ordered else None,
-            "calibration_tokens": self.samples * self.seqlen if calibrated else 0,
-            "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks, then the files beside them
-            "output_bytes": weights.bytes,
-            "seconds": seconds,
-            "basis": basis,
-        }
-
-    def _seconds(self, suspend: bool) -> tuple[list[float] | None, str]:
-        """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
-        if self.device is not None and self.device.kind == "apple":
-            return None, "nothing was measured on Apple's processors"
-        if self.on_gpu:
-            return self._on_gpu()
-        operations = self._operations(suspend)
-        cores, weights = processor.cores(), sum(one.size for one in self.parameters.linears)
-        weights += sum(one.size for one in self._outside)
+def _seconds(
+    work: Work, parameters: Parameters, device: Device | None, suspend: bool, samples: int, seqlen: int
+) -> tuple[list[float] | None, str]:
+    """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
+    soonest, latest = START_SECONDS
+    if device is not None and device.kind == "apple":
+        return None, "nothing was measured on Apple's processors"
+    if device is None or device.kind != "cuda":
+        cores, linears = processor.cores(), parameters.linears
+        encoded = [one for one in parameters.outside if len(one.shape) > 1] if work.outside else []
+        operations = _operations(work, parameters, suspend, samples, seqlen)
+        weights = sum(one.size for one in [*linears, *encoded])
         times = [
             start + (operations / rate + each * weights) / cores
-            for start, rate, each in zip(START_SECONDS, CORE_FLOPS, self.work.seconds, strict=True)
+            for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
         ]
         return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
+    if work.a100_minutes is None:
+        quick, slow = (parameters.stored_bytes / rate for rate in BYTES_PER_SECOND)
+        return [soonest + quick, latest + slow], "the source at 0.1 to 1 GB/s"
+    if not device.tflops:
+        return None, "no FLOPS are known"
+    quick, slow = (60 * each * parameters.count / 1e9 for each in work.a100_minutes)
+    ratio = (A100_TFLOPS / device.tflops) ** 0.5  # much of it is no matrix product
+    basis = f"others' runs on one A100, nothing measured: {work.published}"
+    return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
-    def _on_gpu(self) -> tuple[list[float] | None, str]:
-        if self.work.a100_minutes is None:
-            rates = zip(START_SECONDS, BYTES_PER_SECOND, strict=True)
-            stored = self.parameters.stored_bytes
-            return [start + stored / rate for start, rate in rates], "the source at 0.1 to 1 GB/s"
-        if not self.device.tflops:
-            return None, "no FLOPS are known"
-        quick, slow = (60 * each * self.parameters.count / 1e9 for each in self.work.a100_minutes)
-        ratio = (A100_TFLOPS / self.device.tflops) ** 0.5  # much of it is no matrix product
-        basis = f"others' runs on one A100, nothing measured: {self.work.published}"
-        soonest, latest = START_SECONDS
-        return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
-    @property
-    def _outside(self) -> list[Tensor]:
-        """Embedding and head where they are encoded; one of them where they are tied."""
-        tensors = self.parameters.tensors if self.work.outside else ()
-        return [one for one in tensors if one.block is None and len(one.shape) > 1]
-
-    def _operations(self, suspend: bool) -> float:
-        """Floating-point operations of forward passes, second moments, the solver and verification."""
-        work, linears, tokens = self.work, self.parameters.linears, self.samples * self.seqlen
-        if not work.forwards:
-            return 0.0
-        forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # again up to each of a few sites
-        forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, self.seqlen) / tokens)
-        sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
-        moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)
-        solved = [*linears, *self._outside[-1:]]
-        solver = work.products * sum(one.size * one.shape[-1] for one in solved)
-        return forwards * OVERHEAD * 2 * sum(one.size for one in linears) * tokens + moments + solver
+def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int, seqlen: int) -> float:
+    """Floating-point operations of forward passes, second moments, the solver and verification."""
+    linears, tokens = parameters.linears, samples * seqlen
+    if not work.forwards:
+        return 0.0
+    forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # again up to each of a few sites
+    forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, seqlen) / tokens)
+    sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
+    moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)
+    head = [one for one in parameters.outside if len(one.shape) > 1][-1:] if work.outside else []
+    solver = work.products * sum(one.size * one.shape[-1] for one in [*linears, *head])
+    return forwards * OVERHEAD * 2 * sum(one.size for one in linears) * tokens + moments + solver
 
 
 def shapes_of(
@@ -170,8 +157,7 @@ def shapes_of(
 ) -> Shapes:
     """The shapes of a job over `samples` sequences of `seqlen` tokens, experts streamed if that pays; free:
     bytes of an accelerator."""
-    outside = [tensor for tensor in parameters.tensors if tensor.block is None]
-    copy = parameters.head_copy
+    outside, copy = parameters.outside, parameters.head_copy
     weights: Counter[int] = Counter()
     for tensor in parameters.linears:
         weights[tensor.block] += tensor.size

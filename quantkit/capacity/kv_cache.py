@@ -1,19 +1,45 @@
-"""The cache of keys and values: bytes per sequence, and what allocators waste on top of it.
+"""The cache of keys and values: what each layer keeps of the tokens it has seen, and the bytes of that.
 
     bytes = 2 · bytes_per_value · layers · kv_heads · head_dim · tokens · batch
 
-where every layer keeps a key and a value of every token. In general the layers differ: `LayerCache`.
-Blocks of a paged cache: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), section 3.1.
+where every layer keeps a key and a value of every token, as wide as the stored projections are: that takes
+no more than headers. In general the layers differ: those of other families are measured on the model that
+transformers builds (meta.py), which takes seconds. What neither tells is refused: a cache that is guessed
+wrong is off by a factor, not by a percent. Blocks of a paged cache: Kwon et al. 2023 (PagedAttention,
+arXiv:2309.06180), section 3.1.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from quantkit.capacity import Unsupported
+from quantkit.capacity.parameters import Parameters
+from quantkit.capacity.settings import Settings
+
 CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, states in float32
 PAGE = 16  # tokens per block of a paged cache, vLLM's default
+# Families that need not be measured: all layers are alike, unless config.json names their types.
+FULL = (
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "phi", "gpt2", "gpt_neox", "gptj",
+    "gpt_bigcode", "bloom", "falcon", "RefinedWeb", "RefinedWebModel", "opt", "mpt", "stablelm", "olmo",
+    "olmo2", "olmoe", "cohere", "granite", "granitemoe", "smollm3", "nemotron", "glm", "glm4", "glm4_moe",
+    "seed_oss", "arcee", "helium", "persimmon", "ernie4_5", "hunyuan_v1_dense", "apertus", "codegen",
+    "minimax_m2",
+)  # fmt: skip
+SLIDING = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")  # unless the window is null
+MIXED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
+KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
+# Keys that say that something else is going on.
+UNUSUAL = re.compile(
+    r"mamba|ssm|rwkv|lora_rank|linear_|attn_layer|block_types|layers_block_type|num_kv_shared|global_head_dim"
+    r"|index_|compress|recurrent|lru_|conv_|hybrid|attention_window|attention.chunk"
+    r"|(?<!expert_)share(?!d_expert)"
+    r"|cross_attention|is_encoder_decoder"
+)
 
 
 @dataclass(frozen=True)
@@ -56,3 +82,54 @@ def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:
     FlashAttention (Dao et al. 2022, arXiv:2205.14135) never does; this is what it saves.
     """
     return heads * bytes_per_value * tokens**2
+
+
+def layer_caches(settings: Settings, parameters: Parameters | None = None) -> list[LayerCache]:
+    """One per decoder block. Raises Unsupported with the reason where it is not known."""
+    known, kinds = settings.model_type in (*FULL, *SLIDING, *MIXED), _kinds(settings)
+    widths = parameters and parameters.key_value_widths(fused=known)
+    odd = sorted(key for key, value in settings.values.items() if value and UNUSUAL.search(key))
+    if odd or not kinds or not widths or not known:
+        measured, reason = _measured(settings)
+        if measured:
+            return measured
+        if odd:
+            raise Unsupported(f"{reason} (config.json says {', '.join(odd[:4])})")
+        if not kinds:
+            raise Unsupported(f"{reason}; which of its layers slide is not known")
+        if not widths:
+            raise Unsupported(f"{reason}; no k_proj and v_proj show its heads")
+    elif any(width != (told := 2 * settings.kv_heads * settings.head_dim) for width in widths):
+        raise Unsupported(f"config.json says {told} numbers a token and layer, k_proj and v_proj {widths[0]}")
+    window = settings.size("sliding_window") if "sliding" in kinds else None
+    return [
+        LayerCache(kind, width, window if kind == "sliding" else None)
+        for kind, width in zip(kinds, widths, strict=True)
+    ]
+
+
+def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
+    """What transformers keeps; None, and the reason, where it cannot tell."""
+    if settings.config is None:
+        return None, f"{settings.model_type} is not known"
+    from quantkit.capacity import meta
+
+    try:
+        return meta.caches(settings.config), ""
+    except Unsupported as error:
+        return None, str(error)
+
+
+def _kinds(settings: Settings) -> list[str] | None:
+    """`full` or `sliding`, layer by layer; None where config.json does not say it in the usual words."""
+    count, family = settings.layers, settings.model_type
+    window, stated = settings.get("sliding_window"), settings.get("layer_types")
+    if stated is not None:
+        told = [KINDS.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
+        known = len(told) == count and None not in told and (window or "sliding" not in told)
+        return told if known else None
+    if family in (*SLIDING, *MIXED) and "sliding_window" not in settings.values:
+        return None  # its class fills one in
+    if window is None or (family.startswith("qwen") and not settings.get("use_sliding_window")):
+        return ["full"] * count
+    return ["sliding"] * count if family in SLIDING else None

@@ -78,19 +78,6 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Group:
-    """So many tensors of the kind of this one, and what a token does with them.
-
-    role: `read`, `expert` (where it is routed there), `table` (it looks up a row), or `beside` (of a block
-    that is not the model's own).
-    """
-
-    tensor: Tensor
-    role: str
-    count: int
-
-
-@dataclass(frozen=True)
 class Parameters:
     """All tensors of a model, buffers left out. exact: they were read; else computed from config.json.
 
@@ -106,6 +93,11 @@ class Parameters:
     def linears(self) -> list[Tensor]:
         """Linears of the blocks: what methods quantize."""
         return [tensor for tensor in self.tensors if tensor.is_linear]
+
+    @cached_property
+    def outside(self) -> list[Tensor]:
+        """Tensors that belong to no block."""
+        return [tensor for tensor in self.tensors if tensor.block is None]
 
     @property
     def language_model(self) -> list[Tensor]:
@@ -124,19 +116,14 @@ class Parameters:
     @property
     def fused_experts(self) -> bool:
         """Whether all experts of a block are one tensor, `[experts, …]`."""
-        return any(len(group.tensor.shape) > 2 and group.tensor.is_expert for group in self.groups)
+        return any(len(one.shape) > 2 and one.is_expert for one, *_ in self.groups)
 
     @cached_property
     def head_copy(self) -> Tensor | None:
         """A stored head that is the embedding once more: no parameters of its own."""
-        if not self.is_tied:
-            return None
-        outside = [tensor for tensor in self.tensors if tensor.block is None and len(tensor.shape) == 2]
-        heads = [tensor for tensor in outside if HEAD.search(tensor.name)]
-        twins = [
-            head for head in heads if any(head.shape == other.shape for other in outside if other is not head)
-        ]
-        return twins[0] if twins else None
+        heads = [one for one in self.outside if HEAD.search(one.name) and self.is_tied]
+        shapes = Counter(one.shape for one in self.outside)
+        return next((head for head in heads if shapes[head.shape] > 1), None)
 
     @property
     def count(self) -> int:
@@ -150,7 +137,7 @@ class Parameters:
     @property
     def quantized(self) -> bool:
         """Whether some tensors are stored as codes and scales."""
-        return any(group.tensor.stored_nbytes is not None for group in self.groups)
+        return any(one.stored_nbytes is not None for one, *_ in self.groups)
 
     def active(self, settings: Settings) -> int | None:
         """Parameters that a token meets: of experts only those it is routed to; None where config.json does
@@ -184,7 +171,7 @@ class Parameters:
 
     def total(self, amount: Callable[[Tensor], int]) -> int:
         """The sum of `amount` over all tensors."""
-        return sum(group.count * amount(group.tensor) for group in self.groups)
+        return sum(count * amount(one) for one, _, count in self.groups)
 
     def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
         """The sum of `amount` over what a token reads; None where it is not known how many experts those are.
@@ -193,8 +180,8 @@ class Parameters:
         which predict further tokens. Experts count by the part that a token is routed to.
         """
         sums = dict.fromkeys(("read", "table", "expert", "beside"), 0)
-        for group in self.groups:
-            sums[group.role] += group.count * amount(group.tensor)
+        for one, role, count in self.groups:
+            sums[role] += count * amount(one)
         everything = sums["read"] + (sums["table"] if tables else 0)
         if not sums["expert"]:
             return everything
@@ -204,26 +191,26 @@ class Parameters:
         return everything + sums["expert"] * chosen // of
 
     @cached_property
-    def groups(self) -> list[Group]:
-        """Tensors that are alike but for their names: thousands of experts are of a few kinds."""
-        has_head = any(tensor.block is None and HEAD.search(tensor.name) for tensor in self.tensors)
+    def groups(self) -> list[tuple[Tensor, str, int]]:
+        """Tensors that are alike but for their names, thousands of experts among them, what a token does with
+        them, and how many there are.
+
+        That is `read`, `expert` (where it is routed there), `table` (it looks up a row), or `beside` (of a
+        block that is not the model's own).
+        """
+        tables = [TABLES, EMBEDDING] if any(HEAD.search(t.name) for t in self.outside) else [TABLES]
         first: dict[tuple, Tensor] = {}
         counts: Counter[tuple] = Counter()
-        for tensor in self.tensors:
-            role = self._role(tensor, has_head)
-            name = tensor.name if tensor.block is None else None
-            key = role, name, tensor.shape, tensor.nbytes, tensor.stored_nbytes, tensor.is_linear
-            first.setdefault(key, tensor)
+        for one in self.tensors:
+            if one.block is None:
+                role = "table" if any(table.search(one.name) for table in tables) else "read"
+            else:
+                role = "beside" if one.block >= self.blocks else "expert" if one.is_expert else "read"
+            name = one.name if one.block is None else None
+            key = role, name, one.shape, one.nbytes, one.stored_nbytes, one.is_linear
+            first.setdefault(key, one)
             counts[key] += 1
-        return [Group(tensor, key[0], counts[key]) for key, tensor in first.items()]
-
-    def _role(self, tensor: Tensor, has_head: bool) -> str:
-        if tensor.block is not None:
-            if tensor.block >= self.blocks:
-                return "beside"
-            return "expert" if tensor.is_expert else "read"
-        table = TABLES.search(tensor.name) or (has_head and EMBEDDING.search(tensor.name))
-        return "table" if table else "read"
+        return [(one, key[0], counts[key]) for key, one in first.items()]
 
 
 def from_headers(
@@ -237,7 +224,7 @@ def from_headers(
     blocks = _find_blocks([info.name for info in infos], settings)
     conv1d = settings.model_type in CONV1D_FAMILIES
     tensors = [_placed(info, blocks, conv1d) for info in infos]
-    stored = any(HEAD.search(tensor.name) for tensor in tensors if tensor.block is None)
+    stored = any(one.block is None and HEAD.search(one.name) for one in tensors)
     tied = bool(settings.filled("tie_word_embeddings")) if stored else True
     found = Parameters(tuple(tensors), exact, settings.layers, tied)
     return found, _informed(settings, found)

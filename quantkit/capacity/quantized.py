@@ -46,7 +46,7 @@ def entries(contents: Contents) -> list[Tensor]:
     if odd := [weight.name for weight in weights if not _understood(weight)]:
         raise QuantkitError(
             f"how {contents.source} stores {name_all(odd, 2)} is not understood",
-            hint="give the checkpoint it was made from, or --params beside its config.json",
+            hint="give the checkpoint it was made from, or no model and --params",
             exit_code=UNSUPPORTED,
         )
     unknown = any(weight.shape is None for weight in weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
@@ -50,11 +50,17 @@ class Question:
 
     def check(self) -> None:
         """Raise QuantkitError for what makes no sense, whatever the model."""
-        for name in ("batch", "samples", "seqlen"):
-            if not 1 <= getattr(self, name) <= MOST:
-                what = f"--{name} {getattr(self, name)} makes no sense"
-                raise QuantkitError(what, "choose 1 or more", USAGE)
-        _ = self.tokens, self.kv_bytes, self.device
+        for name in ("gpus", "batch", "samples", "seqlen"):
+            value = getattr(self, name)
+            if value is not None and not 1 <= value <= MOST:
+                raise QuantkitError(f"--{name} {value} makes no sense", "choose 1 or more", USAGE)
+        for name in ("vram", "bandwidth", "tflops"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 1e9:
+                raise QuantkitError(f"--{name} {value:g} makes no sense", "give a positive number", USAGE)
+        if self.gpus and not self.one:
+            raise QuantkitError("--gpus says how many, but not of what", "add --gpu NAME, or --vram", USAGE)
+        _ = self.tokens, self.kv_bytes
 
     @property
     def tokens(self) -> int | None:
@@ -67,9 +73,19 @@ class Question:
         return kv_types.TYPES[kv_types.named(self.kv_dtype)].nbytes
 
     @cached_property
+    def one(self) -> Device | None:
+        """The named device with what is said otherwise in its place; None where nothing is said."""
+        said = {"memory_gib": self.vram, "bandwidth_gbs": self.bandwidth, "tflops": self.tflops}
+        said = {key: value for key, value in said.items() if value is not None}
+        if self.gpu is None and not said:
+            return None
+        base = devices.find(self.gpu) if self.gpu else Device("custom", "cuda", None, None, None)
+        return replace(base, fewer={} if self.tflops else base.fewer, **said)
+
+    @cached_property
     def device(self) -> Device | None:
-        """None where nothing is said."""
-        return devices.choose(self.gpu, self.vram, self.bandwidth, self.tflops, self.gpus)
+        """All of them taken together."""
+        return self.one and self.one.times(self.gpus or 1)
 
     @property
     def memory(self) -> int | None:

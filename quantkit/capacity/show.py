@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from quantkit.capacity.formats import STORED
-from quantkit.tables import print_facts, print_line
+from quantkit.tables import make_table, megabytes, print_facts, print_line
 
 GIB = 1 << 30
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
@@ -31,11 +30,6 @@ def show(record: Record, quiet: bool = False) -> None:
         print_line(console, line, "dim")
     for note in record["notes"]:
         print_line(console, f"note: {note}")
-
-
-def gigabytes(nbytes: float) -> str:
-    """Decimal units, as disks and hubs count."""
-    return f"{_figure(nbytes / 1e9)} GB" if nbytes >= 1e9 else f"{_figure(nbytes / 1e6)} MB"
 
 
 def gibibytes(nbytes: float) -> str:
@@ -70,7 +64,7 @@ def _about(record: Record) -> dict[str, str]:
     if parameters["active"] not in (parameters["count"], None):
         facts["parameters"] += f", {count(parameters['active'])} of them active"
     if parameters["quantized"]:
-        facts["parameters"] += f", stored in {gigabytes(parameters['stored_bytes'])}"
+        facts["parameters"] += f", stored in {megabytes(parameters['stored_bytes'])}"
     if shape:
         facts["shape"] = f"{shape['model_type']}, {shape['layers']} layers × {shape['hidden']:,}"
         if shape["heads"]:
@@ -93,8 +87,8 @@ def _weights(record: Record) -> Table:
     """One row per format; columns of the device where there is one."""
     device = record["device"] or {}
     columns: dict[str, Callable[[Record], str]] = {
-        "size": lambda row: gigabytes(row["bytes"]),
-        "GiB": lambda row: _figure(row["bytes"] / GIB),
+        "size": lambda row: megabytes(row["bytes"]),
+        "GiB": lambda row: f"{row['bytes'] / GIB:,.4g}",
         "bits": lambda row: f"{row['bits_per_weight']:.2f}",
     }
     if device.get("memory_bytes"):
@@ -115,11 +109,6 @@ def _weights(record: Record) -> Table:
         known = row["bytes"] is not None
         table.add_row(name, *(cell(row) if known else MISSING for cell in columns.values()))
     return table
-
-
-def _figure(value: float) -> str:
-    """Two decimals, one from a hundred on, or as many as a small number needs to show three digits."""
-    return f"{value:,.1f}" if value >= 100 else f"{value:,.2f}" if value >= 1 else f"{value:.3g}"
 
 
 def _known(form: str, value: float | None) -> str:
@@ -173,7 +162,7 @@ def _jobs(record: Record) -> Table:
         seconds = job["seconds"]
         time = f"{duration(seconds[0])} to {duration(seconds[1])}" if seconds else "unknown"
         memory = gibibytes(job["peak_memory_bytes"]) + (", too much" if job["fits"] is False else "")
-        table.add_row(method, memory, gigabytes(job["disk_bytes"]), time)
+        table.add_row(method, memory, megabytes(job["disk_bytes"]), time)
     return table
 
 
@@ -198,8 +187,6 @@ def _remarks(record: Record) -> Iterator[str]:
         yield f"to make it: on {made[0]['device']} in {made[0]['dtype']}"
     for remark, names in remarks.items():
         yield f"{', '.join(names)}: {remark}"
-    if record["weights"]["fp4a4"]["bytes"] is not None:
-        yield "fp4a4: quantkit fp4 --activations"
     if not record["device"]:
         here = "; quantkit bench measures it here" if record["model"] else ""
         yield f"add --gpu NAME for what fits and how fast it can be{here}"
@@ -211,7 +198,6 @@ def _remarks(record: Record) -> Iterator[str]:
 
 
 def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)  # all of it in 80 columns
-    for position, column in enumerate(columns):
-        table.add_column(column, justify="left" if position == 0 else "right", no_wrap=True)
+    table = make_table(*columns)
+    table.collapse_padding = True  # all of it in 80 columns
     return table

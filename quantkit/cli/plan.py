@@ -20,7 +20,7 @@ EPILOG = """Examples:
 
   quantkit plan --params 70B --vram 48 --bandwidth 960
 
-  quantkit plan config.json --params 671B-A37B --gpu h200 --gpus 8     (of a family that is not known)
+  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
 
   quantkit plan ./model --gpu h100-80g --method gptq --json"""
 PANELS = {
@@ -35,8 +35,7 @@ PARAMS = Annotated[
     str | None,
     typer.Option(
         metavar="COUNT",
-        help="Parameters instead of a model, or beside a config.json that does not tell them: 175B, "
-        "1.5e9, or 30B-A3B where 3B of them are active.",
+        help="Parameters instead of a model: 175B, 1.5e9, or 30B-A3B where 3B of them are active.",
     ),
 ]
 FIXED = ("revision", "offline", "as_json", "quiet")
@@ -49,19 +48,15 @@ def _command() -> Callable[..., None]:
         from quantkit.capacity import forecast, show, source
 
         model, params = values["model"], values["params"]
-        if model is None and params is None:
-            raise QuantkitError(
-                "give a model or --params",
-                "for example: quantkit plan ./model, or quantkit plan --params 7B",
-                USAGE,
-            )
+        if (model is None) == (params is None):
+            hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
+            raise QuantkitError("give either a model or --params", hint, USAGE)
         question = Question(**{name: values[name] for names in PANELS.values() for name in names})
         question.check()
-        count = None if params is None else source.parse_count(params)
         if model is None:
-            known = source.of_count(count)
+            known = source.of_count(source.parse_count(params))
         else:
-            known = source.read(model, values["revision"], values["offline"], count)
+            known = source.read(model, values["revision"], values["offline"])
         record = forecast.of_source(known, question)
         if values["as_json"]:
             print(json.dumps(record, indent=2))

@@ -1,6 +1,6 @@
 """The roofline over the measurement, and b*, the batch from which more sequences cost time.
 
-Predicted (Williams, Waterman, Patterson 2009, see capacity/roofline.py): a step of b sequences reads the
+Predicted (Williams, Waterman, Patterson 2009, see capacity/devices.py): a step of b sequences reads the
 weights once and every sequence's keys and values, and multiplies each active weight b times:
 
     t(b) = max((weights + b · cache) / bandwidth, 2 · active · b / FLOPS)
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from quantkit.capacity import roofline
+from quantkit.capacity import devices
 
 FEWEST = 3  # batches of a fit
 
@@ -42,7 +42,7 @@ class Roof:
     @property
     def optimal_batch(self) -> float:
         """b*, without the cache, as `quantkit plan` computes it."""
-        return roofline.optimal_batch(self.flops, self.bandwidth, self.weight_bytes / self.active)
+        return devices.optimal_batch(self.flops, self.bandwidth, self.weight_bytes / self.active)
 
 
 def fit(times: Sequence[tuple[int, float]]) -> dict[str, float] | None:

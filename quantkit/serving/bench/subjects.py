@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity import formats, kv_cache
-from quantkit.capacity.attention import Unsupported, layer_caches
+from quantkit.capacity import Unsupported, formats, kv_cache
 from quantkit.capacity.source import Source
 from quantkit.capacity.source import read as read_source
 from quantkit.errors import QuantkitError
@@ -46,7 +45,7 @@ class Subject:
         """Return the bytes of keys and values at the end of a run; None where they are not known."""
         known = self._capacity
         try:
-            caches = layer_caches(known.settings, known.parameters)
+            caches = kv_cache.layer_caches(known.settings, known.parameters)
         except (Unsupported, QuantkitError):
             return None
         return point.batch * kv_cache.sequence_bytes(caches, point.prompt + tokens, bytes_per_value)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from quantkit.capacity import kv_cache
-from quantkit.capacity.attention import Unsupported, layer_caches
+from quantkit.capacity import Unsupported, kv_cache
 from quantkit.capacity.source import Source
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.models import kv_types
@@ -72,7 +71,7 @@ def fit(
     ctx = asked or (limit or USUAL if paged else min(limit or USUAL, USUAL))
     slots = settings.parallel or parallel
     try:
-        caches = layer_caches(found, source.parameters) if found and source.parameters else None
+        caches = kv_cache.layer_caches(found, source.parameters) if found and source.parameters else None
     except Unsupported as error:
         caches = None
         notes += (f"the cache is not counted: {error}",)
