@@ -3,6 +3,7 @@
 import itertools
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 
 import jobs
 import pytest
@@ -12,7 +13,9 @@ from transformers import AutoModelForCausalLM
 from quantkit.auto import allocation, curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import ENGINES
-from quantkit.auto.options import AutoOptions
+from quantkit.auto.gguf import GgufOutside
+from quantkit.auto.job import prepare
+from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
@@ -321,7 +324,7 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     skeleton.load_rest()
     unit = next(one for one in space.units(prepared) if one.name == "token_embd.weight")
     ids = prepared.calibration.tokens
-    outside = space.outside(prepared, list(ids.split(2)))
+    outside = GgufOutside(prepared, list(ids.split(2)))
     candidate = next(one for one in unit.candidates if one.name == "Q4_0")
     with torch.no_grad():
         errors = outside.solve(unit, [candidate])
@@ -357,8 +360,9 @@ def test_a_budget_is_one_and_makes_sense(options, message):
         AutoOptions(**options).check()
 
 
-def test_engines_that_do_not_read_zero_points_say_so():
-    for engine in ("vllm", "transformers", "llama.cpp"):
-        with pytest.raises(QuantkitError, match="--no-sym"):
-            ENGINES[engine].asymmetric()
-    assert ENGINES["any"].asymmetric().options.sym is False
+@pytest.mark.parametrize("engine", ["vllm", "transformers", "llama.cpp"])
+def test_engines_that_do_not_read_zero_points_say_so(engine):
+    request = AutoRequest("nowhere", AutoOptions(bpw=4, engine=engine, sym=False), {})
+    with pytest.raises(QuantkitError, match=f"--no-sym: {engine} does not read"):
+        prepare(request, jobs.Progress())
+    assert replace(ENGINES["any"], symmetric=False).options.sym is False

@@ -89,7 +89,7 @@ def test_spellings(text, name):
     ],
 )
 def test_unknown_names_are_answered_with_the_nearest(text, words):
-    with pytest.raises(QuantkitError, match="no device") as refused:
+    with pytest.raises(QuantkitError, match="unknown device") as refused:
         devices.find(text)
     assert words in refused.value.hint and "--vram" in refused.value.hint and refused.value.exit_code == 2
 

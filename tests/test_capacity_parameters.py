@@ -97,10 +97,10 @@ def test_buffers_and_copies_of_a_tied_head_are_no_parameters(tmp_path):
 @pytest.mark.parametrize(
     "change, words",
     [
-        ({"num_hidden_layers": 5}, "5 blocks, no lists of so many are stored"),
+        ({"num_hidden_layers": 5}, "5 blocks, but no stored lists are so long"),
         ({"num_hidden_layers": "three"}, "num_hidden_layers is 'three'"),
         ({"num_hidden_layers": 10**9}, "not a number from 1 to 10000"),
-        ({"hidden_size": None}, "says no hidden_size"),
+        ({"hidden_size": None}, "has no hidden_size"),
         ({"num_local_experts": 10**9}, "num_local_experts is 1000000000, not a number"),
         ({"model_type": None}, "names no model_type"),
     ],

@@ -13,7 +13,7 @@ from quantkit.errors import QuantkitError
 
 
 def test_a_family_without_a_default_says_what_is_absent():
-    with pytest.raises(QuantkitError, match="says no num_attention_heads, and strange has no") as refused:
+    with pytest.raises(QuantkitError, match="has no num_attention_heads, and strange has no") as refused:
         _ = Settings.of({"model_type": "strange"}).heads
     assert refused.value.exit_code == 4
 

@@ -291,7 +291,7 @@ def test_what_is_stored_otherwise_is_refused_rather_than_counted_wrongly(tmp_pat
     config = {**GROUPED, "model_type": "llama", "quantization_config": {"bits": 4}}
     save_headers(tmp_path / "m", tensors, config)
     with pytest.raises(
-        QuantkitError, match=r"stores .*layers\.0\.mlp\.up_proj.* is not understood"
+        QuantkitError, match=r"stores .*layers\.0\.mlp\.up_proj.* in an unknown way"
     ) as refused:
         source.read(str(tmp_path / "m"))
     assert refused.value.exit_code == 4 and "--params" in refused.value.hint
@@ -440,7 +440,7 @@ def test_experts_of_old_gguf_files_lie_one_by_one(tmp_path):
 
 def test_a_gguf_file_that_is_no_model_is_refused(tmp_path):
     path = write_gguf(tmp_path / "a.gguf", "llama", {}, {"token_embd.weight": (512, 64)})
-    with pytest.raises(QuantkitError, match="is no language model") as refused:
+    with pytest.raises(QuantkitError, match="holds no language model") as refused:
         source.read(str(path))
     assert refused.value.exit_code == 4
 

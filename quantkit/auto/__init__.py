@@ -1,4 +1,4 @@
-"""A budget: how many bits each linear gets, so that the model loses least (`quantkit auto`).
+"""Bits for each linear within a budget, with the least loss of the model (`quantkit auto`).
 
 options.py      the command's flags
 engines.py      what each engine loads: folders of integers; gguf.py: any of ggml's types

@@ -1,4 +1,4 @@
-"""Who gets how many bits: an integer program.
+"""The candidate of each unit, by an integer program.
 
 Binary `x[u, c]` says that unit u is stored as candidate c. Minimise `Σ loss[u, c] x[u, c]` where every unit
 has one candidate and `Σ bytes[u, c] x[u, c]` is within the budget: a multiple-choice knapsack, solved to the
@@ -21,9 +21,9 @@ SECONDS = 120.0
 
 
 def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str, str]:
-    """The choice of the least loss that takes at most `budget` bytes.
+    """Return the choice of the least loss within `budget` bytes.
 
-    Raises QuantkitError where even the smallest candidates take more.
+    Raises QuantkitError if even the smallest candidates take more.
     """
     refuse_too_few(units, budget)
     rows = [_undominated(unit, losses) for unit in units]
@@ -38,9 +38,9 @@ def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str
 
 
 def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None = None) -> None:
-    """Raise QuantkitError where even the smallest candidates take more than `budget` bytes.
+    """Raise QuantkitError if even the smallest candidates take more than `budget` bytes.
 
-    fixed_bytes: of all that is not chosen, where the user gave the size of the whole output.
+    fixed_bytes: size of all other tensors and files, if the user gave the size of the whole output.
     """
     least = sum(unit.candidates[0].nbytes for unit in units)
     if least > budget:
@@ -57,9 +57,9 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
 
 
 def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str, str]:
-    """The smallest choice whose losses add up to at most `bound`.
+    """Return the smallest choice with a sum of losses of at most `bound`.
 
-    Raises QuantkitError where even the best candidates lose more.
+    Raises QuantkitError if even the best candidates lose more.
     """
     least = sum(min(losses[unit.name, one.name] for one in unit.candidates) for unit in units)
     if least > bound:
@@ -79,7 +79,7 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
 
 
 def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
-    """Candidates without those that are no smaller than another and lose no less."""
+    """Return the candidates without those that are neither smaller nor better than another."""
     kept: list[Candidate] = []
     for one in sorted(unit.candidates, key=lambda one: (one.nbytes, losses[unit.name, one.name])):
         if not kept or losses[unit.name, one.name] < losses[unit.name, kept[-1].name]:
@@ -94,7 +94,7 @@ def _solve(
     takes: Sequence[float],
     bound: float,
 ) -> dict[str, str]:
-    """Minimise `costs · x` with `takes · x <= bound` and one candidate per unit."""
+    """Return the choice that minimises `costs · x` with `takes · x <= bound`, one candidate per unit."""
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array

@@ -1,4 +1,4 @@
-"""From what a few candidates of a unit change in the divergence to that of all.
+"""Divergence of all candidates of a unit, from a few measured candidates.
 
 A unit's divergence is nearly proportional to the squared error of its outputs on calibration text,
 `tr(dW H dWᵀ)`, whatever grid caused it: on the demo model the factor moves by a tenth between 2 and 6 bits,
@@ -22,8 +22,8 @@ LEAST = 0.01  # of a unit's factor on the whole: noise does not make an error wo
 
 @dataclass
 class Errors:
-    """Of one unit: `Σ tr(dW H dWᵀ)` over its linears and their tokens, by candidate, relative to the same of
-    the weights themselves. nearest: rounded to nearest; solved: by the job's solver."""
+    """Relative errors of one unit by candidate: `Σ tr(dW H dWᵀ)` over its linears and tokens, divided by the
+    same sum for the weights. nearest: rounded to nearest; solved: by the job's solver."""
 
     nearest: dict[str, float] = field(default_factory=dict)
     solved: dict[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL divergence at the output, or a change of it: mean over the tokens in nats, and standard error."""
+    """KL divergence at the output, or its change: mean over tokens in nats, and standard error."""
 
     mean: float
     stderr: float
@@ -41,7 +41,7 @@ Measured = Mapping[str, Divergence]  # by candidate
 
 
 def losses(unit: Unit, errors: Errors, measured: Measured, usual: str | None) -> dict[str, float]:
-    """What every candidate of a unit adds to the divergence, by its name.
+    """Return {candidate: added divergence} of a unit.
 
     measured: the changes from the `usual` candidate, or where that is None from the unit as it was.
     """
@@ -54,15 +54,15 @@ def losses(unit: Unit, errors: Errors, measured: Measured, usual: str | None) ->
 
 
 def _corrected(name: str, errors: Errors) -> float:
-    """Rounding's error, times what the solver gained where rounding did about as well."""
+    """Return the error of rounding, times the solver's gain on the candidate with the nearest error."""
     nearest = max(errors.nearest[name], TINY)
     like = min(errors.solved, key=lambda other: abs(math.log(max(errors.nearest[other], TINY) / nearest)))
     return nearest * errors.solved[like] / max(errors.nearest[like], TINY)
 
 
 def _pieces(errors: Errors, measured: Measured, usual: str | None) -> list[tuple[float, float]]:
-    """Up to which error what factor holds, divergence per error. What is known badly leans towards the
-    unit's others (Gaussian posterior means, with SPREAD as the prior's deviation)."""
+    """Return [(largest error, divergence per error)]. Uncertain factors lean towards the unit's others
+    (Gaussian posterior means, with SPREAD as the prior's deviation)."""
     points = [(errors.solved[name], one.mean, one.stderr) for name, one in measured.items()]
     points.append((errors.solved[usual] if usual else 0.0, 0.0, 0.0))
     points.sort()
@@ -84,7 +84,7 @@ def _pieces(errors: Errors, measured: Measured, usual: str | None) -> list[tuple
 
 
 def _below(pieces: Sequence[tuple[float, float]], error: float) -> float:
-    """What an error adds, from nothing on: the integral of the factor."""
+    """Return the divergence of an error: the integral of the factor from 0."""
     total, start = 0.0, 0.0
     for end, factor in pieces:
         total += factor * max(0.0, min(end, error) - start)

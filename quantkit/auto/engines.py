@@ -1,7 +1,7 @@
-"""What each engine loads: the ways in which its units can be stored.
+"""Units and candidates of each engine.
 
-Folders of integers: every unit in bits and a group size of its own, as the layout's overrides say it. GGUF
-files: see `gguf.py`. An engine says only what its kernels leave of quantkit's formats.
+Folders of integers: each unit has its own bits and group size, by the layout's overrides. GGUF files: see
+`gguf.py`. An engine restricts quantkit's formats to those of its kernels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 
 from quantkit.auto.gguf import GgufSpace
 from quantkit.auto.units import Candidate, Choice, Preset, Unit
-from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec, fusions
 from quantkit.layouts.compressed_tensors.integers import WIDTHS
@@ -27,11 +26,11 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 @dataclass(frozen=True)
 class FolderSpace:
-    """Everything that may be chosen for an engine.
+    """All choices for an engine.
 
-    widths: bits that the engine's kernels take; groups: group sizes, of which those count that divide; fuses:
-    q/k/v and gate/up become one linear there, so they are stored alike. zero_points: it reads several widths
-    with a zero point per group; symmetric: without them.
+    widths: bits of the engine's kernels; groups: group sizes, used if they divide the inputs; fuses: the
+    engine fuses q/k/v and gate/up, which are stored equally. zero_points: the engine reads several widths
+    with a zero point per group; symmetric: without zero points.
     """
 
     layout: str
@@ -44,21 +43,11 @@ class FolderSpace:
 
     @property
     def options(self) -> gptq.Options:
-        """Of the job whose linears are asked for, whatever their bits: what the smallest groups fit."""
+        """Return options of the job that lists the linears: the smallest groups fit most of them."""
         return gptq.Options(group_size=min(self.groups), layout=self.layout, sym=self.symmetric)
 
-    def asymmetric(self) -> FolderSpace:
-        """With a zero point per group. Raises QuantkitError for an engine that does not read that."""
-        if not self.zero_points:
-            raise QuantkitError(
-                "--no-sym: this engine does not read several widths with zero points",
-                "leave it out, or use --engine any",
-                UNSUPPORTED,
-            )
-        return replace(self, symmetric=False)
-
     def units(self, job: Job) -> list[Unit]:
-        """What engines fuse, each with all bits and group sizes that the layout holds."""
+        """Return one unit for each fused linear, with all bits and group sizes of the layout."""
         rows = [row for row in job.specs if row.grid is not None and row.block is not None]
         groups: dict[str, list[LinearSpec]] = {}
         fused = {row.name: name for name, members in fusions(rows).items() for row in members if self.fuses}
@@ -80,23 +69,19 @@ class FolderSpace:
         return Unit(name, rows[0].block, tuple(rows), weights, tuple(found))
 
     def grid(self, row: LinearSpec, candidate: str) -> Grid:
-        """Of a linear, by the name of a candidate."""
+        """Return the grid of a linear, by the name of a candidate."""
         bits, group_size = map(int, candidate.split(","))
         override = Override(candidate, re.compile(""), bits, group_size)
         return gptq.grid(self.options, gptq.width(self.options, row.in_features, override), row.name)
 
-    def outside(self, job: Job, batches: Sequence[Any]) -> None:
-        """What replaces units without a block: nothing does, embedding and head keep their 16 bits."""
-        return None
-
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
-        """All units alike: what `quantkit gptq --bits B --group-size G` makes."""
+        """Return choices with equal units, as `quantkit gptq --bits B --group-size G` makes."""
         names = set.intersection(*({one.name for one in unit.candidates} for unit in units))
         alike = {name: {unit.name: name for unit in units} for name in sorted(names)}
         return [Preset(_said(name), choice, self.values(units, choice)) for name, choice in alike.items()]
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
-        """The recipe of a choice: the commonest candidate for all, overrides for the others."""
+        """Return the recipe of a choice: the commonest candidate, and overrides for the others."""
         weights: Counter[str] = Counter()
         for unit in units:
             weights[choice[unit.name]] += unit.weights
@@ -116,7 +101,7 @@ def _said(name: str) -> str:
 
 
 def _pattern(unit: Unit) -> str:
-    """A regular expression of all its linears, experts by any number."""
+    """Return a regular expression of a unit's linears, with any number for experts."""
     names = sorted({re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(row.name)) for row in unit.rows})
     owners = {name.rpartition(".")[0] for name in names}
     if len(names) == 1:

@@ -1,4 +1,4 @@
-"""llama.cpp: every tensor of a GGUF file in any of ggml's block types, embedding and output matrix, too."""
+"""llama.cpp: each tensor of a GGUF file in any block type of ggml, with embedding and output matrix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import Tensor
 from quantkit.auto.curve import Errors
 from quantkit.auto.scaling import exchanged
 from quantkit.auto.units import Candidate, Choice, Preset, Unit
-from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec
@@ -33,17 +32,14 @@ from quantkit.quantize.solvers import loss, rtn
 
 @dataclass(frozen=True)
 class GgufSpace:
-    """See `engines.FolderSpace`. llama.cpp fuses only the experts of a projection, which are one tensor."""
+    """All choices for llama.cpp, as `engines.FolderSpace`. Experts of a projection are one tensor."""
 
     method = "gguf"
     options = gguf.Options()
-
-    def asymmetric(self) -> GgufSpace:
-        """Never: the types say which of them have a minimum."""
-        raise QuantkitError("--no-sym: ggml's types are what they are", "leave it out", UNSUPPORTED)
+    zero_points = False  # the types say which of them have a minimum
 
     def units(self, job: Job) -> list[Unit]:
-        """Every matrix that a block type can hold, by its name in the file."""
+        """Return a unit for each matrix that a block type can store, by its name in the file."""
         rows = {f"{row.name}.weight": row for row in job.specs if row.grid is not None}
         units = []
         for target in job.method.output.targets:
@@ -60,15 +56,11 @@ class GgufSpace:
         return units
 
     def grid(self, row: LinearSpec, candidate: str) -> Grid:
-        """Of ggml's type."""
+        """Return the grid of ggml's type."""
         return named(candidate)
 
-    def outside(self, job: Job, batches: Sequence[Tensor]) -> GgufOutside:
-        """Embedding and output matrix."""
-        return GgufOutside(job, batches)
-
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
-        """llama-quantize's mixtures."""
+        """Return llama-quantize's mixtures."""
         found, targets = [], job.method.output.targets
         for name in FILE_TYPES:
             types = {
@@ -80,7 +72,7 @@ class GgufSpace:
         return found
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
-        """Every tensor's type by name; the file type is that of the commonest."""
+        """Return the recipe of a choice: a type for each tensor, and the file type of the commonest."""
         weights: Counter[str] = Counter()
         alike: dict[tuple[str, str], list[str]] = {}
         blocks = {unit.block for unit in units} - {None}
@@ -98,7 +90,7 @@ class GgufSpace:
 
 
 def _file_type(weights: Counter[str]) -> str:
-    """A file type whose base is the commonest of the types, or the nearest in size."""
+    """Return a file type with the commonest type as base, or the nearest in size."""
     common = max(sorted(weights), key=weights.__getitem__)
 
     def bits(kind: str) -> float:
@@ -108,13 +100,13 @@ def _file_type(weights: Counter[str]) -> str:
 
 
 def nearest(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
-    """A weight `[out, in]` rounded to nearest, by what the grid makes of the inputs."""
+    """Return a weight `[out, in]` rounded to nearest on a grid fitted by the Hessian."""
     return rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian)).values()
 
 
 class GgufOutside:
-    """Embedding and output matrix as files hold them: the latter, and one that is both, by error feedback on
-    what enters it in the unquantized model. Candidates stay in memory."""
+    """Candidates of embedding and output matrix, kept in memory. The output matrix, tied or not, is solved by
+    error feedback on its inputs in the original model."""
 
     def __init__(self, job: Job, batches: Sequence[Tensor]):
         self._job, self._batches, self._statistics = job, batches, None
@@ -122,7 +114,7 @@ class GgufOutside:
         self._values: dict[tuple[str, str], Tensor] = {}
 
     def solve(self, unit: Unit, wanted: Sequence[Candidate]) -> Errors:
-        """The errors of a unit; what is wanted can be replaced from now on."""
+        """Return the errors of a unit, and keep the wanted candidates for `replaced`."""
         job, target = self._job, self._targets[unit.name]
         head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
         if head and self._statistics is None:
@@ -145,7 +137,7 @@ class GgufOutside:
         return errors
 
     def _weighing(self, weight: Tensor, head: bool, embeds: bool) -> Tensor:
-        """What errors cost: as outputs, as embeddings, where all columns are alike, or as both."""
+        """Return the cost of errors as outputs, as embeddings (equal columns), or as both."""
         if not head:
             return torch.eye(weight.shape[1])
         hessian = self._statistics.hessian.cpu().clone()
@@ -154,7 +146,7 @@ class GgufOutside:
         return hessian
 
     def replaced(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """As long as it is open, the model computes with the candidate."""
+        """Return a context in which the model computes with the candidate."""
         model, target = self._job.skeleton.model, self._targets[unit.name]
         own = {name for other in self._targets.values() for name in other.parameters}
         (name,) = target.parameters

@@ -1,11 +1,10 @@
-"""From options to a prepared search: model, engine and texts are opened and checked before anything is
-loaded."""
+"""From options to a prepared search: model, engine and texts are checked before weights are loaded."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from quantkit.auto.engines import ENGINES, Space
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.solving import KEPT_IN
 from quantkit.auto.units import Preset, Unit, nbytes, usual
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
 from quantkit.models.machine.device import free_memory
@@ -41,9 +40,8 @@ STREAMS_SHARE = 0.25  # of the free memory that streams may take
 
 @dataclass(frozen=True)
 class Auto:
-    """A prepared search. job: the engine's, whose linears are asked for; windows: what results are measured
-    on. tokens: ids `[sequences, tokens]` on which divergences are measured; statistics: those that solvers
-    work by, others than these."""
+    """A prepared search. job: a job of the engine that lists the linears; windows: text on which results are
+    measured. tokens: ids `[sequences, tokens]` for divergences; statistics: other ids for solvers."""
 
     request: AutoRequest
     space: Space
@@ -58,22 +56,22 @@ class Auto:
 
     @property
     def folder(self) -> Path:
-        """Where it all lies until it is done."""
+        """Return the folder of the unfinished search."""
         return self.output.with_name(f"{self.output.name}.auto")
 
     @property
     def table(self) -> Path:
-        """Where sensitivities are saved until it is done."""
+        """Return the path of the unfinished search's sensitivities."""
         return self.folder / TABLE
 
     @property
     def weights(self) -> int:
-        """Of all units."""
+        """Return the number of weights of all units."""
         return sum(unit.weights for unit in self.units)
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """Of all tensors that are not chosen, and of the files beside them, as far as the source tells."""
+        """Return the bytes of all other tensors and of companion files, by the source."""
         preset = self.presets[0]
         planned = job.prepare(
             self.job_of(self.recipe(preset.values, ""), self.output), Progress(), dry_run=True
@@ -83,8 +81,8 @@ class Auto:
         return planned.plan.output_bytes - nbytes(self.units, preset.choice) + max(0, companions)
 
     def recipe(self, values: Mapping[str, Any], description: str) -> str:
-        """The YAML of a choice's `values`, by dotted keys: with the solver, and of the calibration text, what
-        is held out is left out."""
+        """Return the YAML of a choice's `values` by dotted keys, with the solver and without held-out
+        calibration text."""
         import yaml
 
         asked = self.request.options
@@ -102,7 +100,7 @@ class Auto:
         return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
 
     def job_of(self, written: str, output: Path) -> job.Request:
-        """The job of a recipe's text: what `quantkit run` makes of the file, to the byte."""
+        """Return the job of a recipe's text, equal to that of `quantkit run`."""
         choice, asked = recipe.merge(recipe.parse("", "the recipe", written), (), {}), self.request
         return job.Request(
             choice.model, choice.method, choice.options, choice.calibration, choice.run, output=output,
@@ -112,7 +110,7 @@ class Auto:
 
     @cached_property
     def streams(self) -> int:
-        """How many streams of hidden states are in memory at a time, at most."""
+        """Return the most streams of hidden states in memory."""
         fit = int(STREAMS_SHARE * free_memory(self.job.skeleton.device) / self._stream_bytes)
         return max(1, min(self.request.options.search_streams, fit))
 
@@ -122,8 +120,8 @@ class Auto:
         return self.tokens.numel() * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
 
     def needs(self) -> dict[str, int]:
-        """Predicted peaks in bytes: where it computes, on the host, which is the same for a CPU, and on the
-        disk beside the output."""
+        """Return predicted peaks in bytes: on the device, on the host (the same for a CPU), and on the disk
+        besides the output."""
         plan, streams = self.job.plan, self.streams * self._stream_bytes
         waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
         budget = self.budget_bytes()
@@ -137,7 +135,7 @@ class Auto:
         }
 
     def budget_bytes(self) -> int | None:
-        """Of all units; None where the divergence is given."""
+        """Return the bytes of all units; None for --max-kld."""
         options = self.request.options
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)
@@ -147,7 +145,7 @@ class Auto:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a table of sensitivities holds for."""
+        """Return the identity that a table of sensitivities must have."""
         options = self.request.options
         candidates = [[unit.name, [one.name for one in unit.candidates]] for unit in self.units]
         run = self.job.request.run
@@ -166,10 +164,14 @@ class Auto:
 
 
 def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> Auto:
-    """Open and check. Raises QuantkitError for all that would fail later."""
+    """Open and check everything. Raises QuantkitError for whatever would fail later."""
     request.options.check()
     space = ENGINES[request.options.engine]
-    space = space if request.options.sym else space.asymmetric()
+    if not request.options.sym:
+        if not space.zero_points:
+            what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
+            raise QuantkitError(what, "leave it out, or use --engine any", UNSUPPORTED)
+        space = replace(space, symmetric=False)
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"
     if one_file and output.is_dir():
@@ -214,7 +216,7 @@ def _options(kind: type, section: str, typed: dict[str, Any]) -> Any:
 
 
 def _name(request: AutoRequest, space: Space) -> str:
-    """`model-auto-3.5bpw`, as its budget calls it."""
+    """Return the default name of the output, such as `model-auto-3.5bpw`."""
     options = request.options
     if options.bpw is not None:
         budget = f"{options.bpw:g}bpw"
@@ -227,7 +229,7 @@ def _name(request: AutoRequest, space: Space) -> str:
 
 
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
-    """What results are measured on, and how many calibration sequences are held out for that."""
+    """Return the windows to measure results on, and the number of held-out calibration sequences."""
     checkpoint = prepared.checkpoint
     asked = request.options
     if asked.text is not None:
@@ -238,8 +240,8 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
 
 
 def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-    """Sequences to measure on and others to solve by, both spread evenly over the text: a text comes in
-    pieces of many kinds, and sensitivities differ from kind to kind."""
+    """Return sequences to measure on and others to solve by, both spread evenly over the text: its parts
+    differ in kind, and sensitivities with them."""
     count, length = tokens.shape
     measured = min(max(1, wanted // length), max(1, count // 4))
     places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}

@@ -16,51 +16,50 @@ SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """What the search is to find, and how its results are measured."""
+    """The budget of the search, and the text that results are measured on."""
 
     bpw: float | None = option(
         None,
-        "At most so many bits per weight, scales and the like included, on average over all that is chosen: "
-        "the linears of the blocks, and in a GGUF file embedding and output matrix, too.",
+        "Most bits per weight with scales, on average over the linears of the blocks, and in a GGUF file "
+        "embedding and output matrix as well.",
     )
-    max_size: str | None = option(None, "At most so large on the disk, all files: 4GB, 700MB, 3.5GiB.")
+    max_size: str | None = option(None, "Largest size of all files on disk: 4GB, 700MB, 3.5GiB.")
     max_kld: float | None = option(
-        None, "As small as possible with at most this KL divergence from the original, in nats per token."
+        None, "Largest KL divergence from the original, in nats per token; the smallest such result."
     )
     engine: Literal["any", "llama.cpp", "transformers", "vllm"] = option(
         "any",
-        "Who is to load it. llama.cpp: a GGUF file of any block types; vllm: 4 and 8 bits; transformers: 2 "
-        "to 8 bits, with compressed-tensors; any: the gptq layout in the widths most clients read.",
+        "Engine that loads the result. llama.cpp: a GGUF file of any block types; vllm: 4 and 8 bits; "
+        "transformers: 2 to 8 bits, with compressed-tensors; any: the gptq layout in common widths.",
     )
     sym: bool = option(
-        True, "Symmetric grids, or with --engine any a zero point per group, which is better at 2 and 3 bits."
+        True, "Symmetric grids; with --engine any also a zero point per group, better at 2 and 3 bits."
     )
     solver: str = composing.solver_option(
         "gptq",
-        "What makes the result and the preset it is compared with. yaqa feeds errors back by gradients, too: "
-        "less divergence, in several times the time. The search itself goes by gptq.",
+        "Solver of the result and of the compared preset. yaqa also feeds errors back by gradients: less "
+        "divergence in several times the time. The search itself uses gptq.",
         SEARCHED_BY,
     )
     target: str = composing.target_option()
-    search_tokens: int = option(4096, "Tokens of the calibration text on which divergences are measured.")
-    search_streams: int = option(64, "Streams of hidden states in memory at a time, at most.")
+    search_tokens: int = option(4096, "Calibration tokens to measure divergences on.")
+    search_streams: int = option(64, "Most streams of hidden states in memory.")
 
     text: Path | None = option(
         None,
-        "Text on which the results are measured. (default: an eighth of the calibration text, which is held "
-        "out of it)",
+        "Text to measure results on. (default: a held-out eighth of the calibration text)",
     )
     ctx: int | None = option(None, "Tokens of a window of --text.")
-    limit: int | None = option(None, "First tokens of --text that are used.")
+    limit: int | None = option(None, "Number of tokens of --text to use.")
     sensitivities: Path | None = option(
-        None, "Table of sensitivities: read where it is there, else written, for further budgets."
+        None, "Table of sensitivities for further budgets: read if the file exists, else written."
     )
     recipe_out: Path | None = option(
-        None, "Write the result as a recipe, too: quantkit run FILE makes the same bytes without a search."
+        None, "Write the result as a recipe as well: quantkit run FILE makes the same bytes without a search."
     )
 
     def check(self) -> None:
-        """Raise QuantkitError unless there is one budget, and all make sense."""
+        """Raise QuantkitError without exactly one budget, or for an invalid value."""
         budgets = [name for name in ("bpw", "max_size", "max_kld") if getattr(self, name) is not None]
         if len(budgets) != 1:
             what = "no budget is given" if not budgets else f"{len(budgets)} budgets are given"
@@ -73,7 +72,7 @@ class AutoOptions:
                 )
         for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
             if getattr(self, name) not in names:
-                what = f"--{name} {getattr(self, name)} cannot be searched for"
+                what = f"--{name} {getattr(self, name)} is not supported by auto"
                 raise QuantkitError(what, f"choose {' or '.join(names)}", USAGE)
         if self.max_size is not None:
             size_bytes(self.max_size, "--max-size")
@@ -85,7 +84,7 @@ class AutoOptions:
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """What the user asked for. typed: calibration and run options by dotted key, which go into the recipe."""
+    """The user's request. typed: calibration and run options by dotted key, written into the recipe."""
 
     source: str
     options: AutoOptions

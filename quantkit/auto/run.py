@@ -1,4 +1,4 @@
-"""Search, make, measure, keep the better: what `quantkit auto` does once all is checked."""
+"""`quantkit auto` after its checks: search, make, measure, keep the better result."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ CLOSE = 0.9  # share of the divergence asked for above which a result is not mad
 
 @dataclass(frozen=True)
 class Made:
-    """One output, measured. written: its recipe; record: JSON of it. predicted_kld is the sum of what its
-    units lose on calibration text, kld is measured on held-out text; disk_bytes: of all files."""
+    """One measured output. written: its recipe; record: its JSON. predicted_kld: sum of the units' losses on
+    calibration text; kld: measured on held-out text; disk_bytes: size of all files."""
 
     preset: Preset
     place: Path
@@ -50,12 +50,12 @@ class Made:
 
 
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
-    """The whole search; its record. What was measured survives an error, in the folder beside the output."""
+    """Run the search and return its record. Sensitivities survive an error in the folder of the search."""
     began = time.monotonic()
     if (measured_on := auto.windows.protocol.tokens) < FEW_TOKENS:
         more = "a longer text" if auto.request.options.text else "a text with --text"
         progress.warn(
-            f"{measured_on} tokens to measure on are few: which result is better may be chance; give {more}"
+            f"{measured_on} tokens are few: which result measures better may be chance; give {more}"
         )
     check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
     known = _open(auto, progress)
@@ -84,7 +84,7 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
 
 
 def plan_record(auto: Auto) -> dict[str, Any]:
-    """What is known before anything is measured."""
+    """Return the record of a dry run."""
     options = auto.request.options
     return {
         "schema": SCHEMA,
@@ -113,7 +113,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
 
 
 def kept(auto: Auto) -> str:
-    """What of the search survives, should it end now."""
+    """Return the parts of an interrupted search that are kept, in words."""
     if not auto.table.exists():
         return "nothing yet is"
     left = len(sensitivities.read(auto.table).missing(auto.units))
@@ -145,7 +145,7 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
 
 
 def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
-    """The known table with the missing units measured; it is saved after each walk through the model."""
+    """Return the table with missing units measured, saved after each walk through the model."""
     try:
         if not known or known.missing(auto.units):
             known = measure(auto, progress, known, lambda table: table.save(auto.table))
@@ -158,13 +158,13 @@ def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) 
 
 
 class _Search:
-    """Choices, made and measured. losses: what every candidate of every unit adds to the divergence."""
+    """Makes and measures choices. losses: added divergence of each candidate of each unit."""
 
     def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
         self._auto, self._losses, self._progress = auto, losses, progress
 
     def within_bytes(self, budget: int) -> Made:
-        """The best choice of that size; smaller, where its files take more than was asked for."""
+        """Return the best choice of that size, or a smaller one if its files exceed --max-size."""
         auto, limit = self._auto, None
         if auto.request.options.max_size is not None:
             limit = budget + auto.fixed_bytes
@@ -177,8 +177,8 @@ class _Search:
         raise QuantkitError(f"the files take {taken:,} bytes, whatever is chosen", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
-        """The smallest choice whose measured divergence fits, the last of those that were tried: where the
-        prediction was off, the bound is moved by as much."""
+        """Return all tried choices; the last is the smallest within the measured divergence. After a wrong
+        prediction the bound moves by its error."""
         wanted = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
         for _ in range(TRIES):
@@ -202,8 +202,8 @@ class _Search:
         return tried
 
     def uniform(self, searched: Made) -> Made | None:
-        """The best preset that the budget allows; None where all are larger. A budget of files or of a
-        divergence allows what is no larger than what the search found."""
+        """Return the best preset within the budget; None if all are larger. With --max-size or --max-kld the
+        budget is the size of the searched result."""
         auto, allowed = self._auto, searched.record["chosen_bytes"]
         if auto.request.options.bpw is not None:
             allowed = auto.budget_bytes()
@@ -219,7 +219,7 @@ class _Search:
         return self._make(Preset(SEARCHED, choice, values), SEARCHED, SEARCHED)
 
     def _make(self, preset: Preset, folder: str, told: str) -> Made:
-        """Make the output of a choice, unless it is there, and measure it against the original in float32."""
+        """Make the output of a choice, unless it exists, and measure it against the original in float32."""
         auto, progress = self._auto, self._progress
         bits = bits_per_weight(auto.units, preset.choice)
         described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
@@ -259,7 +259,7 @@ def _clear(folder: Path) -> None:
 
 
 def _publish(auto: Auto, kept: Made) -> None:
-    """Rename what is kept into place, and remove the rest; the table stays where it was asked for."""
+    """Rename the kept output into place, and remove the search folder."""
     if auto.output.exists():
         may_replace.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
         old = auto.folder / SEARCHED / "replaced"

@@ -1,4 +1,4 @@
-"""What the job's transform does to a block before its linears are solved, undone for one unit at a time.
+"""The job's transform of a block, applied to one unit at a time.
 
 A transform divides what a site reads by s and multiplies its columns by s, and divides the rows of a linear
 that produces it. The job rounds such a weight, `diag(f) W diag(s)`, so that is what is solved here; divided
@@ -22,33 +22,33 @@ from quantkit.quantize.transforms import Transform
 
 @dataclass(frozen=True)
 class Scales:
-    """columns: by site, s `[in]`; rows: by linear, f `[out]`. What is left out has none."""
+    """Scales of a block. columns: {site: s `[in]`}; rows: {linear: f `[out]`}."""
 
     columns: Mapping[Site, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     def scaled(self, site: Site, name: str, weight: Tensor) -> Tensor:
-        """The weight `[out, in]` of a linear as the job rounds it."""
+        """Return the weight `[out, in]` of a linear as the job rounds it."""
         weight = weight if site not in self.columns else weight * self.columns[site]
         return weight if name not in self.rows else weight * self.rows[name][:, None]
 
     def undone(self, site: Site, name: str, values: Tensor) -> Tensor:
-        """Values `[out, in]` of such a weight, as the untouched block computes with them."""
+        """Return values `[out, in]` of such a weight for the original block."""
         values = values if site not in self.columns else values / self.columns[site]
         return self.rows_undone(name, values)
 
     def rows_undone(self, name: str, values: Tensor) -> Tensor:
-        """`undone` as far as outputs go: what errors there are in terms of the untouched block's outputs."""
+        """Return values with their rows undone: errors in units of the original block's outputs."""
         return values if name not in self.rows else values / self.rows[name][:, None]
 
     def entering(self, site: Site, statistics: SiteStatistics) -> SiteStatistics:
-        """Of a site as it is in the transformed block; the statistics are used up."""
+        """Return a site's statistics in the transformed block; the given ones are consumed."""
         return statistics if site not in self.columns else statistics.divided(self.columns[site])
 
 
 def of_block(block: Block, measuring: Measuring, transform: Transform | None) -> Scales:
-    """What the transform does to a block whose linears are stored as its rows say. Experts stay as they are,
-    and so does the block, which is put back."""
+    """Return the transform's scales for a block with these grids, without experts; the block itself is
+    restored."""
     around = [site for site in block.wanted if site.linears and not site.pool]
     if transform is None or not around:
         return Scales()
@@ -62,7 +62,7 @@ def of_block(block: Block, measuring: Measuring, transform: Transform | None) ->
 
 @contextmanager
 def exchanged(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """A module with other parameters by these names, as long as this is open. Of one tensor there is one."""
+    """Put parameters into a module by name for this context; one tensor becomes one parameter."""
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters]
     before = [getattr(owner, leaf) for owner, leaf in places]
     made: dict[int, nn.Parameter] = {}

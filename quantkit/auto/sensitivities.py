@@ -1,4 +1,4 @@
-"""The table of sensitivities: what the search measures, saved so that another budget costs no search."""
+"""The table of sensitivities: measured once and saved for further budgets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from quantkit.auto import curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
+from quantkit.auto.gguf import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Unit, usual
@@ -30,7 +31,7 @@ ANEW = "leave it out to measure anew"
 
 @dataclass(frozen=True)
 class Row:
-    """Of a unit: errors of all candidates, changes of divergence by those that were measured."""
+    """A unit's errors of all candidates, and changes of divergence by measured candidates."""
 
     errors: Errors
     measured: Mapping[str, Divergence]
@@ -38,10 +39,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Rows of all units by their names, unless the search was interrupted.
+    """Rows by unit name; an interrupted search has rows of some units.
 
-    identity: of model, candidates, solver and text: for others they do not hold. tokens, seconds: what
-    measuring took. usual: divergence of the model in which they were measured.
+    identity: model, candidates, solver and text of the table. tokens, seconds: cost of the measurement.
+    usual: divergence of the usual model, in which units are replaced.
     """
 
     identity: dict
@@ -51,8 +52,8 @@ class Sensitivities:
     units: Mapping[str, Row]
 
     def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
-        """What every candidate of every unit adds to the divergence, by their names; all usual ones together
-        what was measured of them."""
+        """Return {(unit, candidate): added divergence}; the usual candidates add up to their measured
+        divergence."""
         found: dict[tuple[str, str], float] = {}
         sums = 0.0
         for unit in units:
@@ -66,16 +67,16 @@ class Sensitivities:
         return {key: share * value for key, value in found.items()}
 
     def missing(self, units: Sequence[Unit]) -> list[Unit]:
-        """Those of which nothing is known yet."""
+        """Return the units without a row."""
         return [unit for unit in units if unit.name not in self.units]
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write the table atomically."""
         atomic.write_text(path, json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n")
 
 
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
-    """A saved table. Raises QuantkitError where it is none, or not of this model and these options."""
+    """Return a saved table. Raises QuantkitError for another file, or a table of another model or options."""
     found = read(path)
     wanted = json.loads(json.dumps(identity))
     if different := differences(found.identity, wanted):
@@ -94,7 +95,7 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
 
 
 def read(path: Path) -> Sensitivities:
-    """A saved table of whatever search. Raises QuantkitError where it is none."""
+    """Return a saved table of any search. Raises QuantkitError for another file."""
     try:
         stored = untrusted.parse(untrusted.read(path))
         json.dumps(stored, allow_nan=False)  # refuses NaN, Infinity and 1e400
@@ -119,9 +120,9 @@ def read(path: Path) -> Sensitivities:
 def measure(
     auto: Auto, progress: Progress, known: Sensitivities | None = None, save: Save = lambda table: None
 ) -> Sensitivities:
-    """Measure all units but those that are known. save: is given the table after each walk through the model.
+    """Measure all units without a row; call `save` with the table after each walk through the model.
 
-    What is found of a unit does not depend on where an earlier search ended.
+    A unit's row does not depend on where an earlier search ended.
     """
     began, prepared = time.monotonic(), auto.job
     known = known or Sensitivities(auto.identity, auto.tokens.numel(), 0.0, None, {})
@@ -133,7 +134,7 @@ def measure(
     batch = prepared.plan.execution.batch_size
     tokens, statistics = auto.tokens.split(batch), auto.statistics.split(batch)
     done = len(auto.units) - len(missing)
-    outside = auto.space.outside(prepared, statistics)
+    outside = GgufOutside(prepared, statistics) if auto.space.method == "gguf" else None
     folder = auto.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # of a search that was killed
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What people read of a search."""
+"""Print a search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantkit.tables import make_table, megabytes, print_facts, ranges
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """What was found or, of a dry run, what is to be searched."""
+    """Print the result of a search, or its plan in a dry run."""
     console = Console(highlight=False, markup=False)
     if "searched" not in record:
         return _print_plan(console, record)
@@ -64,7 +64,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:
-    """Units of several blocks that are stored alike share a row."""
+    """Print the choice: one row for equal names in all blocks."""
     alike: dict[str, dict[str, list[int]]] = {}
     for name, candidate in choice.items():
         number = re.search(r"\.(\d+)\.", name)

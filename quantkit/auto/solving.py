@@ -1,6 +1,6 @@
-"""A unit's candidates as a job would make them: by the job's own solver, behind the job's own transform, on
-inputs that come out of quantized blocks; and the error of every other candidate by rounding to nearest, which
-costs next to nothing.
+"""A unit's candidates by the job's solver, after the job's transform, on inputs from quantized blocks.
+
+The errors of all other candidates come from rounding to nearest, at little cost.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts 
 
 @dataclass(frozen=True)
 class _Known:
-    """Of the block that is loaded. statistics: of its sites but those of experts, as they are behind the
-    transform."""
+    """The loaded block. statistics: of its sites after the transform, without experts."""
 
     block: Block
     scales: Scales
@@ -47,8 +46,8 @@ class _Known:
 
 
 class Solving:
-    """How units of a job's model are stored otherwise. units: all there are; folder: where the usual values
-    of blocks wait. `errors` of units that are replaced fill on the way."""
+    """Solves candidates of a job's units. units: all units; folder: holds usual values of blocks. `errors`
+    fills with the errors of replaced units."""
 
     def __init__(
         self,
@@ -65,12 +64,12 @@ class Solving:
         self._known: _Known | None = None
 
     def wanted(self, unit: Unit) -> Sequence[Candidate]:
-        """The anchors of a unit but the usual one."""
+        """Return the anchors of a unit without the usual candidate."""
         return [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
-        """The weights of a block that is loaded, as the usual model has them, by the states that enter it.
-        Solved once, and written: a walk may begin behind this block."""
+        """Return the usual weights of the loaded block, by the states that enter it. They are solved once and
+        written, because a walk may begin after this block."""
         place = self._folder / f"{index}.safetensors"
         if not place.exists():
             values: dict[str, Tensor] = {}
@@ -84,7 +83,7 @@ class Solving:
         return {name: part.to(device) for name, part in load_file(place).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Each that is wanted, solved on the states that enter the unit's block."""
+        """Yield the wanted candidates, solved on the states that enter the unit's block."""
         solved, self.errors[unit.name] = self._solved(
             unit, entering, [*self.wanted(unit), usual(unit)], unit.candidates
         )
@@ -98,7 +97,7 @@ class Solving:
         wanted: Sequence[Candidate],
         rounded: Sequence[Candidate] = (),
     ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
-        """Weights by candidate and linear, and what these and others, rounded to nearest, lose."""
+        """Return {candidate: {linear: weight}} of `wanted`, and errors of `wanted` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
         rows = {row.local: row for row in unit.rows}
         solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in wanted}
@@ -109,7 +108,7 @@ class Solving:
             own = list(map(partial(scales.scaled, site), names, weights))
 
             def lost(values, names=names, own=own, scales=scales, statistics=statistics) -> float:
-                """Of all outputs. An expert's count by its tokens."""
+                """Return the error of all outputs; experts count by their tokens."""
                 deltas = (v - w for v, w in zip(values, own, strict=True))
                 outputs = map(scales.rows_undone, names, deltas)
                 return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
@@ -134,14 +133,14 @@ class Solving:
         return solved, Errors(*({k: v / scale for k, v in part.items()} for part in (rounding, solving)))
 
     def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """As long as it is open, the model computes with a matrix outside the blocks replaced."""
+        """Return a context in which a matrix outside the blocks is replaced."""
         assert self._outside is not None, "the space has units outside the blocks, and replaces them"
         if unit.name not in self.errors:
             self.errors[unit.name] = self._outside.solve(unit, self.wanted(unit))
         return self._outside.replaced(unit, candidate)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
-        """Second moments of the unit's sites: those of a block at once, of experts some at a time."""
+        """Yield second moments of the unit's sites: all of a block at once, experts in parts."""
         job = self._job
         measuring = Measuring(
             job.skeleton,
@@ -165,7 +164,7 @@ class Solving:
             yield from ((site, gathered.pop(site), scales) for site in some)
 
     def _block(self, index: int, entering: States, measuring: Measuring) -> _Known:
-        """A block whose linears are all stored as is usual: the transform goes by all of them."""
+        """Return the block with its usual grids, by which the transform chooses scales."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
         sites = find_sites(module, lambda: skeleton.run_block(index, probe))
@@ -177,13 +176,13 @@ class Solving:
         return _Known(block, scales, {site: scales.entering(site, one) for site, one in found.items()})
 
     def _stored(self, row: LinearSpec) -> LinearSpec:
-        """A linear as its unit's candidate in the middle has it."""
+        """Return a linear with the grid of its unit's usual candidate."""
         usual = self._usual.get(row.name)
         return row if usual is None else replace(row, grid=self._space.grid(row, usual))
 
 
 def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
-    """As many experts' sites of a layer at a time as `HESSIAN_BYTES` hold."""
+    """Yield sites of experts of one layer in parts of at most HESSIAN_BYTES."""
     part: list[Site] = []
     for site in sites:
         if part and (site.pool != part[0].pool or (len(part) + 1) * 4 * site.in_features**2 > HESSIAN_BYTES):

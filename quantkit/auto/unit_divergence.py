@@ -34,8 +34,7 @@ CHUNK_BYTES = 1 << 26  # float32 logits held at a time, for each of the models t
 
 @dataclass(frozen=True)
 class Found:
-    """usual: the divergence of the usual model; changes: what it becomes less that, by the names of unit and
-    candidate."""
+    """usual: divergence of the usual model; changes: its change by {(unit, candidate)}, by their names."""
 
     usual: Divergence
     changes: dict[tuple[str, str], Divergence]
@@ -43,7 +42,7 @@ class Found:
 
 @dataclass
 class _Stream:
-    """Hidden states with one unit stored as one candidate. head: opened where logits are computed."""
+    """Hidden states with one unit stored as one candidate. head: context for computing logits."""
 
     key: tuple[str, str]
     states: States
@@ -60,10 +59,11 @@ def measure(
     heard: Callable[[Unit], None] = lambda unit: None,
     walked: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """What units change. tokens: ids `[batch, tokens]` to measure on; calibration: ids to solve by; room: how
-    many streams may be in memory; heard: of each unit whose streams have begun; walked: of what is known
-    after each walk through the model. What lies outside the blocks is loaded. What is found of a unit does
-    not depend on what is measured beside it.
+    """Return the change of divergence by each candidate of each unit.
+
+    tokens: ids `[batch, tokens]` to measure on; calibration: ids to solve by; room: most streams in memory;
+    heard: called with each unit whose streams have begun; walked: called with the results after each walk
+    through the model. Tensors outside the blocks are loaded. A unit's result does not depend on other units.
     """
     changes: dict[tuple[str, str], Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
@@ -112,7 +112,7 @@ def measure(
 def _outside(
     skeleton: Skeleton, unit: Unit, candidate: Candidate, tokens: Sequence[Tensor], replacer: Solving
 ) -> _Stream:
-    """A stream that is other from the embedding on, and at the output matrix where that is the same."""
+    """Return a stream with another embedding or output matrix, or both if they are tied."""
     with replacer.outside(unit, candidate):
         states = [skeleton.embed(ids) for ids in tokens]
     return _Stream((unit.name, candidate.name), states, lambda: replacer.outside(unit, candidate))
@@ -127,7 +127,7 @@ def _run(skeleton: Skeleton, index: int, states: States) -> States:
 
 
 class _Output:
-    """Of the original model and of the usual one, whose hidden states are given."""
+    """Divergences at the output, from final hidden states of the original and the usual model."""
 
     def __init__(self, skeleton: Skeleton, original: States, usual: States):
         self._skeleton, self._original = skeleton, original
@@ -135,11 +135,11 @@ class _Output:
         self.usual = _divergence(self._usual)
 
     def change(self, stream: _Stream) -> Divergence:
-        """By how much a stream diverges more than the usual model, token by token."""
+        """Return the divergence of a stream less that of the usual model, averaged over tokens."""
         return _divergence(self._of(stream) - self._usual)
 
     def _of(self, stream: _Stream) -> Tensor:
-        """KL divergence from the original, `[tokens]`, chunk by chunk."""
+        """Return the KL divergence from the original, `[tokens]`, computed in chunks."""
         skeleton, found = self._skeleton, []
         size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
         for batch, row, part in _places(self._original, size):
@@ -155,7 +155,7 @@ def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
 
 
 def _places(states: States, size: int) -> Iterator[tuple[int, int, slice]]:
-    """Batch, row and `size` tokens of it."""
+    """Yield batch, row and a slice of `size` tokens."""
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):
             for start in range(0, hidden.shape[1], size):

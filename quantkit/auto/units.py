@@ -1,4 +1,4 @@
-"""What is chosen, and among what: a unit is stored one way, a candidate is such a way."""
+"""The terms of a search: a unit is stored as one of its candidates."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP = 0.9  # bits per weight between candidates that are measured
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to store a unit. name: as recipes spell it, `3,128` or `Q3_K`; nbytes: what the unit takes."""
+    """One way to store a unit. name: as in recipes, `3,128` or `Q3_K`; nbytes: size of the unit."""
 
     name: str
     nbytes: int
@@ -22,10 +22,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Unit:
-    """Linears that an engine stores alike, such as q, k and v, or all experts of a layer.
+    """Linears that an engine stores in the same way, such as q, k and v, or all experts of a layer.
 
-    name: what results call it. block: index of its block; None for a matrix outside the blocks. rows: its
-    linears; empty outside the blocks. weights: how many; candidates: from the smallest to the largest.
+    name: as in results. block: index of its block; None for a matrix outside the blocks. rows: its linears;
+    empty outside the blocks. weights: number of weights; candidates: from the smallest to the largest.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Unit:
     candidates: tuple[Candidate, ...]
 
     def candidate(self, name: str) -> Candidate:
-        """The candidate of that name."""
+        """Return the candidate of that name."""
         return next(one for one in self.candidates if one.name == name)
 
     def bits(self, candidate: Candidate) -> float:
-        """Bits per weight."""
+        """Return bits per weight."""
         return 8 * candidate.nbytes / self.weights
 
 
@@ -48,7 +48,7 @@ Choice = Mapping[str, str]  # unit -> candidate, by their names
 
 @dataclass(frozen=True)
 class Preset:
-    """What quantkit makes without a search. values: its recipe, by dotted keys."""
+    """A choice that quantkit makes without a search. values: its recipe, by dotted keys."""
 
     name: str
     choice: Choice
@@ -56,18 +56,18 @@ class Preset:
 
 
 def nbytes(units: Sequence[Unit], choice: Choice) -> int:
-    """Bytes of all units."""
+    """Return the bytes of all units."""
     return sum(unit.candidate(choice[unit.name]).nbytes for unit in units)
 
 
 def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
-    """Of all units together."""
+    """Return bits per weight over all units."""
     return 8 * nbytes(units, choice) / sum(unit.weights for unit in units)
 
 
 def anchors(unit: Unit) -> tuple[Candidate, ...]:
-    """Up to ANCHORS of a unit's candidates that are measured: the smallest, then each that is at least `STEP`
-    bits larger. What lies between and above follows from the errors of all (`curve.py`)."""
+    """Return up to ANCHORS candidates of a unit to measure: the smallest, then each STEP bits larger or more.
+    The others follow from the errors of all candidates (`curve.py`)."""
     found: list[Candidate] = []
     for one in unit.candidates:
         if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + STEP):
@@ -76,6 +76,6 @@ def anchors(unit: Unit) -> tuple[Candidate, ...]:
 
 
 def usual(unit: Unit) -> Candidate:
-    """As which a unit is stored while others are replaced: the anchor in the middle."""
+    """Return the candidate that stores a unit while others are replaced: the middle anchor."""
     found = anchors(unit)
     return found[(len(found) - 1) // 2]

@@ -1,24 +1,24 @@
-"""Capacity: what a model takes, in memory and in time, before anything is loaded; `quantkit plan` prints it.
+"""Memory and time that a model needs, computed before anything is loaded; `quantkit plan` prints them.
 
 Everything follows from config.json and the headers of the weight files, in less than a second and without
-torch; what they leave open is asked of transformers, which takes a few seconds.
+torch. transformers fills in missing values; importing transformers takes a few seconds.
 
-    source.py        what there is to read: a folder, a hub id, a config.json, or a number of parameters;
-                     quantized.py what codes and scales were
-    settings.py      values of config.json, checked, under whichever name a family has for them
+    source.py        the input: a folder, a hub id, a config.json, or a number of parameters;
+                     quantized.py: original shapes of codes and scales
+    settings.py      checked values of config.json, under every family's names
     parameters.py    the tensors of a model
-    kv_cache.py      what each layer keeps of a token, and the bytes of that
-    meta.py          all three as transformers has them: it alone imports it
-    formats.py       bytes of the weights in each format; gguf.py those of llama.cpp's file types
-    question.py      what is asked: the command's flags
-    devices.py       memory, bandwidth and FLOPS of known devices, and what they allow: the roofline
+    kv_cache.py      values that each layer keeps per token, and their bytes
+    meta.py          the same three, by transformers; the only module here that imports transformers
+    formats.py       bytes of the weights in each format; gguf.py: in llama.cpp's file types
+    question.py      the command's flags
+    devices.py       memory, bandwidth and FLOPS of known devices; the roofline
     job.py           peak memory, disk and time of a quantization job
-    forecast.py      all of it as one record; show.py for people
+    forecast.py      the complete JSON record; show.py prints it
 
 The dry run of a job (`quantkit gptq MODEL --dry-run`, quantkit/quantize/prepare/plan.py) builds the
-model's modules and so knows more; its memory comes from the same formula.
+model's modules and knows more; both use the same memory formula.
 """
 
 
 class Unsupported(Exception):
-    """Why something of a model cannot be known, or a format cannot hold it."""
+    """Raised with the reason if a property of a model is unknown, or if a format cannot store the model."""

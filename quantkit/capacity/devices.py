@@ -1,6 +1,6 @@
 """Devices by name: memory, bandwidth, and FLOPS of dense matrix products (devices.json); the roofline.
 
-A row of devices.json: GiB, GB/s, TFLOPS of 16 bit; then those of FEWER, as far as it multiplies in these.
+A row of devices.json: GiB, GB/s, TFLOPS in 16 bit; then TFLOPS in each type of FEWER that the device has.
 NVIDIA: data sheets, tensor cores that add up in float32 (int8: in int32), without sparsity; memory as the
 driver shows it (rtx-pro-6000 is the Blackwell Workstation Edition). AMD: data sheets, matrix cores, likewise.
 Apple: the full chip with the most memory sold, bandwidth as stated, FLOPS of its GPU in float32 (16 bit is
@@ -34,10 +34,10 @@ FEWER = ("int8", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class Device:
-    """memory_gib: of it `usable` may be filled; bandwidth in GB/s, tflops in 10^12 operations a second.
+    """A device, or several counted as one; None stands for an unknown number.
 
-    tflops are those of 16 bit; fewer: of types with fewer bits, where it multiplies in these. kind: cuda,
-    rocm, apple or cpu. None: not known. count: how many devices stand here for one.
+    kind: cuda, rocm, apple or cpu. tflops: 10^12 operations a second in 16 bit; fewer: the same for types of
+    fewer bits that the device multiplies in. count: number of devices counted as one.
     """
 
     name: str
@@ -49,11 +49,11 @@ class Device:
     count: int = 1
 
     def peak(self, computes: str) -> float | None:
-        """10^12 operations a second in a type; those of 16 bit where products are made in these."""
+        """Return 10^12 operations a second in a type; those in 16 bit if the device lacks the type."""
         return self.fewer.get(computes, self.tflops)
 
     def times(self, count: int) -> Device:
-        """So many of them as if they were one: all memory, bandwidth and FLOPS, which is an upper bound."""
+        """Return `count` such devices as one, with the sum of memory, bandwidth and FLOPS: an upper bound."""
         if count == 1:
             return self
         known = {
@@ -66,7 +66,7 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Share of the memory for weights and cache: vLLM's default, and macOS's limit for its GPU."""
+        """Return the share of memory for weights and cache: vLLM's default, and macOS's limit for the GPU."""
         return 0.75 if self.kind == "apple" else 0.9
 
     @property
@@ -81,14 +81,14 @@ DEVICES = {
     for name, numbers in rows.items()
 }
 MEMORY = re.compile(r"\d+g$")
-MEANINGLESS = re.compile(  # words of drivers that tell no two of these devices apart
+MEANINGLESS = re.compile(  # words of drivers that do not distinguish two devices of the table
     r"\b(nvidia|geforce|tesla|amd|instinct|apple|generation|(sxm|hbm)\w*"
     r"|blackwell( (workstation|server) edition)?)\b"
 )
 
 
 def find(name: str) -> Device:
-    """The device a user or a driver names: `RTX 3090` and `NVIDIA GeForce RTX 3090` as well as `rtx-3090`.
+    """Return the device by a user's or a driver's name: `rtx-3090`, `RTX 3090`, `NVIDIA GeForce RTX 3090`.
 
     Raises QuantkitError with the nearest names for an unknown one.
     """
@@ -99,13 +99,13 @@ def find(name: str) -> Device:
     if found := exact or (near if len(near) == 1 else []):
         return DEVICES[found[0]]
     near = near or difflib.get_close_matches("-".join(_words(name)), DEVICES, 3, 0.5)
-    meant = f"did you mean {' or '.join(near)}? " if near else ""
-    hint = f"{meant}known: {', '.join(DEVICES)}; or say --vram, --bandwidth and --tflops"
-    raise QuantkitError(f"no device {name!r}", hint, USAGE)
+    similar = f"did you mean {' or '.join(near)}? " if near else ""
+    hint = f"{similar}known: {', '.join(DEVICES)}; or give --vram, --bandwidth and --tflops"
+    raise QuantkitError(f"unknown device {name!r}", hint, USAGE)
 
 
 def _words(name: str) -> list[str]:
-    """The words of a name that tell one device from another, in lower case; `80 GiB` is `80g`."""
+    """Return the distinguishing words of a device name, in lower case; `80 GiB` is `80g`."""
     spelled = re.sub(r"[\s_-]+", " ", name.lower())
     spelled = re.sub(r"(\d+) ?gi?b\b", r"\1g", spelled)
     spelled = re.sub(r"\brtx(?=\d)|(?<=\d)(?=ti\b)", lambda found: f"{found[0]} ", spelled)
@@ -113,7 +113,7 @@ def _words(name: str) -> list[str]:
 
 
 def optimal_batch(flops: float, bandwidth: float, bytes_per_weight: float) -> float:
-    """Sequences at which reading weights and computing with them take equally long.
+    """Return the batch at which reading the weights and computing take equally long.
 
     flops per second, bandwidth in bytes per second.
     """
@@ -121,5 +121,5 @@ def optimal_batch(flops: float, bandwidth: float, bytes_per_weight: float) -> fl
 
 
 def tokens_per_second(bandwidth: float, weight_bytes: float, cache_bytes: float = 0) -> float:
-    """At most, for one sequence: every token reads the active weights and the whole cache."""
+    """Return the upper bound for one sequence: each token reads active weights and the whole cache."""
     return bandwidth / (weight_bytes + cache_bytes)

@@ -1,7 +1,4 @@
-"""All that follows from a model and a device, as one record: what `quantkit plan --json` prints.
-
-docs/plan.md explains its fields.
-"""
+"""The JSON record of `quantkit plan`; docs/plan.md explains the fields."""
 
 from __future__ import annotations
 
@@ -22,12 +19,12 @@ from quantkit.models import kv_types
 SCHEMA = "quantkit.capacity/1"
 TOKENS = 4096  # of a sequence where nothing is said
 PAGES = (16, 32)
-NO_LAYERS = "--params says nothing about layers and heads"
+NO_LAYERS = "--params gives no layers and heads"
 GROUPED_HEADS = 8  # of the what-if where the model itself does not share heads
 
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:
-    """The record of a model. Raises QuantkitError for a question that makes no sense for it."""
+    """Return the record of a model. Raises QuantkitError for an invalid question."""
     question.check()
     method = formats.named(question.method) if question.method else None
     settings, parameters = source.settings, source.parameters
@@ -36,7 +33,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
     if settings is not None:
         tokens = question.tokens or min(TOKENS, settings.context or TOKENS)
         if settings.context and tokens > settings.context:
-            notes.append(f"{tokens:,} tokens are more than the {settings.context:,} it was made for")
+            notes.append(f"{tokens:,} tokens are more than the model's {settings.context:,}")
         try:
             caches = kv_cache.layer_caches(settings, parameters)
             cache = _cache_record(caches, settings, question, tokens)
@@ -52,8 +49,8 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         jobs = job.of_model(parameters, settings, one, samples, seqlen, source.layout)
     if question.device and question.device.count > 1:
         notes.append(
-            f"{question.device.count} devices as if they were one, at most: what they tell each other takes "
-            "time, and what cannot be divided lies on each"
+            f"{question.device.count} devices are counted as one, an upper bound: communication takes time, "
+            "and each device stores what cannot be divided"
         )
     return {
         "schema": SCHEMA,
@@ -70,7 +67,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
 
 
 def _weights(source: Source) -> dict[str, formats.Weights]:
-    """The model in every format; first the files as they are, where headers say how."""
+    """Return the model in every format; first as stored, if headers were read."""
     if source.parameters is None:
         count = source.count
         return {name: formats.by_count(name, count.total, count.active) for name in formats.names()}
@@ -93,8 +90,8 @@ def _parameters(source: Source) -> dict[str, Any]:
 def _fit(
     weights: Weights, question: Question, caches: Sequence[LayerCache] | None, tokens: int, computes: str
 ) -> dict[str, Any]:
-    """A format's bytes, and what they leave of the device; computes: the type of its products, where that has
-    it. It fits where the weights do with the caches of all sequences, as far as those are known."""
+    """Return a format's bytes and its fit on the device, with the caches of all sequences if they are known.
+    computes: type of the products, if the device has the type."""
     found: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
     if weights.bytes is None:
         return found | {"reason": weights.reason}
@@ -160,7 +157,7 @@ def _device_record(question: Question) -> dict[str, Any] | None:
 def _cache_record(
     caches: Sequence[LayerCache], settings: Settings, question: Question, tokens: int
 ) -> dict[str, Any]:
-    """Bytes of the cache, what other heads would make of them, and what allocators waste."""
+    """Return bytes of the cache, with other numbers of heads, and the waste of allocators."""
     nbytes = partial(kv_cache.sequence_bytes, caches, bytes_per_value=question.kv_bytes)
     exact, whole = nbytes(tokens), max(tokens, settings.context or 0)
     heads = settings.filled(*HEADS)  # None where not all layers have the same
@@ -193,7 +190,7 @@ def _cache_record(
 
 
 def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict[str, dict]:
-    """The cache with a key and a value for every head, for groups of heads, and for all heads together."""
+    """Return the cache with keys and values per head, per group of heads, and shared by all heads."""
     usual = all(cache.kind in ("full", "sliding", "chunked", "shared") for cache in caches)
     if not usual or not settings.filled(*HEADS):
         return {}
@@ -206,11 +203,11 @@ def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict
 
 
 def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:
-    """The figures of the one format that was asked for. Raises QuantkitError if it cannot hold the model."""
-    chosen = weights.get(method, {"bytes": None, "reason": "no headers say how it is stored"})
+    """Return the figures of the requested format. Raises QuantkitError if it cannot store the model."""
+    chosen = weights.get(method, {"bytes": None, "reason": "no headers were read"})
     if chosen["bytes"] is None:
         raise QuantkitError(
-            f"{method} cannot hold this model: {chosen['reason']}",
+            f"{method} cannot store this model: {chosen['reason']}",
             hint="choose another --method, such as bf16",
             exit_code=UNSUPPORTED,
         )

@@ -1,6 +1,6 @@
-"""Bytes of a model's weights in each format: packed linears, scales and all, and what stays as it is.
+"""Bytes of a model's weights in each format: packed linears with scales, other tensors unchanged.
 
-What quantkit's methods write with their default options, to the byte; GGUF without metadata and tokenizer.
+Equal to the byte to what quantkit's methods write by default; GGUF without metadata and tokenizer.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """A model in one format. bytes: of all its tensors, as stored; None where `reason` says it cannot be.
+    """A model in one format. bytes: size of all tensors; None if the format cannot store the model, with the
+    `reason`.
 
-    packed_bytes: of the blocks' linears alone. read_bytes: what a token reads of all: no tables of which it
-    looks up a row, and of experts those it is routed to; None where it is not known which part that is.
-    bits_per_weight: of all parameters. stream_bits: per weight of the blocks' linears, groups' scales
-    included; a scale per row is not counted.
+    packed_bytes: size of the blocks' linears. read_bytes: bytes that a token reads, without lookup tables and
+    other experts; None if their share is unknown. bits_per_weight: average over all parameters. stream_bits:
+    bits per weight of the blocks' linears, with scales of groups and without a scale per row.
     """
 
     bytes: int | None
@@ -47,8 +47,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packed:
-    """Linears packed one by one as a method writes them with these options, everything else as stored.
-    computes: the type in which engines multiply."""
+    """Linears packed as by a method with these options, other tensors as stored. computes: the type in which
+    engines multiply."""
 
     method: ModuleType
     options: Any
@@ -59,16 +59,16 @@ class Packed:
         return self.method.layout(self.options)
 
     def nbytes(self, out_features: int, in_features: int) -> int:
-        """Of one packed linear."""
+        """Return the bytes of one packed linear."""
         return self.layout.nbytes(self._spec("", out_features, in_features))
 
     def tensor_bytes(self, tensor: Tensor) -> int:
-        """Bytes of a linear packed, of anything else as it is."""
+        """Return the bytes of a packed linear, or of another tensor as stored."""
         return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
 
     @cached_property
     def stream_bits(self) -> float:
-        """Bits per weight, those of a group's scales included; neither a row's nor a column's."""
+        """Return bits per weight with scales of groups, without scales of rows or columns."""
         low, high = 1 << 20, 1 << 21
         corners = self.nbytes(high, high) - self.nbytes(high, low) - self.nbytes(low, high)
         return 8 * (corners + self.nbytes(low, low)) / low**2
@@ -115,30 +115,30 @@ def _packed() -> dict[str, Packed]:
 
 
 def names() -> tuple[str, ...]:
-    """Of all formats."""
+    """Return the names of all formats."""
     return ("bf16", *_packed(), *gguf.FILE_TYPES)
 
 
 def named(text: str) -> str:
-    """A format as users call it. Raises QuantkitError with the nearest names for an unknown one."""
+    """Return the format of a user's name. Raises QuantkitError with similar names for an unknown one."""
     spelled = {name.lower(): name for name in (STORED, *names())}
-    return spelled[one_of(text.lower(), spelled, f"--method {text!r} is not known", ALIASES)]
+    return spelled[one_of(text.lower(), spelled, f"unknown --method {text!r}", ALIASES)]
 
 
 def of_method(method: str) -> str:
-    """The format that a method writes with default options."""
+    """Return the format that a method writes with default options."""
     module = methods.load(method)
     return module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
 
 
 def computes(name: str) -> str:
-    """The type in which engines multiply weights of this format with activations, where a device has it."""
+    """Return the type in which engines multiply weights of this format, if the device has the type."""
     method = _packed().get(name)
     return method.computes if method else BITS16
 
 
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
-    """A model in the format of this name."""
+    """Return a model in the format of this name."""
     if name == "bf16":
         copy = parameters.head_copy
         return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size * (tensor is not copy), 16.0)
@@ -155,9 +155,9 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
 
 
 def by_count(name: str, count: int, active: int) -> Weights:
-    """So many parameters in the format of this name, as if every one of them were packed.
+    """Return `count` parameters in the format of this name, all of them packed.
 
-    active: those that a token reads. GGUF file types, which are mixtures, at the bits of a Llama's file.
+    active: parameters that a token reads. GGUF file types have the bits of a Llama's file.
     """
     if name == "bf16":
         bits = 16.0
@@ -175,7 +175,7 @@ def _by_tensor(
     nbytes: Callable[[Tensor], int],
     stream_bits: float | None = None,
 ) -> Weights:
-    """A format that is known tensor by tensor. stream_bits: those of the linears where nothing is said."""
+    """Return a format with `nbytes` for each tensor. stream_bits: by default those of the linears."""
     total = parameters.total(nbytes)
     packed = parameters.total(lambda tensor: nbytes(tensor) if tensor.is_linear else 0)
     if stream_bits is None:

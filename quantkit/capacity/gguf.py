@@ -28,20 +28,20 @@ FEWEST_OF_LARGE = 20_000_000_000  # parameters
 
 @cache
 def typical_bits(file_type: str, count: int) -> float:
-    """Bits per weight of whole files of Llama 3 8B, or of 70B for so many parameters.
+    """Return bits per weight of a file of Llama 3 8B, or of 70B from FEWEST_OF_LARGE parameters on.
 
-    A mixture spends more than the bits of its base type: 4.8 to 4.9 instead of 4.5 for Q4_K_M.
+    A mixture takes more than the bits of its base type: 4.8 to 4.9 instead of 4.5 for Q4_K_M.
     """
     table = Path(__file__).with_name("gguf_bits.json").read_text(encoding="utf-8")
     return json.loads(table)[file_type][count >= FEWEST_OF_LARGE]
 
 
 def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tuple[int, int, int, int]:
-    """Return bytes of a model in a file of this type: of all tensors, padded as they lie there; of blocks'
-    linears; of what a token reads, all but the rows of tables that it looks up, and of experts those it is
-    routed to; and how many weights the latter have.
+    """Return (bytes of all tensors with padding, bytes of the blocks' linears, bytes that a token reads,
+    weights of the blocks' linears) of a model in a file of this type.
 
-    Raises Unsupported for a family that llama.cpp, or quantkit's exporter, does not know.
+    A token reads the routed experts, and no lookup tables. Raises Unsupported for a family that llama.cpp or
+    quantkit's exporter does not know.
     """
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if row is None or row.latent:
@@ -75,7 +75,7 @@ def _padded(nbytes: int) -> int:
 
 
 def _of_dense(row: Architecture, parameters: Parameters) -> Named:
-    """From names and shapes, without asking transformers."""
+    """Return the tensors of a dense model from names and shapes, without transformers."""
     tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
     named = [
         (_name(one), (one.out_features, one.in_features) if one.is_linear else one.shape)
@@ -89,7 +89,7 @@ def _of_dense(row: Architecture, parameters: Parameters) -> Named:
 
 
 def _name(tensor: Tensor) -> str:
-    """A name that the mixtures understand as they do llama.cpp's own."""
+    """Return a tensor name that the mixtures treat like llama.cpp's own."""
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.block is None:
         last = module.rpartition(".")[2]
@@ -101,7 +101,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _factors(settings: Settings) -> int:
-    """Bytes of the divisors of rotary frequencies, which two kinds of scaling add."""
+    """Return bytes of the divisors of rotary frequencies, added by two kinds of scaling."""
     rope = settings.get("rope_scaling", "rope_parameters", default={})
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     if kind == "llama3":

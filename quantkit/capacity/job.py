@@ -1,8 +1,8 @@
-"""What a quantization job takes, method by method, from shapes: peak memory, disk, and a range of time.
+"""Peak memory, disk and a range of time of a quantization job, for each method, from shapes.
 
-On a CPU time is floating-point operations, counted, at the rate that cores reach in matrix products, plus
-what each weight costs besides; measured by scripts/bench*.py. On a GPU nothing was measured with quantkit:
-the range is that of published runs of the same algorithms, scaled by FLOPS.
+CPU time: floating-point operations at the rate of cores in matrix products, plus a cost of each weight;
+measured by scripts/bench*.py. GPU time: published runs of the same algorithms, scaled by FLOPS; nothing was
+measured with quantkit.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def of_model(
     seqlen: int,
     layout: str | None = None,
 ) -> dict[str, Any]:
-    """Method -> what its job takes with default options, or why quantkit refuses it.
+    """Return {method: needs of its job with default options, or the reason of a refusal}.
 
-    samples sequences of seqlen tokens are calibrated on. layout: how the model is quantized already, None
-    where it is not.
+    The calibration has `samples` sequences of `seqlen` tokens. layout: storage of an already quantized model,
+    else None.
     """
     if layout is not None and layout not in {module.NAME for module in layouts.modules()}:
         refused = NOTHING | {"reason": f"linears stored as {layout} are not read"}
@@ -72,7 +72,7 @@ def _record(
     samples: int,
     seqlen: int,
 ) -> dict[str, Any]:
-    """JSON of one method's job."""
+    """Return the JSON of one method's job."""
     work, on_gpu = methods.load(method).WORK, device is not None and device.kind == "cuda"
     weights = formats.weights(formats.of_method(method), parameters, settings)
     if weights.reason:
@@ -113,7 +113,7 @@ def _record(
 def _seconds(
     work: Work, parameters: Parameters, device: Device | None, suspend: bool, samples: int, seqlen: int
 ) -> tuple[list[float] | None, str]:
-    """`([quick, slow], basis)`; None where there is nothing to go by, and the basis says so."""
+    """Return ([quick, slow], basis); without data None, and the basis gives the reason."""
     soonest, latest = START_SECONDS
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
@@ -139,7 +139,7 @@ def _seconds(
 
 
 def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int, seqlen: int) -> float:
-    """Floating-point operations of forward passes, second moments, the solver and verification."""
+    """Return floating-point operations of forward passes, second moments, solver and verification."""
     linears, tokens = parameters.linears, samples * seqlen
     if not work.forwards:
         return 0.0
@@ -155,8 +155,8 @@ def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int,
 def shapes_of(
     parameters: Parameters, settings: Settings, element: int, samples: int, seqlen: int, free: int | None
 ) -> Shapes:
-    """The shapes of a job over `samples` sequences of `seqlen` tokens, experts streamed if that pays; free:
-    bytes of an accelerator."""
+    """Return the shapes of a job over `samples` sequences of `seqlen` tokens. free: bytes of an accelerator,
+    by which large experts are streamed."""
     outside, copy = parameters.outside, parameters.head_copy
     weights: Counter[int] = Counter()
     for tensor in parameters.linears:
@@ -180,7 +180,7 @@ def shapes_of(
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:
-    """Precision of forward passes: the stored one where the hardware computes in it, else float32."""
+    """Return the precision of forward passes: the stored type if the hardware has it, else float32."""
     if on_gpu:
         return stored
     return "bfloat16" if stored == "bfloat16" and processor.has_bfloat16() else "float32"

@@ -1,12 +1,11 @@
-"""The cache of keys and values: what each layer keeps of the tokens it has seen, and the bytes of that.
+"""The cache of keys and values: values that each layer keeps per token, and their bytes.
 
     bytes = 2 · bytes_per_value · layers · kv_heads · head_dim · tokens · batch
 
-where every layer keeps a key and a value of every token, as wide as the stored projections are: that takes
-no more than headers. In general the layers differ: those of other families are measured on the model that
-transformers builds (meta.py), which takes seconds. What neither tells is refused: a cache that is guessed
-wrong is off by a factor, not by a percent. Blocks of a paged cache: Kwon et al. 2023 (PagedAttention,
-arXiv:2309.06180), section 3.1.
+if every layer keeps a key and a value of every token, as wide as the stored projections: headers are enough.
+Layers of other families are measured on the model that transformers builds (meta.py), in seconds. Unknown
+caches are refused: a wrong guess is off by a factor, not by a percent. Blocks of a paged cache: Kwon et al.
+2023 (PagedAttention, arXiv:2309.06180), section 3.1.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ UNUSUAL = re.compile(
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What one layer keeps of a sequence.
+    """The cache of one layer for one sequence.
 
-    kind: full, sliding, chunked, latent, recurrent, hybrid, shared (it reads another layer's) or none.
-    values: numbers per token; window: tokens at most, None for all of them. conv, state: numbers kept
-    whatever the length, of the last inputs of a convolution and of a recurrence.
+    kind: full, sliding, chunked, latent, recurrent, hybrid, shared (with another layer) or none. values: per
+    token; window: most tokens, None for all. conv, state: values of a convolution's last inputs and of a
+    recurrence, independent of the length.
     """
 
     kind: str
@@ -58,34 +57,34 @@ class LayerCache:
     state: int = 0
 
     def tokens(self, length: int) -> int:
-        """How many of `length` tokens it keeps."""
+        """Return the number of tokens kept of `length` tokens."""
         return length if self.window is None else min(length, self.window)
 
 
 def values(caches: Sequence[LayerCache], tokens: int) -> int:
-    """Numbers that keys and values of a sequence of `tokens` take in all layers."""
+    """Return the values of keys and values of a sequence of `tokens` in all layers."""
     return sum(cache.values * cache.tokens(tokens) for cache in caches)
 
 
 def sequence_bytes(
     caches: Sequence[LayerCache], tokens: int, bytes_per_value: Fraction, page: int = 1
 ) -> int:
-    """Bytes that one sequence takes; with `page` in blocks of so many tokens, the last one filled or not."""
+    """Return the bytes of one sequence, in whole pages of `page` tokens."""
     paged = sum(cache.values * -(-cache.tokens(tokens) // page) * page for cache in caches)
     states = sum(CONV_BYTES * cache.conv + STATE_BYTES * cache.state for cache in caches)
     return int(paged * bytes_per_value) + states
 
 
 def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:
-    """Bytes of one layer's scores `softmax(Q Kᵀ) [heads, N, N]` of one sequence where they are written out.
+    """Return the bytes of one layer's scores `softmax(Q Kᵀ) [heads, N, N]` of one sequence in memory.
 
-    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never does; this is what it saves.
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never stores them.
     """
     return heads * bytes_per_value * tokens**2
 
 
 def layer_caches(settings: Settings, parameters: Parameters | None = None) -> list[LayerCache]:
-    """One per decoder block. Raises Unsupported with the reason where it is not known."""
+    """Return the cache of each decoder block. Raises Unsupported with the reason if a cache is unknown."""
     known, kinds = settings.model_type in (*FULL, *SLIDING, *MIXED), _kinds(settings)
     widths = parameters and parameters.key_value_widths(fused=known)
     odd = sorted(key for key, value in settings.values.items() if value and UNUSUAL.search(key))
@@ -109,19 +108,19 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
 
 
 def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
-    """What transformers keeps; None, and the reason, where it cannot tell."""
+    """Return the caches by transformers, or None and the reason."""
     if settings.config is None:
         return None, f"{settings.model_type} is not known"
     from quantkit.capacity import meta
 
     try:
-        return meta.caches(settings.config), ""
+        return [LayerCache(*row) for row in meta.caches(settings.config)], ""
     except Unsupported as error:
         return None, str(error)
 
 
 def _kinds(settings: Settings) -> list[str] | None:
-    """`full` or `sliding`, layer by layer; None where config.json does not say it in the usual words."""
+    """Return `full` or `sliding` for each layer; None if config.json does not give the types."""
     count, family = settings.layers, settings.model_type
     window, stated = settings.get("sliding_window"), settings.get("layer_types")
     if stated is not None:

@@ -1,7 +1,7 @@
-"""What transformers knows of a model: what its config.json leaves out, its parameters, the cache it keeps.
+"""A model as transformers builds it: missing values of config.json, parameters, KV cache.
 
-The model is built on the meta device, where tensors are shapes. To import transformers takes seconds: this
-is asked only where config.json and headers leave something open, and no other module here imports it.
+The model is built on the meta device, where tensors are shapes. Importing transformers takes seconds, so
+this module is used only if config.json and headers are not enough; no other module here imports transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import transformers
 from transformers.core_model_loading import revert_weight_conversion
 
 from quantkit.capacity import Unsupported
-from quantkit.capacity.kv_cache import LayerCache
 from quantkit.errors import QuantkitError, first_line
 from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors
@@ -28,18 +27,19 @@ LAYERS = (
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
 )  # fmt: skip
 IRRELEVANT = re.compile("quantization_config|attn_implementation")  # what they ask for may not be installed
+Layer = tuple[str, int, int | None, int, int]  # fields of kv_cache.LayerCache
 KEPT = ("keys", "values", "indexer_keys")  # of every token
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of the language model, and what its class fills in, under the usual names too."""
+    """Return the language model's configuration with the defaults of its class, under usual names as well."""
     found = _configuration(config)
     usual = (*found.attribute_map, "num_hidden_layers")  # these may be no fields but properties
     return found.to_dict() | {name: getattr(found, name, None) for name in usual}
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every parameter, as files of the hub have them: experts one by one."""
+    """Return {name: shape} of every parameter, as files of the hub store them: experts one by one."""
     model = _model(_configuration(config))
     try:
         stored = revert_weight_conversion(model, dict(model.named_parameters()))
@@ -49,7 +49,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a GGUF file, in its order. Raises Unsupported where the exporter
+    """Return name and shape of every tensor of a GGUF file, in file order. Raises Unsupported if the exporter
     refuses the model."""
     try:
         return [(target.name, target.shape) for target in tensors.of_config(_configuration(config))]
@@ -57,8 +57,8 @@ def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]
         raise Unsupported(first_line(error)) from error
 
 
-def caches(config: Mapping[str, Any]) -> list[LayerCache]:
-    """What each decoder block keeps of a sequence, measured on the model. Raises Unsupported."""
+def caches(config: Mapping[str, Any]) -> list[Layer]:
+    """Return the cache of each decoder block, measured on the model. Raises Unsupported."""
     found = _configuration(config)
     model = _model(found)
     for module in model.modules():
@@ -79,7 +79,7 @@ def caches(config: Mapping[str, Any]) -> list[LayerCache]:
     return [_layer(layer, found, index) for index, layer in enumerate(layers)]
 
 
-def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> LayerCache:
+def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> Layer:
     if type(layer).__name__ not in LAYERS:
         raise Unsupported(f"{config.model_type} is not known: it keeps a {type(layer).__name__}")
     kept = [tensor for name in KEPT if (tensor := getattr(layer, name, None)) is not None]
@@ -100,11 +100,11 @@ def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> Lay
         kind = "recurrent"
     else:
         kind = "shared" if getattr(config, "num_kv_shared_layers", 0) else "none"
-    return LayerCache(kind, values, window, conv, state)
+    return kind, values, window, conv, state
 
 
 def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Of the language model, where it has other parts."""
+    """Return the configuration of the language model, without other modalities."""
     family = config.get("model_type")
     transformers.logging.set_verbosity_error()
     if family not in transformers.CONFIG_MAPPING:

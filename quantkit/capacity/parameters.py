@@ -1,4 +1,4 @@
-"""The tensors of a model and what they are for: from headers, or as transformers would store them."""
+"""The tensors of a model and their roles: from headers, or as transformers would store them."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. nbytes: as a plain checkpoint has it; stored_nbytes: of its codes and scales, where it is
-    quantized. The rest is its place in the model, which `from_headers` finds.
+    """A parameter. nbytes: size in a plain checkpoint; stored_nbytes: size of codes and scales, if quantized.
+    The remaining fields are its place in the model, found by `from_headers`.
 
     block: index of its decoder block, None outside; local: its name inside it. out_features, in_features: of
     a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
@@ -54,12 +54,12 @@ class Tensor:
 
     @property
     def size(self) -> int:
-        """Number of values."""
+        """Return the number of values."""
         return math.prod(self.shape)
 
     @property
     def in_file(self) -> int:
-        """Bytes that it takes in the file it was read from."""
+        """Return the bytes that the tensor occupies in its file."""
         return self.nbytes if self.stored_nbytes is None else self.stored_nbytes
 
     @property
@@ -68,7 +68,7 @@ class Tensor:
 
     @property
     def projection(self) -> str | None:
-        """`attn_v`, as llama.cpp calls what its mixtures treat apart; None for other modules."""
+        """Return llama.cpp's name of a projection that its mixtures distinguish, as `attn_v`; else None."""
         match = PROJECTIONS.search(self.local.rpartition(".")[0])
         return match and match.lastgroup
 
@@ -79,9 +79,9 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All tensors of a model, buffers left out. exact: they were read; else computed from config.json.
+    """All tensors of a model, without buffers. exact: read from headers, not computed from config.json.
 
-    blocks: how many decoder blocks are the model's own.
+    blocks: number of decoder blocks, without blocks that predict further tokens.
     """
 
     tensors: tuple[Tensor, ...]
@@ -91,17 +91,17 @@ class Parameters:
 
     @cached_property
     def linears(self) -> list[Tensor]:
-        """Linears of the blocks: what methods quantize."""
+        """Return the linears of the blocks: the tensors that methods quantize."""
         return [tensor for tensor in self.tensors if tensor.is_linear]
 
     @cached_property
     def outside(self) -> list[Tensor]:
-        """Tensors that belong to no block."""
+        """Return the tensors outside the blocks."""
         return [tensor for tensor in self.tensors if tensor.block is None]
 
     @property
     def language_model(self) -> list[Tensor]:
-        """Without towers of other modalities, and blocks that predict further tokens."""
+        """Return the tensors without other modalities and without blocks that predict further tokens."""
         first = next(tensor for tensor in self.tensors if tensor.block == 0)
         blocks = first.name.removesuffix(first.local).removesuffix("0.").rstrip(".")
         root = blocks.rpartition(".")[0]
@@ -115,19 +115,19 @@ class Parameters:
 
     @property
     def fused_experts(self) -> bool:
-        """Whether all experts of a block are one tensor, `[experts, …]`."""
+        """Return True if all experts of a block are one tensor, `[experts, …]`."""
         return any(len(one.shape) > 2 and one.is_expert for one, *_ in self.groups)
 
     @cached_property
     def head_copy(self) -> Tensor | None:
-        """A stored head that is the embedding once more: no parameters of its own."""
+        """Return a stored head that repeats the embedding and adds no parameters; None if there is none."""
         heads = [one for one in self.outside if HEAD.search(one.name) and self.is_tied]
         shapes = Counter(one.shape for one in self.outside)
         return next((head for head in heads if shapes[head.shape] > 1), None)
 
     @property
     def count(self) -> int:
-        """Number of parameters, a tied head counted once."""
+        """Return the number of parameters; a tied head counts once."""
         return self.total(lambda t: t.size) - (self.head_copy.size if self.head_copy else 0)
 
     @property
@@ -136,18 +136,18 @@ class Parameters:
 
     @property
     def quantized(self) -> bool:
-        """Whether some tensors are stored as codes and scales."""
+        """Return True if some tensors are stored as codes and scales."""
         return any(one.stored_nbytes is not None for one, *_ in self.groups)
 
     def active(self, settings: Settings) -> int | None:
-        """Parameters that a token meets: of experts only those it is routed to; None where config.json does
-        not say how many those are."""
+        """Return the parameters that a token uses: of experts only the routed ones; None if config.json does
+        not give their number."""
         copy = self.head_copy
         return self.read(settings, lambda tensor: tensor.size * (tensor is not copy), tables=True)
 
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
-        """Those of attention in each of the model's blocks, by llama.cpp's names."""
+        """Return the projections of each block, {llama.cpp's name: tensor}."""
         found: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
         for tensor in self.linears:
             if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
@@ -155,9 +155,9 @@ class Parameters:
         return found
 
     def key_value_widths(self, fused: bool) -> list[int] | None:
-        """Numbers that keys and values of a token are, block by block; None where one has no projections.
+        """Return the values that keys and values of a token have, by block; None if one lacks projections.
 
-        fused: q, k and v may be one matrix, as wide as k and v beyond what the output projection reads.
+        fused: q, k and v may be one matrix; its rows beyond the input of the output projection are k and v.
         """
         widths = []
         for found in self.projections:
@@ -170,16 +170,16 @@ class Parameters:
         return widths
 
     def total(self, amount: Callable[[Tensor], int]) -> int:
-        """The sum of `amount` over all tensors."""
+        """Return the sum of `amount` over all tensors."""
         return sum(count * amount(one) for one, _, count in self.groups)
 
     def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
-        """The sum of `amount` over what a token reads; None where it is not known how many experts those are.
+        """Return the sum of `amount` over the tensors that a token reads; None for an unknown routing.
 
-        Not read are tables of which it looks up a row (unless `tables`), and blocks beside the model's own,
-        which predict further tokens. Experts count by the part that a token is routed to.
+        Lookup tables count only with `tables`; blocks that predict further tokens do not count. Experts count
+        by the routed share.
         """
-        sums = dict.fromkeys(("read", "table", "expert", "beside"), 0)
+        sums = dict.fromkeys(("read", "table", "expert", "further"), 0)
         for one, role, count in self.groups:
             sums[role] += count * amount(one)
         everything = sums["read"] + (sums["table"] if tables else 0)
@@ -192,11 +192,10 @@ class Parameters:
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, str, int]]:
-        """Tensors that are alike but for their names, thousands of experts among them, what a token does with
-        them, and how many there are.
+        """Return groups of tensors that differ only in name: (first tensor, role, count).
 
-        That is `read`, `expert` (where it is routed there), `table` (it looks up a row), or `beside` (of a
-        block that is not the model's own).
+        Roles: `read` by every token, `expert` by routed tokens, `table` for lookups of a row, `further` for
+        blocks that predict further tokens. Mixtures have thousands of equal experts.
         """
         tables = [TABLES, EMBEDDING] if any(HEAD.search(t.name) for t in self.outside) else [TABLES]
         first: dict[tuple, Tensor] = {}
@@ -205,7 +204,7 @@ class Parameters:
             if one.block is None:
                 role = "table" if any(table.search(one.name) for table in tables) else "read"
             else:
-                role = "beside" if one.block >= self.blocks else "expert" if one.is_expert else "read"
+                role = "further" if one.block >= self.blocks else "expert" if one.is_expert else "read"
             name = one.name if one.block is None else None
             key = role, name, one.shape, one.nbytes, one.stored_nbytes, one.is_linear
             first.setdefault(key, one)
@@ -216,7 +215,7 @@ class Parameters:
 def from_headers(
     infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True
 ) -> tuple[Parameters, Settings]:
-    """Parameters as they are stored, and what they show of the settings that config.json leaves out.
+    """Return the stored parameters, and settings completed by their shapes.
 
     Raises QuantkitError if no list of blocks fits the configuration.
     """
@@ -231,7 +230,7 @@ def from_headers(
 
 
 def _informed(settings: Settings, parameters: Parameters) -> Settings:
-    """With the width of a head and the number of heads of keys, which follow from the stored projections."""
+    """Return settings with head width and number of key/value heads, by the stored projections."""
     first, widths = parameters.projections[0], parameters.key_value_widths(fused=True)
     heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
     if type(heads) is not int or heads < 1:
@@ -245,7 +244,7 @@ def _informed(settings: Settings, parameters: Parameters) -> Settings:
 
 
 def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
-    """A tensor with its place in the model, whose decoder blocks are the list `blocks`."""
+    """Return a tensor with its place in the model; `blocks` names the list of decoder blocks."""
     known = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
     match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
     if match is None or match["blocks"] != blocks:
@@ -260,7 +259,7 @@ def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:
-    """Name of the list as long as the configuration says the model is deep."""
+    """Return the name of the list of blocks that has the configured number of layers."""
     indices: dict[str, set[int]] = {}
     for name in names:
         if match := BLOCK.fullmatch(name):
@@ -271,7 +270,7 @@ def _find_blocks(names: Iterable[str], settings: Settings) -> str:
     found = [blocks for blocks in found if not re.search("vision|visual|audio", blocks)] or found
     if len(found) != 1:
         raise QuantkitError(
-            f"config.json says {settings.layers} blocks, {len(found) or 'no'} lists of so many are stored",
+            f"config.json says {settings.layers} blocks, but {len(found) or 'no'} stored lists are so long",
             hint="config.json and weights belong to different models, or the download is incomplete",
         )
     return found[0]

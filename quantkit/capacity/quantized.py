@@ -1,7 +1,7 @@
-"""Parameters of a quantized checkpoint or a GGUF file: of what shape they were, from headers alone.
+"""Original parameters of a quantized checkpoint or a GGUF file, from headers alone.
 
-inspection/stored.py finds codes and scales; here they become what a plain checkpoint of the model holds,
-so that all that is computed of one holds for the other.
+inspection/stored.py finds codes and scales; here they become the tensors of a plain checkpoint of the model,
+so the same computations hold for both.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ HALF = 2  # bytes of a weight in 16 bit
 
 
 def entries(contents: Contents) -> list[Tensor]:
-    """Every parameter, of its own shape.
+    """Return every parameter, with its original shape.
 
-    Raises QuantkitError (exit code 4) naming what is stored in a way that is not understood.
+    Raises QuantkitError (exit code 4) with the names of tensors in an unknown storage.
     """
     settings = Settings.of(contents.config)
     weights = weights_of(contents)
     if odd := [weight.name for weight in weights if not _understood(weight)]:
         raise QuantkitError(
-            f"how {contents.source} stores {name_all(odd, 2)} is not understood",
-            hint="give the checkpoint it was made from, or no model and --params",
+            f"{contents.source} stores {name_all(odd, 2)} in an unknown way",
+            hint="plan the original checkpoint, or give only --params",
             exit_code=UNSUPPORTED,
         )
     unknown = any(weight.shape is None for weight in weights)
@@ -56,7 +56,7 @@ def entries(contents: Contents) -> list[Tensor]:
 
 
 def _understood(weight: Weight) -> bool:
-    """Whether it is known how many parameters its bytes are."""
+    """Return True if the number of parameters is known."""
     if weight.codes:
         return bool(weight.parameters) and not weight.codes.problem
     return weight.dtype.startswith(FLOATS) or len(weight.shape or ()) < 2
@@ -77,7 +77,7 @@ def _entry(
 
 
 def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...] | None:
-    """`[experts, rows, columns]` of MXFP4 experts, whose blocks are `[experts, rows, groups, 16]`."""
+    """Return `[experts, rows, columns]` of MXFP4 experts with blocks `[experts, rows, groups, 16]`."""
     blocks = infos.get(f"{weight.name.removesuffix('.weight')}_blocks")
     if blocks is None or len(blocks.shape) != 4:
         return None
@@ -86,7 +86,7 @@ def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """As transformers builds the model: bitsandbytes keeps shapes in a JSON text that is no header."""
+    """Return shapes by transformers: bitsandbytes stores shapes in a JSON text outside headers."""
     from quantkit.capacity import meta
 
     try:
@@ -96,13 +96,13 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
-    """Every parameter of a GGUF file, with the names that most checkpoints have; quantized ones in 16 bit.
+    """Return every parameter of a GGUF file, with usual names of checkpoints; quantized ones in 16 bit.
 
-    Raises QuantkitError (exit code 4) for a file that is no language model's.
+    Raises QuantkitError (exit code 4) for a file without a language model.
     """
     if f"{contents.metadata.get('general.architecture')}.block_count" not in contents.metadata:
         raise QuantkitError(
-            f"{contents.path} is no language model",
+            f"{contents.path} holds no language model",
             hint="give the GGUF file of a model, not of an importance matrix or a vocabulary",
             exit_code=UNSUPPORTED,
         )

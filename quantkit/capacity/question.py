@@ -1,4 +1,4 @@
-"""What is asked about a model: the flags of `quantkit plan`."""
+"""The flags of `quantkit plan`."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
 
 @dataclass(frozen=True)
 class Question:
-    """On which device, for which sequences, and how it would be quantized."""
+    """Device, sequences and calibration of a plan."""
 
     gpu: str | None = option(
-        None, "A known one: a100-40g, rtx-3090, l4, m3-max, cpu … (a wrong name lists all)."
+        None, "Known device: a100-40g, rtx-3090, l4, m3-max, cpu … (a wrong name lists all)."
     )
     gpus: int | None = option(
-        None, "So many of them as one, as tensor parallelism has it at best: an upper bound."
+        None, "Number of such devices, counted as one: an upper bound for tensor parallelism."
     )
-    vram: float | None = option(None, "Its memory in GiB.")
-    bandwidth: float | None = option(None, "Its memory bandwidth in GB/s.")
-    tflops: float | None = option(None, "Its dense 16-bit TFLOPS.")
+    vram: float | None = option(None, "Memory of the device in GiB.")
+    bandwidth: float | None = option(None, "Memory bandwidth of the device in GB/s.")
+    tflops: float | None = option(None, "Dense 16-bit TFLOPS of the device.")
     ctx: str | None = option(
-        None, "Tokens per sequence, such as 8192 or 32k (32,768). (default: 4096, at most the model's)"
+        None, "Tokens per sequence, such as 8192 or 32k (32,768). (default: 4096, or the model's limit)"
     )
     batch: int = option(1, "Sequences at once.")
     kv_dtype: str = option(
         "bf16",
-        "Precision of the KV cache: bf16, fp16, fp32, fp8, int8, int4, q8_0, q4_0. What each costs in "
-        "quality: quantkit eval --kv-dtype.",
+        "Precision of the KV cache: bf16, fp16, fp32, fp8, int8, int4, q8_0, q4_0. Measure the loss with "
+        "quantkit eval --kv-dtype.",
         names=kv_types.TYPES,
     )
     method: str | None = option(
         None,
-        "Format that requests_that_fit and roofline of --json are for: bf16, int8, nf4, gptq, awq, a GGUF "
-        "file type, or stored. (default: stored where that is quantized, else bf16)",
+        "Format of requests_that_fit and roofline in --json: bf16, int8, nf4, gptq, awq, a GGUF file type, "
+        "or stored. (default: stored for a quantized model, else bf16)",
     )
     samples: int = option(128, "Calibration sequences.")
     seqlen: int = option(512, "Tokens per calibration sequence.")
 
     def check(self) -> None:
-        """Raise QuantkitError for what makes no sense, whatever the model."""
+        """Raise QuantkitError for values that are invalid for every model."""
         for name in ("gpus", "batch", "samples", "seqlen"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST:
@@ -59,22 +59,22 @@ class Question:
             if value is not None and not 0 < value < 1e9:
                 raise QuantkitError(f"--{name} {value:g} makes no sense", "give a positive number", USAGE)
         if self.gpus and not self.one:
-            raise QuantkitError("--gpus says how many, but not of what", "add --gpu NAME, or --vram", USAGE)
+            raise QuantkitError("--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
         _ = self.tokens, self.kv_bytes
 
     @property
     def tokens(self) -> int | None:
-        """Of a sequence; None where nothing is said."""
+        """Return the tokens of a sequence; None without --ctx."""
         return None if self.ctx is None else parse_tokens(self.ctx)
 
     @property
     def kv_bytes(self) -> Fraction:
-        """Bytes per value of the cache."""
+        """Return bytes per value of the cache."""
         return kv_types.TYPES[kv_types.named(self.kv_dtype)].nbytes
 
     @cached_property
     def one(self) -> Device | None:
-        """The named device with what is said otherwise in its place; None where nothing is said."""
+        """Return one device, with given numbers in place of the table's; None without any flag."""
         said = {"memory_gib": self.vram, "bandwidth_gbs": self.bandwidth, "tflops": self.tflops}
         said = {key: value for key, value in said.items() if value is not None}
         if self.gpu is None and not said:
@@ -84,19 +84,19 @@ class Question:
 
     @cached_property
     def device(self) -> Device | None:
-        """All of them taken together."""
+        """Return all devices counted as one."""
         return self.one and self.one.times(self.gpus or 1)
 
     @property
     def memory(self) -> int | None:
-        """Bytes for weights and cache."""
+        """Return the bytes for weights and cache."""
         device = self.device
         return None if not device or not device.memory_bytes else int(device.usable * device.memory_bytes)
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens of a context as users write them: 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
+    """Return the tokens of a context written as 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
     match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
     if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST:
-        raise QuantkitError(f"--ctx {text} makes no sense", "choose 1 or more, such as 8192 or 32k", USAGE)
+        raise QuantkitError(f"--ctx {text} makes no sense", "write a number such as 8192 or 32k", USAGE)
     return tokens

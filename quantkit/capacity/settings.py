@@ -1,4 +1,4 @@
-"""Values of config.json, checked before they are believed, under whichever name a family has for them."""
+"""Values of config.json, checked before use, under the names of every family."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "se
 class Settings:
     """The part of a config.json that describes the decoder.
 
-    config: the whole file, for transformers to fill in what it leaves out; None where there is none to ask.
+    config: the complete file, from which transformers fills in missing values; None without such a file.
     """
 
     values: Mapping[str, Any]
@@ -29,7 +29,7 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """`text_config` where a model has other parts, too.
+        """Return the settings of the language model, from `text_config` in multimodal models.
 
         Raises QuantkitError (exit code 4) without a model_type.
         """
@@ -47,20 +47,20 @@ class Settings:
         return self.values["model_type"]
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """The first of these that is there and not null."""
+        """Return the first of these values that is present and not null."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def filled(self, *names: str) -> Any:
-        """The first of these that is not null; if the file has none, what transformers fills in.
+        """Return the first of these values that is not null; without any in the file, transformers' default.
 
-        That takes seconds. A file that says null means it.
+        transformers takes seconds to import. An explicit null gives None.
         """
         told = any(name in self.values for name in names)
         return self.get(*names) if told else next(filter(None, map(self.defaults.get, names)), None)
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
-        """Values of the configuration as transformers has it; {} where it has none."""
+        """Return the configuration by transformers; {} for an unknown family."""
         if self.config is None:
             return {}
         from quantkit.capacity import meta
@@ -72,20 +72,20 @@ class Settings:
 
     @cached_property
     def gguf_tensors(self) -> Sequence[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every tensor of a GGUF file, as the exporter has them; that takes seconds.
+        """Return name and shape of every tensor of a GGUF file, by the exporter; takes seconds.
 
-        Raises Unsupported where there is no such file.
+        Raises Unsupported if the exporter refuses the model.
         """
         from quantkit.capacity import meta
 
         return meta.gguf_tensors(self.config or self.values)
 
     def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
-        """A whole number from 1 to `most`. Raises QuantkitError for anything else, and without a default."""
+        """Return a whole number from 1 to `most`. Raises QuantkitError for other values or a missing one."""
         value = self.filled(*names) if default is None else self.get(*names, default=default)
         if value is None:
             raise QuantkitError(
-                f"config.json says no {names[0]}, and {self.model_type} has no default for it",
+                f"config.json has no {names[0]}, and {self.model_type} has no default for {names[0]}",
                 hint="give a complete config.json",
                 exit_code=UNSUPPORTED,
             )
@@ -112,21 +112,21 @@ class Settings:
 
     @property
     def head_dim(self) -> int:
-        """Width of a head; where nothing is said, the heads share the hidden width."""
+        """Return the width of a head; by default the hidden width divided by the heads."""
         return self.size("head_dim", default=max(1, self.hidden // self.heads))
 
     @property
     def kv_heads(self) -> int:
-        """Heads that keys and values have: as many as queries where nothing is said."""
+        """Return the number of key/value heads; by default that of query heads."""
         return self.size("num_key_value_heads", default=self.heads)
 
     @property
     def context(self) -> int | None:
-        """Longest sequence the model was made for, in tokens; None where it has no limit."""
+        """Return the longest sequence of the model, in tokens; None without a limit."""
         return None if self.filled(*CONTEXT) is None else self.size(*CONTEXT)
 
     @property
     def stored_dtype(self) -> str:
-        """Precision of the stored weights, `bfloat16` where config.json does not say."""
+        """Return the precision of the stored weights; `bfloat16` by default."""
         value = self.get("dtype", "torch_dtype", default="bfloat16")
         return value if value in ("float32", "float16", "bfloat16") else "bfloat16"

@@ -1,4 +1,4 @@
-"""A forecast for people: what it is, what fits, what it takes to make."""
+"""Print a forecast: the model, the formats that fit, and the jobs that make them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def show(record: Record, quiet: bool = False) -> None:
-    """Print a record of forecast.py; `quiet` leaves out what explains it, but for warnings."""
+    """Print a record of forecast.py; `quiet` omits explanations, but not warnings."""
     console = Console(highlight=False, markup=False)
     print_facts(console, _about(record))
     console.print(_weights(record))
@@ -33,14 +33,14 @@ def show(record: Record, quiet: bool = False) -> None:
 
 
 def gibibytes(nbytes: float) -> str:
-    """Binary units, as memory is counted: `3.125 GiB`."""
+    """Return bytes in binary units, as memory is counted: `3.125 GiB`."""
     value, unit = (nbytes / GIB, "GiB") if nbytes >= GIB else (nbytes / (1 << 20), "MiB")
     digits = f"{value:,.3f}" if value < 10 else f"{value:,.1f}"
     return digits.rstrip("0").rstrip(".") + f" {unit}"
 
 
 def count(number: float) -> str:
-    """`13.02 billion`."""
+    """Return a number in words: `13.02 billion`."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= size:
             return f"{number / size:.2f} {word}"
@@ -48,7 +48,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`40 s`, `12 min`, `3.5 h`, `13.1 days`."""
+    """Return `40 s`, `12 min`, `3.5 h` or `13.1 days`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -84,7 +84,7 @@ def _about(record: Record) -> dict[str, str]:
 
 
 def _weights(record: Record) -> Table:
-    """One row per format; columns of the device where there is one."""
+    """Return a table of one row per format, with columns for a given device."""
     device = record["device"] or {}
     columns: dict[str, Callable[[Record], str]] = {
         "size": lambda row: megabytes(row["bytes"]),
@@ -149,7 +149,7 @@ def _cache(record: Record) -> dict[str, str]:
 
 
 def _window(tokens: list[int] | None) -> str:
-    """` (4,096 tokens)`; nothing where there is none."""
+    """Return ` (4,096 tokens)`, or nothing without a window."""
     return f" ({' or '.join(f'{each:,}' for each in tokens)} tokens)" if tokens else ""
 
 
@@ -167,7 +167,7 @@ def _jobs(record: Record) -> Table:
 
 
 def _remarks(record: Record) -> Iterator[str]:
-    """Why formats and jobs are refused, and what times rest on: once each, behind the names it is about."""
+    """Yield each reason for a refusal and each basis of times once, after the names concerned."""
     remarks: dict[str, list[str]] = {}
     for name in SHOWN:
         row = record["weights"][name]

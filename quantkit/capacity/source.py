@@ -1,4 +1,4 @@
-"""What there is to read of a model without loading it: config.json, and the headers of its weights."""
+"""Reads a model without loading weights: config.json and the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.models.files.headers import Contents, open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.machine.expert_share import EXPERTS
 
-QUANTIZED = "it is quantized already: all but `as stored` is computed as if of its original in 16 bit"
+QUANTIZED = "the model is quantized already: all rows but `as stored` are those of its original in 16 bit"
 AS_IF_PACKED = (
     "sizes as if every parameter were packed: embeddings that stay in 16 bit come on top (GGUF file types: "
     "at the bits per weight of a Llama's file)"
@@ -33,7 +33,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Count:
-    """A number of parameters. active: of them those that a token meets."""
+    """A number of parameters. active: the parameters that a token uses."""
 
     total: int
     active: int
@@ -41,10 +41,10 @@ class Count:
 
 @dataclass(frozen=True)
 class Source:
-    """What is known of a model. basis: what its tensors were read from, or computed from.
+    """A model, or only the `count` of its parameters. basis: origin of the tensors, in words.
 
-    parameters: its tensors; None where a user said no more than their `count`. name, settings: None where
-    there is no model but that count. layout: how it is stored where it is quantized, such as `gptq` or `fp8`.
+    name, settings, parameters: None if only the count is known. layout: storage of a quantized model, such as
+    `gptq` or `fp8`.
     """
 
     name: str | None
@@ -57,14 +57,14 @@ class Source:
 
     @property
     def quantized(self) -> bool:
-        """Whether its files hold codes."""
+        """Return True if the files hold codes."""
         return self.parameters is not None and self.parameters.quantized
 
 
 def read(source: str, revision: str | None = None, offline: bool = False) -> Source:
-    """A local folder, a GGUF file, the path of a config.json, or a hub id, of which only headers are fetched.
+    """Read a local folder, a GGUF file, a config.json, or a hub id, of which only headers are fetched.
 
-    Raises QuantkitError for what is none of these, and for a family that is not known without headers.
+    Raises QuantkitError for other sources, and for an unknown family without headers.
     """
     path = Path(source).expanduser()
     if path.suffix == ".json" and path.is_file():
@@ -76,8 +76,8 @@ def read(source: str, revision: str | None = None, offline: bool = False) -> Sou
 
 
 def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
-    """Return the bytes of keys and values of one text, by a checkpoint's headers; None where its cache is not
-    known. dtype: of a value, by `kv_types`."""
+    """Return the bytes of keys and values of one text, by a checkpoint's headers; None if the cache is
+    unknown. dtype: type of a value, by `kv_types`."""
     try:
         found = read(str(path))
         caches = kv_cache.layer_caches(found.settings, found.parameters)
@@ -87,7 +87,7 @@ def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
 
 
 def of_count(count: Count) -> Source:
-    """So many parameters, and nothing known about where they are."""
+    """Return a source with a number of parameters and no tensors."""
     return Source(None, None, None, "--params", (AS_IF_PACKED,), count=count)
 
 
@@ -119,14 +119,14 @@ def _of_headers(contents: Contents) -> Source:
 def _of_config(name: str, config: Mapping[str, Any]) -> Source:
     notes = ()
     if quantization_of(config):
-        notes = ("it is quantized already: all sizes are those of its original",)
+        notes = ("the model is quantized already: all sizes are those of its original",)
     if config.get("vision_config") or config.get("audio_config"):
-        notes += ("of its parts only the language model is counted",)
+        notes += ("only the language model is counted, not other modalities",)
     return Source(name, *from_config(config), "config.json", notes)
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
-    """A model as transformers builds it. Raises QuantkitError (exit code 4) if it cannot."""
+    """Return a model as transformers builds it. Raises QuantkitError (exit code 4) if transformers cannot."""
     settings = Settings.of(config)
     experts = settings.size(*EXPERTS, most=MOST_EXPERTS) if settings.get(*EXPERTS) else 1
     if settings.hidden and settings.layers * experts > MOST_MODULES:
@@ -151,7 +151,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
 
 
 def parse_count(text: str) -> Count:
-    """Parameters as users write them: `175B`, `350M`, `1.5e9`, a plain number; `671B-A37B` with those active.
+    """Return a count written as `175B`, `350M`, `1.5e9` or a plain number; `671B-A37B`: 37B are active.
 
     Raises QuantkitError for anything else.
     """

@@ -21,12 +21,12 @@ EPILOG = """Examples:
 
   quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
 
-  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, then used for any budget)
+  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, used for any budget)
 
   quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
 
-Never worse: what does not beat the best uniform preset of its size on held-out text is not kept."""
-MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
+Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text."""
+MODEL = Annotated[str, typer.Argument(help="Unquantized checkpoint folder, GGUF file or hub id.")]
 OUTPUT = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"),

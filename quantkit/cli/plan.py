@@ -1,4 +1,4 @@
-"""`quantkit plan`: will it fit, how fast can it be, and what does quantizing it take."""
+"""`quantkit plan`: fit and speed of a model on a device, and the needs of quantization jobs."""
 
 from __future__ import annotations
 
