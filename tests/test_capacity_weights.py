@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import astuple
 
 import pytest
 import transformers as hf
@@ -31,7 +30,7 @@ def of_config(name: str, format: str) -> formats.Weights:
 )
 def test_two_bytes_per_parameter(params, gigabytes):
     """GPT-3, BLOOM, Llama 2 70B, Falcon 40B, MPT 30B, StarCoder."""
-    assert formats.by_count("bf16", *astuple(source.parse_count(params))).bytes == gigabytes * 10**9
+    assert formats.by_count("bf16", *source.parse_count(params)).bytes == gigabytes * 10**9
 
 
 @pytest.mark.parametrize("name, gigabytes", [("bloom", 352), ("Llama-2-70b", 138), ("octocoder", 31)])
@@ -74,7 +73,7 @@ def test_parameters_alone():
 )
 def test_parameters_alone_in_gguf(params, file_type, gigabytes):
     """Published files of Llama 3 8B and 70B and of Llama 2 7B: mixtures take more than their base type."""
-    found = formats.by_count(file_type, *astuple(source.parse_count(params)))
+    found = formats.by_count(file_type, *source.parse_count(params))
     assert found.bytes / 1e9 == pytest.approx(gigabytes, rel=0.012)
     bits = [gguf.typical_bits(kind, 70 * 10**9) for kind in ("Q4_K_M", "Q4_K_S", "Q4_0")]
     assert bits == [4.82, 4.57, 4.53]

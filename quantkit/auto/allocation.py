@@ -8,7 +8,6 @@ bytes, where the losses have a bound.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from quantkit.auto.units import Candidate, Unit
@@ -26,15 +25,7 @@ def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str
     Raises QuantkitError if even the smallest candidates take more.
     """
     refuse_too_few(units, budget)
-    rows = [_undominated(unit, losses) for unit in units]
-    unit_bytes = math.gcd(*(one.nbytes for row in rows for one in row))
-    return _solve(
-        units,
-        rows,
-        [losses[unit.name, one.name] for unit, row in zip(units, rows, strict=True) for one in row],
-        [one.nbytes // unit_bytes for row in rows for one in row],
-        budget // unit_bytes,
-    )
+    return _solve(units, losses, budget, by_bytes=True)
 
 
 def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None = None) -> None:
@@ -68,14 +59,7 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
             "raise --max-kld, or choose another --engine",
             USAGE,
         )
-    rows = [_undominated(unit, losses) for unit in units]
-    return _solve(
-        units,
-        rows,
-        [float(one.nbytes) for row in rows for one in row],
-        [losses[unit.name, one.name] for unit, row in zip(units, rows, strict=True) for one in row],
-        bound,
-    )
+    return _solve(units, losses, bound, by_bytes=False)
 
 
 def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
@@ -87,21 +71,21 @@ def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
     return kept
 
 
-def _solve(
-    units: Sequence[Unit],
-    rows: Sequence[Sequence[Candidate]],
-    costs: Sequence[float],
-    takes: Sequence[float],
-    bound: float,
-) -> dict[str, str]:
-    """Return the choice that minimises `costs · x` with `takes · x <= bound`, one candidate per unit."""
+def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) -> dict[str, str]:
+    """Return the choice of the least loss within `bound` bytes, or of the fewest bytes within a loss.
+
+    Minimise `costs · x` with `takes · x <= bound` and one candidate per unit.
+    """
     import numpy as np
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
+    rows = [_undominated(unit, losses) for unit in units]
     owner = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    costs, takes = np.asarray(costs, dtype=float), np.asarray(takes, dtype=float)
+    lost = [losses[unit.name, one.name] for unit, row in zip(units, rows, strict=True) for one in row]
+    taken = [one.nbytes for row in rows for one in row]
+    costs, takes = np.array((lost, taken) if by_bytes else (taken, lost), dtype=float)
     cost_scale, take_scale = max(costs.max(), 1e-300), max(takes.max(), 1e-300)
     limit = bound / take_scale
     for _ in range(8):  # HiGHS keeps constraints to a tolerance, we keep them

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from quantkit.auto.gguf import GgufOutside, nearest
 from quantkit.auto.scaling import Scales
 from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
-from quantkit.layouts import LinearSpec
 from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
 from quantkit.quantize.job import Job
@@ -33,16 +32,9 @@ from quantkit.quantize.timings import Timings
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
 KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates
-HESSIAN_BYTES = 1 << 30  # second moments held at a time: those of many experts are gathered in turn
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The loaded block. statistics: of its sites after the transform, without experts."""
-
-    block: Block
-    scales: Scales
-    statistics: dict[Site, SiteStatistics]
+HESSIAN_BYTES = 1 << 30  # second moments in memory at a time: many experts are measured in parts
+# The loaded block; its scales; statistics of its sites after the transform, without experts.
+Known = tuple[Block, Scales, dict[Site, SiteStatistics]]
 
 
 class Solving:
@@ -61,7 +53,7 @@ class Solving:
         self._units, self._folder = units, folder
         self.errors: dict[str, Errors] = {}
         self._usual = {row.name: usual(unit).name for unit in units for row in unit.rows}
-        self._known: _Known | None = None
+        self._known: Known | None = None
 
     def wanted(self, unit: Unit) -> Sequence[Candidate]:
         """Return the anchors of a unit without the usual candidate."""
@@ -151,10 +143,10 @@ class Solving:
             Timings(),
             len(entering),
         )
-        if self._known is None or self._known.block.index != unit.block:
-            self._known = None  # before the next one's are there
+        if self._known is None or self._known[0].index != unit.block:
+            self._known = None  # frees the statistics of the previous block
             self._known = self._block(unit.block, entering, measuring)
-        block, scales, found = self._known.block, self._known.scales, self._known.statistics
+        block, scales, found = self._known
         names = {row.local for row in unit.rows}
         sites = [site for site in block.sites if names.intersection(site.linears)]
         yield from ((site, found[site], scales) for site in sites if site in found)
@@ -163,22 +155,20 @@ class Solving:
             gathered = measuring.at_once(block, [layers[some[0].pool], *some])
             yield from ((site, gathered.pop(site), scales) for site in some)
 
-    def _block(self, index: int, entering: States, measuring: Measuring) -> _Known:
+    def _block(self, index: int, entering: States, measuring: Measuring) -> Known:
         """Return the block with its usual grids, by which the transform chooses scales."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
         sites = find_sites(module, lambda: skeleton.run_block(index, probe))
-        rows = {row.local: self._stored(row) for row in self._job.specs if row.block == index}
+        rows = {row.local: row for row in self._job.specs if row.block == index}
+        for local, row in rows.items():
+            if stored := self._usual.get(row.name):
+                rows[local] = replace(row, grid=self._space.grid(row, stored))
         block = Block(index, module, rows, sites)
         scales = scaling.of_block(block, measuring, self._job.method.transform)
         plain = [site for site in block.wanted if site.pool is None]
         found = measuring.at_once(block, plain) if plain else {}
-        return _Known(block, scales, {site: scales.entering(site, one) for site, one in found.items()})
-
-    def _stored(self, row: LinearSpec) -> LinearSpec:
-        """Return a linear with the grid of its unit's usual candidate."""
-        usual = self._usual.get(row.name)
-        return row if usual is None else replace(row, grid=self._space.grid(row, usual))
+        return block, scales, {site: scales.entering(site, one) for site, one in found.items()}
 
 
 def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:

@@ -69,8 +69,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
 def _weights(source: Source) -> dict[str, formats.Weights]:
     """Return the model in every format; first as stored, if headers were read."""
     if source.parameters is None:
-        count = source.count
-        return {name: formats.by_count(name, count.total, count.active) for name in formats.names()}
+        return {name: formats.by_count(name, *source.count) for name in formats.names()}
     names = (formats.STORED, *formats.names()) if source.parameters.exact else formats.names()
     return {name: formats.weights(name, source.parameters, source.settings) for name in names}
 
@@ -78,8 +77,8 @@ def _weights(source: Source) -> dict[str, formats.Weights]:
 def _parameters(source: Source) -> dict[str, Any]:
     found = source.parameters
     return {
-        "count": found.count if found else source.count.total,
-        "active": found.active(source.settings) if found else source.count.active,
+        "count": found.count if found else source.count[0],
+        "active": found.active(source.settings) if found else source.count[1],
         "exact": bool(found) and found.exact,
         "basis": source.basis,
         "stored_bytes": found.stored_bytes if found and found.exact else None,

@@ -8,10 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from quantkit.capacity.devices import GIB
 from quantkit.capacity.formats import STORED
 from quantkit.tables import make_table, megabytes, print_facts, print_line
 
-GIB = 1 << 30
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
 MISSING = "–"

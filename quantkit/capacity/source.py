@@ -32,16 +32,8 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
-class Count:
-    """A number of parameters. active: the parameters that a token uses."""
-
-    total: int
-    active: int
-
-
-@dataclass(frozen=True)
 class Source:
-    """A model, or only the `count` of its parameters. basis: origin of the tensors, in words.
+    """A model, or only the `count` of its parameters and of active ones. basis: origin of the tensors.
 
     name, settings, parameters: None if only the count is known. layout: storage of a quantized model, such as
     `gptq` or `fp8`.
@@ -53,7 +45,7 @@ class Source:
     basis: str
     notes: tuple[str, ...] = ()
     layout: str | None = None
-    count: Count | None = None
+    count: tuple[int, int] | None = None
 
     @property
     def quantized(self) -> bool:
@@ -86,8 +78,8 @@ def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
     return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes)
 
 
-def of_count(count: Count) -> Source:
-    """Return a source with a number of parameters and no tensors."""
+def of_count(count: tuple[int, int]) -> Source:
+    """Return a source with (parameters, active parameters) and no tensors."""
     return Source(None, None, None, "--params", (AS_IF_PACKED,), count=count)
 
 
@@ -150,8 +142,8 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
     return settings, found
 
 
-def parse_count(text: str) -> Count:
-    """Return a count written as `175B`, `350M`, `1.5e9` or a plain number; `671B-A37B`: 37B are active.
+def parse_count(text: str) -> tuple[int, int]:
+    """Return (parameters, active parameters) of `175B`, `350M`, `1.5e9`, a plain number or `671B-A37B`.
 
     Raises QuantkitError for anything else.
     """
@@ -163,4 +155,4 @@ def parse_count(text: str) -> Count:
     if counts[0] < FEWEST:
         hint = f"say the unit: --params {text.strip()}B for billions, or {text.strip()}M"
         raise QuantkitError(f"--params {text} is no more than {count(counts[0], 'parameter')}", hint, USAGE)
-    return Count(counts[0], counts[-1])
+    return counts[0], counts[-1]
