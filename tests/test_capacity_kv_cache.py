@@ -294,7 +294,7 @@ def test_weights_of_another_shape_than_the_configuration_says(tmp_path):
     found = source.read(str(save_model(tmp_path / "m", "llama")))
     other = Settings(found.settings.values | {"num_key_value_heads": 4})
     with pytest.raises(
-        Unsupported, match="config.json says 128 numbers a token and layer, k_proj and v_proj 64"
+        Unsupported, match="config.json says 128 values a token and layer, k_proj and v_proj 64"
     ):
         layer_caches(other, found.parameters)
 

@@ -36,12 +36,12 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
     least = sum(unit.candidates[0].nbytes for unit in units)
     if least > budget:
         weights = sum(unit.weights for unit in units)
-        asked, smallest = (f"{8 * max(0, found) / weights:.2f} bits per weight" for found in (budget, least))
+        wanted, smallest = (f"{8 * max(0, found) / weights:.2f} bits per weight" for found in (budget, least))
         if fixed_bytes is not None:
-            asked = megabytes(budget + fixed_bytes)
+            wanted = megabytes(budget + fixed_bytes)
             smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
         raise QuantkitError(
-            f"{asked} is too small; the smallest possible result is {smallest}",
+            f"{wanted} is too small; the smallest possible result is {smallest}",
             "raise the budget, or choose another --engine",
             UNSUPPORTED,
         )

@@ -77,8 +77,8 @@ class FolderSpace:
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return choices with equal units, as `quantkit gptq --bits B --group-size G` makes."""
         names = set.intersection(*({one.name for one in unit.candidates} for unit in units))
-        alike = {name: {unit.name: name for unit in units} for name in sorted(names)}
-        return [Preset(_said(name), choice, self.values(units, choice)) for name, choice in alike.items()]
+        equal = {name: {unit.name: name for unit in units} for name in sorted(names)}
+        return [Preset(_in_words(name), choice, self.values(units, choice)) for name, choice in equal.items()]
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
         """Return the recipe of a choice: the commonest candidate, and overrides for the others."""
@@ -95,7 +95,7 @@ class FolderSpace:
         return values | ({"run.override": overrides} if overrides else {})
 
 
-def _said(name: str) -> str:
+def _in_words(name: str) -> str:
     bits, group_size = name.split(",")
     return f"{bits} bit g{group_size}"
 

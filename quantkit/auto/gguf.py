@@ -74,15 +74,15 @@ class GgufSpace:
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
         """Return the recipe of a choice: a type for each tensor, and the file type of the commonest."""
         weights: Counter[str] = Counter()
-        alike: dict[tuple[str, str], list[str]] = {}
+        equal: dict[tuple[str, str], list[str]] = {}
         blocks = {unit.block for unit in units} - {None}
         for unit in units:
             weights[choice[unit.name]] += unit.weights
             block, _, leaf = unit.name.removeprefix("blk.").partition(".")
             key = (leaf, choice[unit.name]) if unit.block is not None else (unit.name, choice[unit.name])
-            alike.setdefault(key, []).extend([block] if unit.block is not None else [])
+            equal.setdefault(key, []).extend([block] if unit.block is not None else [])
         patterns = []
-        for (leaf, kind), numbers in sorted(alike.items()):
+        for (leaf, kind), numbers in sorted(equal.items()):
             places = r"\d+" if len(numbers) == len(blocks) else f"({'|'.join(numbers)})"
             prefix = rf"blk\.{places}\." if numbers else ""
             patterns.append(f"^{prefix}{re.escape(leaf)}$={kind}")

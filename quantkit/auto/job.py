@@ -85,15 +85,15 @@ class Auto:
         calibration text."""
         import yaml
 
-        asked = self.request.options
-        said = {"quant.solver": asked.solver, "quant.target": asked.target}
-        said = {key: value for key, value in said.items() if value != DEFAULTS[key]}
+        options = self.request.options
+        changed = {"quant.solver": options.solver, "quant.target": options.target}
+        changed = {key: value for key, value in changed.items() if value != DEFAULTS[key]}
         if self.held_out:
-            said["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
+            changed["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
         content: dict[str, Any] = {
             "method": self.space.method, "description": description, "model": self.request.source,
         }  # fmt: skip
-        for key, value in {**self.request.typed, **said, **values}.items():
+        for key, value in {**self.request.typed, **changed, **values}.items():
             section, _, name = key.partition(".")
             content.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
         head = "# Made by quantkit auto; repeat it with: quantkit run FILE\n"
@@ -101,10 +101,10 @@ class Auto:
 
     def job_of(self, written: str, output: Path) -> job.Request:
         """Return the job of a recipe's text, equal to that of `quantkit run`."""
-        choice, asked = recipe.merge(recipe.parse("", "the recipe", written), (), {}), self.request
+        choice, request = recipe.merge(recipe.parse("", "the recipe", written), (), {}), self.request
         return job.Request(
             choice.model, choice.method, choice.options, choice.calibration, choice.run, output=output,
-            revision=asked.revision, offline=asked.offline, trust_remote_code=asked.trust_remote_code,
+            revision=request.revision, offline=request.offline, trust_remote_code=request.trust_remote_code,
             resume=output.with_name(f"{output.name}.partial").exists(), overwrite=True,
         )  # fmt: skip
 
@@ -231,9 +231,9 @@ def _name(request: AutoRequest, space: Space) -> str:
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     """Return the windows to measure results on, and the number of held-out calibration sequences."""
     checkpoint = prepared.checkpoint
-    asked = request.options
-    if asked.text is not None:
-        return windows_of.load(checkpoint, asked.text, asked.ctx, None, asked.limit), 0
+    options = request.options
+    if options.text is not None:
+        return windows_of.load(checkpoint, options.text, options.ctx, None, options.limit), 0
     calibrated = prepared.calibration
     _, held = hold_out(calibrated.tokens)
     return windows_of.held_out(checkpoint, held, calibrated.provenance), len(held)

@@ -31,7 +31,7 @@ METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 FEW_TOKENS = 1000  # measured on fewer, which of two results is better may be chance
 TRIES = 3  # of the search for the smallest model within a divergence
 SIZES = 6  # of that for one whose files fit: a tiny model's configuration weighs as much as its choices
-CLOSE = 0.9  # share of the divergence asked for above which a result is not made smaller
+CLOSE = 0.9  # share of --max-kld from which a result is small enough
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class _Search:
             taken = found.record["disk_bytes"]
             if limit is None or taken <= limit:
                 return found
-            budget -= (taken - limit) << attempt  # another choice takes more or less to be told
+            budget -= (taken - limit) << attempt  # another choice takes other bytes for its recipe
         raise QuantkitError(f"the files take {taken:,} bytes, whatever is chosen", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
@@ -218,7 +218,7 @@ class _Search:
         values = self._auto.space.values(self._auto.units, choice)
         return self._make(Preset(SEARCHED, choice, values), SEARCHED, SEARCHED)
 
-    def _make(self, preset: Preset, folder: str, told: str) -> Made:
+    def _make(self, preset: Preset, folder: str, name: str) -> Made:
         """Make the output of a choice, unless it exists, and measure it against the original in float32."""
         auto, progress = self._auto, self._progress
         bits = bits_per_weight(auto.units, preset.choice)
@@ -228,7 +228,7 @@ class _Search:
         request = auto.job_of(written, place)
         if not (auto.request.resume and finished.is_done(request)):
             place.parent.mkdir(exist_ok=True)
-            progress.phase(f"making {told}")
+            progress.phase(f"making {name}")
             loop.run(job.prepare(request, progress), progress)
         source = auto.job.checkpoint
         models = [source, open_checkpoint(str(place), trust_remote_code=source.trust_remote_code)]

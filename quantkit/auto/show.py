@@ -65,18 +65,18 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:
     """Print the choice: one row for equal names in all blocks."""
-    alike: dict[str, dict[str, list[int]]] = {}
+    equal: dict[str, dict[str, list[int]]] = {}
     for name, candidate in choice.items():
         number = re.search(r"\.(\d+)\.", name)
         kind = re.sub(r"^.*?\.\d+\.", "", name) if number else name
-        alike.setdefault(kind, {}).setdefault(candidate, []).append(int(number[1]) if number else -1)
+        equal.setdefault(kind, {}).setdefault(candidate, []).append(int(number[1]) if number else -1)
     table = make_table("linear", "stored as, by block")
     words = table.columns[1]
     words.justify, words.no_wrap = "left", False
-    for kind, found in alike.items():
+    for kind, found in equal.items():
         blocks = ((one, sorted(numbers)) for one, numbers in sorted(found.items()))
-        told = (one if numbers == [-1] else f"{one} {ranges(numbers)}" for one, numbers in blocks)
-        table.add_row(kind, "; ".join(told))
+        parts = (one if numbers == [-1] else f"{one} {ranges(numbers)}" for one, numbers in blocks)
+        table.add_row(kind, "; ".join(parts))
     console.print(table)
 
 

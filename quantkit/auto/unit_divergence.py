@@ -1,15 +1,14 @@
 """Sensitivity: what one unit changes in the KL divergence at the output, in bounded memory.
 
-The hidden states of a few tokens flow through a model whose blocks are all quantized in the usual way, block
-by block, beside those of the original. At a block, each of its units is stored in other ways in turn, and
-what the block then leaves begins a stream of its own: it runs on through all later blocks beside the others,
-and its divergence from the original is taken at the output, less that of the usual model. Among the errors of
-all others, and not alone in the original, because errors interact: on the demo model at 3.1 bits an
-allocation that should have gained 17 percent by what its units diverge alone gained 1, and changes from the
-usual model, added up, said 1.
+Hidden states of a few tokens flow block by block through the original and the usual model, with all units in
+their usual candidates. At a block, each of its units is replaced by other candidates in turn. The
+block's output begins a stream that runs through all later blocks. At the output its divergence from the
+original is measured, less that of the usual model. Units are replaced among the errors of all others, because
+errors interact: on the demo model at 3.1 bits, divergences of single units in the original predicted a gain
+of 17 percent, changes of the usual model a gain of 1, and 1 was measured.
 
-One block is in memory at a time, and at most so many streams; where there are more, the model is walked again
-from the block at which there was no room left.
+One block is in memory at a time, and a limited number of streams; for the others the model is walked again
+from the block at which the limit was reached.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from quantkit.auto.units import Candidate, Unit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time, for each of the models that are compared
+CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, of each compared model
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
-TOKENS = 4096  # of a sequence where nothing is said
+TOKENS = 4096  # of a sequence by default
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"
-GROUPED_HEADS = 8  # of the what-if where the model itself does not share heads
+GROUPED_HEADS = 8  # of the what-if for models without shared heads
 
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:

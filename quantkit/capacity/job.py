@@ -103,7 +103,7 @@ def _record(
         "dtype": dtype,
         "sequential": ("suspend" if suspend else "repeat") if ordered else None,
         "calibration_tokens": samples * seqlen if calibrated else 0,
-        "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks, then the files beside them
+        "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks and the finished files
         "output_bytes": weights.bytes,
         "seconds": seconds,
         "basis": basis,

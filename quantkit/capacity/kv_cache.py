@@ -21,7 +21,7 @@ from quantkit.capacity.settings import Settings
 
 CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, states in float32
 PAGE = 16  # tokens per block of a paged cache, vLLM's default
-# Families that need not be measured: all layers are alike, unless config.json names their types.
+# Families with a known cache: all layers are equal, unless config.json names their types.
 FULL = (
     "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "phi", "gpt2", "gpt_neox", "gptj",
     "gpt_bigcode", "bloom", "falcon", "RefinedWeb", "RefinedWebModel", "opt", "mpt", "stablelm", "olmo",
@@ -32,7 +32,7 @@ FULL = (
 SLIDING = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")  # unless the window is null
 MIXED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
 KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
-# Keys that say that something else is going on.
+# Keys of unusual attention.
 UNUSUAL = re.compile(
     r"mamba|ssm|rwkv|lora_rank|linear_|attn_layer|block_types|layers_block_type|num_kv_shared|global_head_dim"
     r"|index_|compress|recurrent|lru_|conv_|hybrid|attention_window|attention.chunk"
@@ -98,8 +98,8 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
             raise Unsupported(f"{reason}; which of its layers slide is not known")
         if not widths:
             raise Unsupported(f"{reason}; no k_proj and v_proj show its heads")
-    elif any(width != (told := 2 * settings.kv_heads * settings.head_dim) for width in widths):
-        raise Unsupported(f"config.json says {told} numbers a token and layer, k_proj and v_proj {widths[0]}")
+    elif any(width != (both := 2 * settings.kv_heads * settings.head_dim) for width in widths):
+        raise Unsupported(f"config.json says {both} values a token and layer, k_proj and v_proj {widths[0]}")
     window = settings.size("sliding_window") if "sliding" in kinds else None
     return [
         LayerCache(kind, width, window if kind == "sliding" else None)
@@ -124,9 +124,9 @@ def _kinds(settings: Settings) -> list[str] | None:
     count, family = settings.layers, settings.model_type
     window, stated = settings.get("sliding_window"), settings.get("layer_types")
     if stated is not None:
-        told = [KINDS.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
-        known = len(told) == count and None not in told and (window or "sliding" not in told)
-        return told if known else None
+        kinds = [KINDS.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
+        known = len(kinds) == count and None not in kinds and (window or "sliding" not in kinds)
+        return kinds if known else None
     if family in (*SLIDING, *MIXED) and "sliding_window" not in settings.values:
         return None  # its class fills one in
     if window is None or (family.startswith("qwen") and not settings.get("use_sliding_window")):

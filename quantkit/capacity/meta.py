@@ -111,8 +111,8 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         raise Unsupported(f"{family} is not known to transformers {transformers.__version__}")
     untrusted.refuse_config(config)
     try:
-        told = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
-        return transformers.CONFIG_MAPPING[family].from_dict(told).get_text_config()
+        kept = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
+        return transformers.CONFIG_MAPPING[family].from_dict(kept).get_text_config()
     except Exception as error:  # the classes check in many ways
         reason = textwrap.shorten(str(error), 200)
         raise Unsupported(f"config.json is none of a {family}: {reason}") from error

@@ -265,7 +265,7 @@ def _find_blocks(names: Iterable[str], settings: Settings) -> str:
         if match := BLOCK.fullmatch(name):
             indices.setdefault(match["blocks"], set()).add(int(match["index"]))
     wanted = set(range(settings.layers))
-    further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # kept beside them
+    further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # stored after the others
     found = [blocks for blocks, seen in indices.items() if wanted <= seen <= set(range(further))]
     found = [blocks for blocks in found if not re.search("vision|visual|audio", blocks)] or found
     if len(found) != 1:

@@ -75,12 +75,12 @@ class Question:
     @cached_property
     def one(self) -> Device | None:
         """Return one device, with given numbers in place of the table's; None without any flag."""
-        said = {"memory_gib": self.vram, "bandwidth_gbs": self.bandwidth, "tflops": self.tflops}
-        said = {key: value for key, value in said.items() if value is not None}
-        if self.gpu is None and not said:
+        given = {"memory_gib": self.vram, "bandwidth_gbs": self.bandwidth, "tflops": self.tflops}
+        given = {key: value for key, value in given.items() if value is not None}
+        if self.gpu is None and not given:
             return None
         base = devices.find(self.gpu) if self.gpu else Device("custom", "cuda", None, None, None)
-        return replace(base, fewer={} if self.tflops else base.fewer, **said)
+        return replace(base, fewer={} if self.tflops else base.fewer, **given)
 
     @cached_property
     def device(self) -> Device | None:

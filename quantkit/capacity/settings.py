@@ -55,8 +55,8 @@ class Settings:
 
         transformers takes seconds to import. An explicit null gives None.
         """
-        told = any(name in self.values for name in names)
-        return self.get(*names) if told else next(filter(None, map(self.defaults.get, names)), None)
+        present = any(name in self.values for name in names)
+        return self.get(*names) if present else next(filter(None, map(self.defaults.get, names)), None)
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:

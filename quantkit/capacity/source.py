@@ -84,18 +84,19 @@ def of_count(count: tuple[int, int]) -> Source:
 
 
 def _of_headers(contents: Contents) -> Source:
-    settings, told = Settings.of(contents.config), contents.quantization
+    settings, quantization = Settings.of(contents.config), contents.quantization
     entries: Iterable[TensorInfo | Tensor] = contents.infos.values()
-    unnamed = "bitsandbytes" if {"load_in_8bit", "load_in_4bit"} & told.keys() else "unnamed"  # of old ones
-    basis, layout = "safetensors headers", str(told.get("quant_method") or unnamed)
+    old = {"load_in_8bit", "load_in_4bit"} & quantization.keys()  # bitsandbytes without a quant_method
+    layout = str(quantization.get("quant_method") or ("bitsandbytes" if old else "unnamed"))
+    basis = "safetensors headers"
     gguf = contents.container == "gguf"
-    if gguf or told:
+    if gguf or quantization:
         from quantkit.capacity import quantized  # what plain checkpoints do not need
     if gguf:
         latent = "kv_lora_rank" in contents.config  # no tensor is as wide as what it keeps of a token
         settings = Settings(contents.config, contents.config if latent else None)
         entries, basis, layout = quantized.of_gguf(contents, settings), "the GGUF header", "gguf"
-    elif told:
+    elif quantization:
         entries = quantized.entries(contents)
     else:
         untrusted.refuse_codes(contents.infos.values())
