@@ -270,7 +270,7 @@ def test_unknown_kinds_of_attention_are_refused(config, words):
         ({"layer_types": ["full_attention"] * 31}, "must be equal to the number of `layer_types`"),
         ({"layer_types": ["new_attention"] * 32}, "`layer_types` entries must be in"),
         ({"layer_types": ["sliding_attention"] * 32, "sliding_window": None}, "cannot run its mistral"),
-        ({"model_type": "strange", "sliding_window": 64}, "which of its layers slide is not known"),
+        ({"model_type": "strange", "sliding_window": 64}, "the sliding layers are unknown"),
         ({"model_type": "strange", "sliding_window": None}, "strange is not known"),
         ({"model_type": "strange", "sliding_window": None, "kv_lora_rank": 64}, "says kv_lora_rank"),
     ],
@@ -286,7 +286,7 @@ def test_an_unknown_family_is_known_by_its_projections(tmp_path):
     strange = Settings(found.settings.values | {"model_type": "strange"})
     assert layer_caches(strange, found.parameters) == layer_caches(found.settings, found.parameters)
     fused = source.read(str(save_model(tmp_path / "f", "phi3")))
-    with pytest.raises(Unsupported, match="no k_proj and v_proj show its heads"):
+    with pytest.raises(Unsupported, match="no k_proj and v_proj give the heads"):
         layer_caches(Settings(fused.settings.values | {"model_type": "strange"}), fused.parameters)
 
 

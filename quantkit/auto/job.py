@@ -170,7 +170,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     if not request.options.sym:
         if not space.zero_points:
             what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
-            raise QuantkitError(what, "leave it out, or use --engine any", UNSUPPORTED)
+            raise QuantkitError(what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"
@@ -196,7 +196,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         may_replace.check(output, one_file, request.overwrite)
     units = space.units(prepared)
     if not units:
-        raise QuantkitError("nothing is left to choose", "narrow --exclude", USAGE)
+        raise QuantkitError("no linear is left to choose bits for", "narrow --exclude", USAGE)
     windows, held_out = _windows(request, prepared)
     kept = prepared.calibration.tokens[: len(prepared.calibration.tokens) - held_out]
     tokens, statistics = _apart(kept, request.options.search_tokens)

@@ -130,9 +130,10 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
     folder, request = auto.folder, auto.request
     own = {TABLE, USUAL, SEARCHED, UNIFORM}
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= own):
-        raise QuantkitError(f"{folder} is no unfinished search", "move it away, or choose --output", USAGE)
+        hint = "move the folder away, or choose another --output"
+        raise QuantkitError(f"{folder} is no unfinished search", hint, USAGE)
     if folder.exists() and any(folder.iterdir()) and not (request.resume or request.overwrite):
-        hint = "continue it with --resume, or start again with --overwrite"
+        hint = "continue with --resume, or start again with --overwrite"
         raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
     if not request.resume:
         _clear(folder)

@@ -26,7 +26,7 @@ from quantkit.quantize.progress import Progress
 Save = Callable[["Sensitivities"], None]
 USUAL = "usual"  # folder of blocks as they are while units are replaced
 SCHEMA = "quantkit.sensitivities/2"
-ANEW = "leave it out to measure anew"
+ANEW = "leave out --sensitivities to measure anew"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
     if different := differences(found.identity, wanted):
         raise QuantkitError(
             f"{path} holds sensitivities of another search; different: {name_all(different)}",
-            "repeat the options of that search, or leave it out to measure anew",
+            f"repeat the options of that search, or {ANEW}",
             USAGE,
         )
     for unit in units:

@@ -95,9 +95,9 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
         if odd:
             raise Unsupported(f"{reason} (config.json says {', '.join(odd[:4])})")
         if not kinds:
-            raise Unsupported(f"{reason}; which of its layers slide is not known")
+            raise Unsupported(f"{reason}; the sliding layers are unknown")
         if not widths:
-            raise Unsupported(f"{reason}; no k_proj and v_proj show its heads")
+            raise Unsupported(f"{reason}; no k_proj and v_proj give the heads")
     elif any(width != (both := 2 * settings.kv_heads * settings.head_dim) for width in widths):
         raise Unsupported(f"config.json says {both} values a token and layer, k_proj and v_proj {widths[0]}")
     window = settings.size("sliding_window") if "sliding" in kinds else None

@@ -44,7 +44,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     try:
         stored = revert_weight_conversion(model, dict(model.named_parameters()))
     except Exception as error:  # rules of families that were not made for shapes alone
-        raise Unsupported(f"transformers cannot name what it would store: {first_line(error)}") from error
+        raise Unsupported(f"transformers cannot name the stored tensors: {first_line(error)}") from error
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
 
@@ -81,7 +81,7 @@ def caches(config: Mapping[str, Any]) -> list[Layer]:
 
 def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> Layer:
     if type(layer).__name__ not in LAYERS:
-        raise Unsupported(f"{config.model_type} is not known: it keeps a {type(layer).__name__}")
+        raise Unsupported(f"{config.model_type} is not known: unknown cache {type(layer).__name__}")
     kept = [tensor for name in KEPT if (tensor := getattr(layer, name, None)) is not None]
     values = sum(tensor.numel() // tensor.shape[-2] for tensor in kept)
     conv, state = (
@@ -115,11 +115,11 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
         return transformers.CONFIG_MAPPING[family].from_dict(kept).get_text_config()
     except Exception as error:  # the classes check in many ways
         reason = textwrap.shorten(str(error), 200)
-        raise Unsupported(f"config.json is none of a {family}: {reason}") from error
+        raise Unsupported(f"config.json is invalid for {family}: {reason}") from error
 
 
 def _model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     try:
         return empty(config, config.model_type, torch.float32)
     except Exception as error:  # sizes that do not divide, types that are no language model's
-        raise Unsupported(f"transformers builds no language model of it: {first_line(error)}") from error
+        raise Unsupported(f"transformers cannot build the language model: {first_line(error)}") from error

@@ -188,8 +188,8 @@ def _remarks(record: Record) -> Iterator[str]:
     for remark, names in remarks.items():
         yield f"{', '.join(names)}: {remark}"
     if not record["device"]:
-        here = "; quantkit bench measures it here" if record["model"] else ""
-        yield f"add --gpu NAME for what fits and how fast it can be{here}"
+        here = "; quantkit bench measures the speed here" if record["model"] else ""
+        yield f"add --gpu NAME for fit and speed{here}"
     elif record["kv_cache"]["bytes_per_sequence"] is not None:
         yield (
             "fits: with the cache of all sequences; requests: sequences at once; tokens/s: of one, at most; "

@@ -133,8 +133,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
     except Unsupported as error:
         raise QuantkitError(
             f"parameters of {settings.model_type} cannot be computed from config.json alone: {error}",
-            hint="give a folder or hub id with safetensors, whose headers say it exactly, or no model and "
-            "--params 70B or 671B-A37B",
+            hint="give a folder or hub id with safetensors, or only --params 70B or 671B-A37B",
             exit_code=UNSUPPORTED,
         ) from error
     element = DTYPE_BYTES[settings.stored_dtype]
@@ -154,6 +153,6 @@ def parse_count(text: str) -> tuple[int, int]:
         hint = "for example 175B, 350M or 30B-A3B"
         raise QuantkitError(f"--params {text!r} is no number of parameters", hint, USAGE)
     if counts[0] < FEWEST:
-        hint = f"say the unit: --params {text.strip()}B for billions, or {text.strip()}M"
+        hint = f"add the unit: --params {text.strip()}B for billions, or {text.strip()}M"
         raise QuantkitError(f"--params {text} is no more than {count(counts[0], 'parameter')}", hint, USAGE)
     return counts[0], counts[-1]
