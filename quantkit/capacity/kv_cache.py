@@ -29,8 +29,11 @@ FULL = (
     "seed_oss", "arcee", "helium", "persimmon", "ernie4_5", "hunyuan_v1_dense", "apertus", "codegen",
     "minimax_m2",
 )  # fmt: skip
-SLIDING = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")  # unless the window is null
-MIXED = ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "cohere2")
+# Families with a window: every so many layers attention is full; 0: all layers slide.
+PERIODS = {
+    **dict.fromkeys(("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2"), 0),
+    "gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "olmo3": 4, "cohere2": 4,
+}  # fmt: skip
 KINDS = {"full_attention": "full", "sliding_attention": "sliding"}
 # Keys of unusual attention.
 UNUSUAL = re.compile(
@@ -85,7 +88,7 @@ def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:
 
 def layer_caches(settings: Settings, parameters: Parameters | None = None) -> list[LayerCache]:
     """Return the cache of each decoder block. Raises Unsupported with the reason if a cache is unknown."""
-    known, kinds = settings.model_type in (*FULL, *SLIDING, *MIXED), _kinds(settings)
+    known, kinds = settings.model_type in (*FULL, *PERIODS), _kinds(settings)
     widths = parameters and parameters.key_value_widths(fused=known)
     odd = sorted(key for key, value in settings.values.items() if value and UNUSUAL.search(key))
     if odd or not kinds or not widths or not known:
@@ -121,14 +124,17 @@ def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
 
 def _kinds(settings: Settings) -> list[str] | None:
     """Return `full` or `sliding` for each layer; None if config.json does not give the types."""
-    count, family = settings.layers, settings.model_type
+    count, family, period = settings.layers, settings.model_type, PERIODS.get(settings.model_type)
     window, stated = settings.get("sliding_window"), settings.get("layer_types")
     if stated is not None:
         kinds = [KINDS.get(str(kind)) for kind in stated] if isinstance(stated, list) else []
         known = len(kinds) == count and None not in kinds and (window or "sliding" not in kinds)
         return kinds if known else None
-    if family in (*SLIDING, *MIXED) and "sliding_window" not in settings.values:
+    if period is not None and "sliding_window" not in settings.values:
         return None  # its class fills one in
     if window is None or (family.startswith("qwen") and not settings.get("use_sliding_window")):
         return ["full"] * count
-    return ["sliding"] * count if family in SLIDING else None
+    if period is None:
+        return None
+    period = period and settings.size("sliding_window_pattern", default=period)
+    return ["sliding" if period == 0 or (k + 1) % period else "full" for k in range(count)]
