@@ -60,7 +60,7 @@ class Question:
                 raise QuantkitError(f"--{name} {value:g} makes no sense", "give a positive number", USAGE)
         if self.gpus and not self.one:
             raise QuantkitError("--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
-        _ = self.tokens, self.kv_bytes
+        _ = self.tokens, self.kv_bytes, self.device
 
     @property
     def tokens(self) -> int | None:
