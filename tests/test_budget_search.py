@@ -352,7 +352,7 @@ def test_sizes_are_read(text, size):
         ({}, "no budget is given"),
         ({"bpw": 3.0, "max_kld": 0.1}, "2 budgets are given"),
         ({"bpw": -1.0}, "--bpw -1 makes no sense"),
-        ({"max_size": "many"}, "--max-size 'many' is no size"),
+        ({"max_size": "many"}, "--max-size 'many' is not a size"),
     ],
 )
 def test_a_budget_is_one_and_makes_sense(options, message):
