@@ -97,7 +97,7 @@ def ask(told: dict, expected: str) -> list[str]:
     chunks = [c.choices[0].text for c in client.completions.create(**options, stream=True) if c.choices]
     alike = len(os.path.commonprefix([text.split(), expected.split()]))
     streamed = "the same" if "".join(chunks) == text else "another text"
-    load = Settings(USERS, requests=8, prompt_tokens=64, output_tokens=32)
+    load = Settings(USERS, requests=8, prompt_words=64, output_tokens=32)
     levels = measure(told["url"], load)["levels"]
     assert not any(level["errors"] for level in levels), levels
     speeds = [f"{level['output_tokens_per_second']:.0f}" for level in levels]

@@ -1,7 +1,6 @@
 """A stand-in for an engine's server, as a program: stand_in_engine.py PORT HOW.
 
-HOW: well; dies (before it listens); mute (answers requests with an error); deaf (to SIGTERM, with a child
-that has left its group).
+HOW: well; dies (before it listens); mute (answers requests with an error); deaf (to SIGTERM, with a child).
 """
 
 import json
@@ -17,7 +16,7 @@ if how == "dies":
     sys.exit(3)
 if how == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(f"child {child.pid}", flush=True)
 
 

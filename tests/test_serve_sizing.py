@@ -6,7 +6,7 @@ from quantkit.capacity import source as sources
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.serving.server import sizing
 from quantkit.serving.server.settings import Settings
-from quantkit.serving.server.sizing import Memory, fit
+from quantkit.serving.server.sizing import fit
 
 WEIGHTS = 11_000_000
 TOKEN = (
@@ -19,8 +19,10 @@ def demo(demo_model):
     return sources.read(str(demo_model))
 
 
-def room(demo, usable: int | None, kind="cpu", usual=4, reserves=True, **settings) -> sizing.Room:
-    return fit(demo, WEIGHTS, Settings(**settings), Memory(kind, usable), usual, reserves)
+def room(demo, usable: int, on_cpu=True, usual=4, reserves=True, **settings):
+    """The room, and what a user should know of it."""
+    notes = []
+    return fit(demo, WEIGHTS, Settings(**settings), usable, on_cpu, usual, reserves, notes), tuple(notes)
 
 
 def test_a_token_of_the_demo_model(demo):
@@ -30,8 +32,8 @@ def test_a_token_of_the_demo_model(demo):
 
 
 def test_all_that_is_usual_where_there_is_room(demo):
-    found = room(demo, 10**9)
-    assert (found.ctx, found.parallel, found.cache_bytes, found.notes) == (512, 4, 4 * 512 * TOKEN, ())
+    found, notes = room(demo, 10**9)
+    assert (found.ctx, found.parallel, found.cache_bytes, notes) == (512, 4, 4 * 512 * TOKEN, ())
 
 
 FITS = [  # tokens for which there is memory -> (ctx, parallel), with 128 as what is short and 32 the shortest
@@ -44,17 +46,17 @@ FITS = [  # tokens for which there is memory -> (ctx, parallel), with 128 as wha
 def test_lengths_to_what_is_short_then_sequences_then_lengths_again(demo, monkeypatch, tokens, expected):
     monkeypatch.setattr(sizing, "SHORT", 128)
     monkeypatch.setattr(sizing, "SHORTEST", 32)
-    found = room(demo, WEIGHTS + tokens * TOKEN)
+    found, notes = room(demo, WEIGHTS + tokens * TOKEN)
     assert (found.ctx, found.parallel) == expected
     assert found.cache_bytes == found.ctx * found.parallel * TOKEN <= tokens * TOKEN
-    assert len(found.notes) == (expected != (512, 4))
+    assert len(notes) == (expected != (512, 4))
 
 
 def test_what_was_asked_for_stays(demo):
-    found = room(demo, WEIGHTS + 512 * TOKEN, ctx="256")
+    found, notes = room(demo, WEIGHTS + 512 * TOKEN, ctx="256")
     assert (found.ctx, found.parallel) == (256, 2)
-    found = room(demo, WEIGHTS + 2048 * TOKEN, ctx="256", parallel=8)
-    assert (found.ctx, found.parallel, found.notes) == (256, 8, ())
+    found, notes = room(demo, WEIGHTS + 2048 * TOKEN, ctx="256", parallel=8)
+    assert (found.ctx, found.parallel, notes) == (256, 8, ())
     with pytest.raises(QuantkitError) as refused:
         room(demo, WEIGHTS + 2047 * TOKEN, ctx="256", parallel=8)
     assert refused.value.exit_code == RESOURCES and "a cache of 6.29 MB do not fit" in refused.value.message
@@ -68,19 +70,22 @@ def test_weights_that_leave_nothing(demo):
 
 def test_pages_are_shared(demo):
     """One full sequence must fit; all together have what is left, or on a CPU what they need at most."""
-    for kind, free, taken in (("cpu", 600, 600), ("cpu", 6000, 4096), ("cuda", 6000, 6000)):
-        found = room(demo, WEIGHTS + free * TOKEN, kind, usual=8, reserves=False)
+    for on_cpu, free, taken in ((True, 600, 600), (True, 6000, 4096), (False, 6000, 6000)):
+        found, notes = room(demo, WEIGHTS + free * TOKEN, on_cpu, usual=8, reserves=False)
         assert (found.ctx, found.parallel, found.cache_bytes) == (512, 8, taken * TOKEN)
         assert found.cache_tokens == taken
 
 
 def test_the_cache_in_another_precision(demo):
-    assert room(demo, 10**9, kv_dtype="q8_0").cache_bytes == 4 * 512 * TOKEN * 34 // 64
-    assert room(demo, 10**9, dtype="float32").cache_bytes == 4 * 512 * TOKEN * 2
+    assert room(demo, 10**9, kv_dtype="q8_0")[0].cache_bytes == 4 * 512 * TOKEN * 34 // 64
+    assert room(demo, 10**9, dtype="float32")[0].cache_bytes == 4 * 512 * TOKEN * 2
 
 
-def test_memory_that_is_not_known(demo):
-    found = room(demo, None, ctx="1024", parallel=2)
-    assert (found.ctx, found.parallel, found.cache_bytes) == (1024, 2, None)
-    assert found.cache_tokens == 2048
-    assert found.notes == ("1,024 tokens are more than the 512 that the model was made for",)
+def test_a_model_of_which_nothing_is_known():
+    found, _ = room(None, 10**9, ctx="1024", parallel=2)
+    assert (found.ctx, found.parallel, found.cache_bytes, found.cache_tokens) == (1024, 2, None, 2048)
+
+
+def test_more_than_the_model_was_made_for_is_noted(demo):
+    found, notes = room(demo, 10**9, ctx="1024", parallel=2)
+    assert notes == ("1,024 tokens are more than the 512 that the model was made for",)

@@ -124,9 +124,8 @@ def _endpoint(models: Sequence[str], settings: Settings, values: dict, progress:
 
     given = {
         "concurrency": settings.numbers("concurrency") if settings.concurrency else None,
-        "rates": (settings.rate,) if settings.rate else None,
         "requests": settings.requests,
-        "prompt_tokens": settings.number("prompt"),
+        "prompt_words": settings.number("prompt"),
         "output_tokens": settings.tokens,
         "seed": settings.seed,
         "model": settings.served_model,

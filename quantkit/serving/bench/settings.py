@@ -18,7 +18,7 @@ HEEDED = {  # the flags of each question
     MODELS: LOCAL | {"rounds", "warmup", "engine", "decoded", "quality"},
     ATTN: LOCAL | {"attn"},
     BATCHING: LOCAL | {"batching", "requests", "rate"},
-    URL: RUN | {"url", "concurrency", "requests", "rate", "served_model", "api_key", "remote"},
+    URL: RUN | {"url", "concurrency", "requests", "served_model", "api_key", "remote"},
 }
 DEFAULTS: dict[str, dict[str, Any]] = {  # of flags whose default depends on the question
     MODELS: {"batch": "1", "prompt": "128", "tokens": 64},
@@ -53,8 +53,8 @@ class Settings:
     batch: str | None = option(None, "Sequences at once, such as 1,4,16. (default: 1, of --batching: 8)")
     prompt: str | None = option(
         None,
-        "Prompt tokens of each, such as 128,512. (default: 128; of --attn: up to 4096; of --batching: 64 on "
-        "average)",
+        "Prompt tokens of each, of --url words, such as 128,512. (default: 128; of --attn: up to 4096; of "
+        "--batching: 64 on average)",
     )
     tokens: int | None = option(
         None,
@@ -96,9 +96,7 @@ class Settings:
     requests: int | None = option(
         None, "Requests of --batching (default: 32), or of each level of --url (default: 4 a user)."
     )
-    rate: float | None = option(
-        None, "Requests a second on average. (default: 8 of --batching; --url: as fast as the users can)"
-    )
+    rate: float | None = option(None, "Requests of --batching a second, on average. (default: 8)")
     served_model: str | None = option(None, "Name of the model of --url.")
     api_key: str | None = option(None, "API key of --url.")
     remote: bool = option(False, "Allow a --url on another machine.")

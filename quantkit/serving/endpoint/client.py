@@ -40,48 +40,32 @@ class RequestFailed(QuantkitError):
         self.status = status
 
 
-@dataclass(frozen=True)
-class Address:
-    """Where an endpoint is. path: without a slash at its end; that of the API ends with /v1."""
+def base_url(url: str) -> str:
+    """Return `http://127.0.0.1:8000/v1` for an address with or without scheme, port and /v1.
 
-    scheme: str
-    host: str
-    port: int
-    path: str
+    Raises QuantkitError (exit code 2) for what is no such address.
+    """
+    hint = "for example http://127.0.0.1:8000"
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError as error:
+        raise QuantkitError(f"{url!r} is no URL: {error}", hint, USAGE) from error
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise QuantkitError(f"{url!r} is no URL of an endpoint", hint, USAGE)
+    if parts.username or parts.password or parts.query or parts.fragment:
+        hint = "give the address alone; a key goes into --api-key or its environment variable"
+        raise QuantkitError("the URL holds more than an address", hint, USAGE)
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/').removesuffix('/v1')}/v1"
 
-    @staticmethod
-    def of(url: str) -> Address:
-        """`http://127.0.0.1:8000`, with or without /v1. Raises QuantkitError for what is no such URL."""
-        hint = "for example http://127.0.0.1:8000"
-        try:
-            parts = urlsplit(url if "://" in url else f"http://{url}")
-            port = parts.port
-        except ValueError as error:
-            raise QuantkitError(f"{url!r} is no URL: {error}", hint, USAGE) from error
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise QuantkitError(f"{url!r} is no URL of an endpoint", hint, USAGE)
-        if parts.username or parts.password or parts.query or parts.fragment:
-            hint = "give the address alone; a key goes into --api-key or its environment variable"
-            raise QuantkitError("the URL holds more than an address", hint, USAGE)
-        path = parts.path.rstrip("/")
-        path = path if path.endswith("/v1") else f"{path}/v1"
-        return Address(parts.scheme, parts.hostname, port or (443 if parts.scheme == "https" else 80), path)
 
-    @property
-    def url(self) -> str:
-        """The base URL as clients of the API take it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{self.scheme}://{host}:{self.port}{self.path}"
-
-    @property
-    def local(self) -> bool:
-        """Whether it is this machine by what it says; no name is looked up."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+def is_loopback(host: str | None) -> bool:
+    """Return True for an address of this machine alone; no name is looked up."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -95,43 +79,45 @@ class Piece:
 
 
 class Endpoint:
-    """An OpenAI API at an address. Each request has a connection of its own; threads may share this."""
+    """An OpenAI API at a URL. Each request has a connection of its own; threads may share this."""
 
-    def __init__(self, address: Address, api_key: str | None = None, timeout: float = 120.0):
-        self.address = address
+    def __init__(self, url: str, api_key: str | None = None, timeout: float = 120.0):
+        self.url = base_url(url)
+        self._api = urlsplit(self.url).path
         self.timeout = timeout
         self._key = api_key
-        self._tls = ssl.create_default_context() if address.scheme == "https" else None
+        self._tls = ssl.create_default_context() if self.url.startswith("https") else None
 
-    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """The JSON that a request is answered with; `path` goes behind the base URL. Raises RequestFailed."""
-        return self._whole("POST", self.address.path + path, body)
+    def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON object that answers a request; `path` goes behind the base URL. Raises
+        RequestFailed."""
+        with self._asked(self._api + path, body) as response:
+            try:
+                return dict(untrusted.parse(response.read(MOST_BYTES)))
+            except (ValueError, TypeError) as error:
+                raise RequestFailed("answer", f"{self.url} answers with no JSON object", NO_API) from error
 
     def healthy(self) -> bool:
-        """Whether /health answers well. A server that does not listen yet is not."""
+        """Return whether /health answers well. A server that does not listen yet is not."""
         try:
-            with self._asked("GET", self.address.path.removesuffix("/v1") + "/health", None, self.timeout):
+            with self._asked(self._api.removesuffix("/v1") + "/health"):
                 return True
         except RequestFailed:
             return False
 
     def models(self) -> list[str]:
-        """The names it serves; [] where it does not say."""
+        """Return the names of models that the server lists; [] where it lists none."""
         try:
-            listed = self._whole("GET", f"{self.address.path}/models", None).get("data")
-        except RequestFailed:
+            return [str(row["id"]) for row in self.fetch("/models")["data"]]
+        except (RequestFailed, LookupError, TypeError):
             return []
-        rows = listed if isinstance(listed, list) else []
-        return [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
 
-    def stream(self, path: str, body: Mapping[str, Any], seconds: float | None = None) -> Iterator[Piece]:
-        """The pieces of a streamed answer as they arrive. The clock of a caller that takes the time before
-        the first `next` holds the connecting, too, which on this machine is nothing.
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
+        """Yield the pieces of a streamed answer as they arrive; all of it may take `timeout` seconds.
 
-        seconds: that all of it may take. Raises RequestFailed: also for a stream that ends before its end.
+        Raises RequestFailed, also for a stream that ends before its end.
         """
-        seconds = seconds or self.timeout
-        with self._asked("POST", self.address.path + path, body, seconds) as response:
+        with self._asked(self._api + path, body) as response:
             finished = False
             while line := response.readline(MOST_BYTES):
                 at = time.perf_counter()
@@ -141,37 +127,25 @@ class Endpoint:
                 if name != "data" or not data:
                     continue
                 if data.strip() == "[DONE]":
-                    finished = True
-                    break
+                    return
                 piece = self._piece(at, data)
                 finished = finished or piece.finished
                 yield piece
             if not finished:
                 raise RequestFailed("stream", "the answer broke off")
 
-    def _whole(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        with self._asked(method, path, body, self.timeout) as response:
-            try:
-                found = untrusted.parse(response.read(MOST_BYTES))
-            except ValueError as error:
-                raise RequestFailed("answer", f"{self.address.url} answers with no JSON", NO_API) from error
-        if not isinstance(found, dict):
-            raise RequestFailed("answer", f"{self.address.url} answers with no object", NO_API)
-        return found
-
     @contextmanager
-    def _asked(
-        self, method: str, path: str, body: Mapping[str, Any] | None, seconds: float
-    ) -> Iterator[HTTPResponse]:
-        """Yield a good answer. After `seconds` its connection is shut, however slowly bytes still come. What
-        the network raises becomes RequestFailed."""
-        where = {"host": self.address.host, "port": self.address.port}
-        where["timeout"] = min(self.timeout, seconds)  # of waiting for the next bytes
+    def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+        """Yield a good answer. Its connection is shut after `timeout` seconds, however slowly bytes come.
+
+        Raises RequestFailed for whatever the network raises.
+        """
+        place, over = urlsplit(self.url), threading.Event()
+        where = {"host": place.hostname, "port": place.port, "timeout": self.timeout}
         tls = self._tls
         connection = HTTPConnection(**where) if tls is None else HTTPSConnection(**where, context=tls)
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        over, url = threading.Event(), self.address.url
 
         def shut() -> None:
             """End the connection for the thread that waits for it."""
@@ -179,77 +153,59 @@ class Endpoint:
             with suppress(OSError):  # it has ended by itself
                 taken.shutdown(socket.SHUT_RDWR)
 
-        timer = threading.Timer(seconds, shut)
+        timer = threading.Timer(self.timeout, shut)
         timer.daemon = True
         try:
             connection.connect()
             taken = connection.sock
             timer.start()
             data = None if body is None else json.dumps(body).encode()
-            connection.request(method, path, data, headers)
+            connection.request("GET" if body is None else "POST", path, data, headers)
             response = connection.getresponse()
-            self._refuse(response)
+            if response.status != 200:
+                raise self._refusal(response)
             yield response
         except (RequestFailed, OSError, HTTPException, OverflowError) as error:
             if over.is_set() or isinstance(error, TimeoutError):
-                late = f"{url} did not answer in time: no end within {seconds:g} s"
+                late = f"{self.url} did not answer in time: no end within {self.timeout:g} s"
                 raise RequestFailed("timeout", late) from error
             if isinstance(error, RequestFailed):
                 raise
+            message = f"{self.url} cannot be reached: {self._said(first_line(error))}"
             if isinstance(error, OSError):
-                message = f"{url} cannot be reached: {first_line(error)}"
                 raise RequestFailed("connection", message, "is the server running?") from error
-            # a chunk of 2^64 bytes overflows
-            raise RequestFailed("HTTP", f"{url}: {self._hide(first_line(error))}", NO_API) from error
+            raise RequestFailed("HTTP", message, NO_API) from error  # a chunk of 2^64 bytes overflows
         finally:
             timer.cancel()
             connection.close()
 
-    def _refuse(self, response: HTTPResponse) -> None:
-        """Raise for an answer that is an error, with what the server says about it."""
-        if response.status == 200:
-            return
-        said, status = self._hide(_message(response.read(MOST_BYTES))), response.status
+    def _refusal(self, response: HTTPResponse) -> RequestFailed:
+        """Return the error of an answer that is one, with what the server says about it."""
+        status, said = response.status, self._said(response.read(MOST_BYTES).decode("utf-8", "replace"))
         hints = {401: "give the key with --api-key, or in its environment variable", 404: NO_API}
-        message = f"the server answers {status} {response.reason}" + (f": {said}" if said else "")
-        raise RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
+        message = f"the server answers {status} {response.reason}: {said}"
+        return RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
 
-    def _hide(self, text: str) -> str:
-        """What a server says, without our key where it repeats it."""
-        return text.replace(self._key, "…") if self._key else text
+    def _said(self, text: str) -> str:
+        """The beginning of what a server says, without our key where it repeats it."""
+        text = (text.replace(self._key, "…") if self._key else text).strip()
+        return text if len(text) <= SAID else f"{text[:SAID]} …"
 
     def _piece(self, at: float, data: str) -> Piece:
         """One event of a stream, of either API: text, or what a chat's delta holds, its thoughts included."""
         try:
             event = untrusted.parse(data.encode())
-        except ValueError as error:
-            raise RequestFailed("stream", "a chunk is no JSON") from error
-        if not isinstance(event, dict) or event.get("error"):
-            raise RequestFailed("stream", f"the server broke off: {self._hide(_message(data.encode()))}")
-        choices = event.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-        delta = choice.get("delta") if isinstance(choice.get("delta"), dict) else {}
-        names = ("content", "reasoning_content", "reasoning")
-        parts = (choice.get("text"), *(delta.get(key) for key in names))
-        usage = event.get("usage")
-        counts = usage.items() if isinstance(usage, dict) else ()
+            choice = (event.get("choices") or [{}])[0]
+            delta, usage = choice.get("delta") or {}, dict(event.get("usage") or {})
+            names = ("content", "reasoning_content", "reasoning")
+            parts = (choice.get("text"), *(delta.get(key) for key in names))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise RequestFailed("stream", "a chunk is none of the API's") from error
+        if event.get("error"):
+            raise RequestFailed("stream", f"the server broke off: {self._said(data)}")
         return Piece(
             at,
             "".join(part for part in parts if isinstance(part, str)),
             bool(choice.get("finish_reason")),
-            {name: n for name, n in counts if type(n) is int and 0 <= n <= MOST_TOKENS},
+            {name: n for name, n in usage.items() if type(n) is int and 0 <= n <= MOST_TOKENS},
         )
-
-
-def _message(data: bytes) -> str:
-    """What an error's body says, in whichever of the usual places."""
-    text = data.decode("utf-8", "replace").strip()
-    try:
-        found: Any = untrusted.parse(text.encode())
-    except ValueError:
-        found = text
-    for key in ("error", "detail", "message"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
-    text = found if isinstance(found, str) else json.dumps(found)
-    return text if len(text) <= SAID else f"{text[:SAID]} …"

@@ -1,5 +1,4 @@
-"""How an endpoint wants to be asked: which of the two APIs, which model, which fields, how many words a token
-is; asked of itself.
+"""How an endpoint wants to be asked: which of the two APIs, which model, which fields; asked of itself.
 
 OpenAI's API is what servers agree on, but not all take every field: `ignore_eos` (vLLM, llama.cpp) makes all
 answers equally long, `stream_options` makes streams end with a count of tokens; transformers refuses the one,
@@ -11,8 +10,8 @@ prefixes answers for the model.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from quantkit.serving.endpoint.client import Endpoint, RequestFailed
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 FIELDS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
+FEW = 16  # words of a prompt
 ABSENT, REFUSED = (404, 405, 501), (400, 422)
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country "
@@ -29,7 +29,6 @@ WORDS = (
     "house service friend father power hour game line end member law car city name team minute idea kid "
     "body back parent face level office door health person art war history party result change morning"
 ).split()
-SHORT, LONG = 16, 80  # words of the prompts that the ruler is fitted to
 
 
 def words(count: int, seed: int | str) -> str:
@@ -39,15 +38,13 @@ def words(count: int, seed: int | str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """path: of the API behind the base URL; model: its name, None where it needs none. overhead: tokens
-    that a chat template and BOS add to those of the words."""
+    """path: of the API behind the base URL; model: its name, None where it needs none. counts: whether the
+    server says how many tokens there were."""
 
     path: str
     model: str | None
     fields: dict[str, Any] = field(default_factory=dict)
-    overhead: float = 0.0
-    per_word: float = 1.0
-    counts: bool = True  # whether the server says how many tokens there were
+    counts: bool = True
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
         """A request for a stream of at most so many tokens."""
@@ -57,55 +54,28 @@ class Dialect:
             return asked | {"messages": [{"role": "user", "content": prompt}]}
         return asked | {"prompt": prompt}
 
-    def words(self, tokens: int) -> int:
-        """How many make a prompt of about so many tokens."""
-        return max(1, round((tokens - self.overhead) / self.per_word))
 
-    def tokens(self, endpoint: Endpoint, count: int, seed: int) -> int | None:
-        """How many tokens a prompt of `count` words is to the server; None where it does not say."""
-        pieces = endpoint.stream(self.path, self.body(words(count, seed), 1))
-        usage = [piece.usage for piece in pieces if piece.usage]
-        return usage[-1].get("prompt_tokens") if usage else None
-
-    def ruled(self, endpoint: Endpoint, seed: int) -> Dialect:
-        """The same that knows how many tokens a word is, by asking with few and with many."""
-        few = self.tokens(endpoint, SHORT, seed - 1)
-        if few is None:
-            return replace(self, counts=False)
-        many = self.tokens(endpoint, LONG, seed - 2) or few
-        per_word = max((many - few) / (LONG - SHORT), 0.1)
-        return replace(self, per_word=per_word, overhead=max(few - per_word * SHORT, 0.0))
-
-
-def learn(endpoint: Endpoint, model: str | None = None, chat: bool | None = None, seed: int = 0) -> Dialect:
-    """Ask until the endpoint answers. chat: which API, None for completions where there are.
+def learn(endpoint: Endpoint, model: str | None = None, seed: int = 0) -> Dialect:
+    """Ask until the endpoint answers, from all that we would like down to the least: completions before chat.
 
     Raises RequestFailed with the server's own reason, and the names of models where it has several.
     """
     names = [] if model else endpoint.models()
-    last: RequestFailed | None = None
-    for dialect in _candidates(model, names, chat):
-        if last is not None and last.status in ABSENT and dialect.path == COMPLETIONS:
+    models = [model] if model else [*names, None] if len(names) == 1 else [None]
+    fewer = [{key: FIELDS[key] for key in FIELDS if key != left_out} for left_out in FIELDS]
+    failed: dict[str, RequestFailed] = {}  # by API, the last one
+    for path, name, fields in itertools.product((COMPLETIONS, CHAT), models, (FIELDS, *fewer, {})):
+        if path in failed and failed[path].status in ABSENT:
             continue  # other fields do not make an API appear
+        dialect = Dialect(path, name, dict(fields))
         try:
-            return dialect.ruled(endpoint, seed)
+            pieces = list(endpoint.stream(path, dialect.body(words(FEW, seed - 1), 1)))
+            return replace(dialect, counts=any("prompt_tokens" in piece.usage for piece in pieces))
         except RequestFailed as error:
             if error.status not in (*ABSENT, *REFUSED, 500):
                 raise
-            last = error
-    assert last is not None
+            failed[path] = error
+    last = failed[CHAT]
     if len(names) > 1:
         raise QuantkitError(last.message, f"name one of its models with --model: {name_all(names)}") from last
     raise last
-
-
-def _candidates(model: str | None, names: list[str], chat: bool | None) -> Iterator[Dialect]:
-    """From all that we would like down to the least."""
-    models = [model] if model else [*names[:1], None] if len(names) == 1 else [None]
-    paths = (CHAT,) if chat else (COMPLETIONS,) if chat is False else (COMPLETIONS, CHAT)
-    for path in paths:
-        for name in models:
-            yield Dialect(path, name, dict(FIELDS))
-            for left_out in FIELDS:
-                yield Dialect(path, name, {key: FIELDS[key] for key in FIELDS if key != left_out})
-            yield Dialect(path, name)

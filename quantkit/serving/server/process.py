@@ -1,38 +1,30 @@
 """An engine's processes: started in a group of their own, listened to, and ended with all their children.
 
-The group is not the terminal's, so that Ctrl-C reaches quantkit alone, which ends the engine in order. Where
-quantkit itself is killed, the kernel tells the engine (Linux: PR_SET_PDEATHSIG, prctl(2)).
+The group is not the terminal's, so that Ctrl-C reaches quantkit alone, which ends the engine in order.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO
-
-import psutil
 
 from quantkit.errors import NOT_FOUND, QuantkitError, printable
 from quantkit.serving.server.command import Command
 
 LAST = 15  # lines that are shown of an engine that died
 GRACE = 10.0  # seconds between being asked to end and being killed
-PR_SET_PDEATHSIG = 1
 
 
 class Engine:
     """A running engine. `last` holds the last lines it printed, whether or not they were passed through."""
 
     def __init__(self, command: Command, output: BinaryIO | None):
-        """Start it; what it prints goes to `output`, if there is one, as it comes. Not from a thread that
-        ends before it: to the kernel, whoever started it has died then.
+        """Start it; what it prints goes to `output`, if there is one, as it comes.
 
         Raises QuantkitError where the program is not there.
         """
@@ -45,7 +37,6 @@ class Engine:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_tied_to_us(),
             )
         except OSError as error:
             message = f"{command.argv[0]} cannot be started: {error.strerror}"
@@ -69,24 +60,22 @@ class Engine:
 
     def stop(self) -> None:
         """Ask it and its children to end, and end them. Interrupted in that, end them at once."""
-        family: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            family = psutil.Process(self.pid).children(recursive=True)
         try:
             if self._process.poll() is None:
                 self._signal(signal.SIGTERM)
                 self.wait(GRACE)
         finally:
             self._signal(signal.SIGKILL)
-            for process in family:
-                with suppress(psutil.NoSuchProcess):
-                    process.kill()  # one that left the group
             self.wait(GRACE)
 
-    def told(self) -> str:
-        """Its last lines, for an error."""
+    def failure(self, what: str) -> QuantkitError:
+        """Return the error of an engine that ended or does not answer, with its last lines."""
         lines = [printable(line).strip() for line in self.last if line.strip()]
-        return f"; it said last: {' / '.join(lines)}" if lines else ", without a word"
+        said = f"; it said last: {' / '.join(lines)}" if lines else ", without a word"
+        hint = "run the command by itself: quantkit serve … --print"
+        if "out of memory" in said.lower() or "failed to allocate" in said.lower():
+            hint = "a shorter --ctx, a smaller --parallel, or a smaller model: see quantkit plan"
+        return QuantkitError(what + said, hint)
 
     def _signal(self, number: signal.Signals) -> None:
         """To the whole group: those that are left of it."""
@@ -104,17 +93,3 @@ class Engine:
                     output.flush()
             except (OSError, ValueError):  # nobody reads it any more: the engine goes on all the same
                 output = None
-
-
-def _tied_to_us() -> Callable[[], None] | None:
-    """What a new process does before it becomes the engine: asks for SIGTERM when we die."""
-    if not sys.platform.startswith("linux"):
-        return None
-    library, parent = ctypes.CDLL(None), os.getpid()  # loaded here: little is allowed after a fork
-
-    def tie() -> None:
-        library.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # we died before that
-            os._exit(1)
-
-    return tie

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from dataclasses import dataclass, field
 
 from quantkit.capacity.question import parse_tokens
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models import kv_types
 from quantkit.options import option
-
-MOST_SLOTS = 4096
+from quantkit.serving.bench.settings import require_numbers
 
 
 @dataclass(frozen=True)
@@ -54,33 +52,19 @@ class Settings:
 
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense."""
-        if not 0 <= self.port <= 65535:
-            hint = "choose 1 to 65535, or 0 for a free one"
-            raise QuantkitError(f"--port {self.port} is no port", hint, USAGE)
-        parallel = 1 if self.parallel is None else self.parallel
-        for flag, value, fine, hint in (
-            ("parallel", parallel, 1 <= parallel <= MOST_SLOTS, f"choose 1 to {MOST_SLOTS:,}"),
-            ("memory-fraction", self.memory_fraction, 0 < self.memory_fraction <= 1, "above 0, at most 1"),
-            ("start-timeout", self.start_timeout, 0 < self.start_timeout < 1e6, "give seconds, such as 600"),
-        ):
-            if not fine:
-                raise QuantkitError(f"--{flag} {value:g} makes no sense", hint, USAGE)
+        require_numbers(("--parallel", self.parallel, 1), ("--start-timeout", self.start_timeout, 0.001))
+        require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
+        share = self.memory_fraction
+        require(0 < share <= 1, f"--memory-fraction {share:g} makes no sense", "above 0, at most 1", USAGE)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
         _ = self.tokens, self.cache  # which raise
 
     @property
-    def open(self) -> bool:
-        """Whether other machines can reach it."""
-        try:
-            return self.host != "localhost" and not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return True
-
-    @property
     def reached_at(self) -> str:
         """The host that this machine asks: an address for `all of them` is none to connect to."""
-        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]" if ":" in host else host
 
 
 def free_port(host: str, port: int) -> int:
@@ -92,8 +76,6 @@ def free_port(host: str, port: int) -> int:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
-            hint = (
-                f"--port 0 takes a free one; who has this: lsof -i :{port}; --host 127.0.0.1 is always there"
-            )
+            hint = "--port 0 takes a free one; --host 127.0.0.1 is always there"
             raise QuantkitError(f"--host {host} --port {port} does not do: {why}", hint, USAGE) from error
         return probe.getsockname()[1]

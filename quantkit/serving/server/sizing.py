@@ -6,7 +6,7 @@ is counted as `quantkit plan` counts it, in pages.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from quantkit.capacity import Unsupported, kv_cache
 from quantkit.capacity.source import Source
@@ -20,63 +20,53 @@ SHORT, SHORTEST = 2048, 512
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Of the device that serves. usable: bytes for weights and cache; None where that is not known."""
-
-    kind: str  # cpu, cuda, …
-    usable: int | None
-
-
-@dataclass(frozen=True)
 class Room:
     """ctx: tokens of each of `parallel` sequences; cache_bytes: of all of them, at most what is free, None
-    where that is not known; cache_tokens: so many it holds."""
+    where that is not known; cache_tokens: so many it holds. memory_bytes: of the device, for weights and
+    cache; on_cpu: whether the device is the CPU."""
 
     ctx: int
     parallel: int
     cache_bytes: int | None
     cache_tokens: int
     weight_bytes: int
-    memory: Memory
-    notes: tuple[str, ...] = ()
-
-    def record(self) -> dict[str, int | None]:
-        """For `--json`."""
-        told = asdict(self) | {"memory_bytes": self.memory.usable}
-        return {name: value for name, value in told.items() if name not in ("memory", "notes")}
+    memory_bytes: int
+    on_cpu: bool
 
 
 def fit(
     source: Source | None,
     weight_bytes: int,
     settings: Settings,
-    memory: Memory,
+    usable: int,
+    on_cpu: bool,
     parallel: int,
     reserves: bool,
-    notes: tuple[str, ...] = (),
+    notes: list[str],
 ) -> Room:
     """The most of what was asked for, or is usual, that fits; just that of a model of which nothing is known.
 
     What was asked for stays; what was not is halved: lengths to what is short, then sequences, then lengths
     to what is of any use.
 
-    parallel: the engine's usual number; reserves: whether it takes the memory of all sequences at their full
-    length in advance, rather than in pages. Raises QuantkitError (exit code 5) where not even the least fits.
+    usable: bytes for weights and cache; parallel: the engine's usual number; reserves: whether it takes the
+    memory of all sequences at their full length in advance, rather than in pages. notes: what a user should
+    know is added. Raises QuantkitError (exit code 5) where not even the least fits.
     """
-    found, asked, usable = source and source.settings, settings.tokens, memory.usable
+    found, asked = source and source.settings, settings.tokens
     limit = found.context if found else None
     if asked and limit and asked > limit:
-        notes += (f"{asked:,} tokens are more than the {limit:,} that the model was made for",)
-    paged = not reserves and memory.kind != "cpu"
+        notes.append(f"{asked:,} tokens are more than the {limit:,} that the model was made for")
+    paged = not reserves and not on_cpu
     ctx = asked or (limit or USUAL if paged else min(limit or USUAL, USUAL))
     slots = settings.parallel or parallel
     try:
         caches = kv_cache.layer_caches(found, source.parameters) if found and source.parameters else None
     except Unsupported as error:
         caches = None
-        notes += (f"the cache is not counted: {error}",)
-    if caches is None or usable is None:
-        return Room(ctx, slots, None, ctx * slots, weight_bytes, memory, notes)
+        notes.append(f"the cache is not counted: {error}")
+    if caches is None:
+        return Room(ctx, slots, None, ctx * slots, weight_bytes, usable, on_cpu)
     dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
 
     def one(tokens: int) -> int:
@@ -99,7 +89,7 @@ def fit(
                 RESOURCES,
             )
     if (length, count) != (ctx, slots):
-        notes += (f"of {ctx:,} tokens × {slots}, {length:,} × {count} fit in {size(usable)}",)
+        notes.append(f"of {ctx:,} tokens × {slots}, {length:,} × {count} fit in {size(usable)}")
     cache = left if paged else min(each * count, left)
     tokens = cache * length // each if each else length * count  # 0 without attention
-    return Room(length, count, cache, tokens, weight_bytes, memory, notes)
+    return Room(length, count, cache, tokens, weight_bytes, usable, on_cpu)

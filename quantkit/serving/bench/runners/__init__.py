@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
+from quantkit.errors import one_of
 from quantkit.serving.bench.settings import Settings
-from quantkit.serving.engines.choose import require_known
 
 NAMES = ("auto", "transformers", "llama.cpp", "vllm")
 
@@ -57,7 +57,4 @@ def find(engine: str) -> ModuleType:
 
 def names(settings: Settings) -> tuple[str, ...]:
     """Return the engines of --engine. Raises QuantkitError for an unknown one."""
-    found = settings.names("engine")
-    for name in found:
-        require_known(name, NAMES)
-    return found
+    return tuple(one_of(name, NAMES, f"no engine {name!r}") for name in settings.names("engine"))
