@@ -6,8 +6,7 @@ import torch
 
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.chat.conversation import Conversation
-from quantkit.serving.chat.session import Answer, Session
+from quantkit.serving.chat.session import Answer, Conversation, Session
 from quantkit.serving.chat.transformers import TransformersChat
 
 TURNS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -29,9 +28,7 @@ def begin(folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, 
         if name in options:
             sampling[name] = options.pop(name)
     engine = TransformersChat(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"), context)
-    return Session(
-        engine, Conversation(raw=raw, system=options.pop("system", "")), Sampling(**sampling), **options
-    )
+    return Session(engine, Conversation(raw=raw, **options), Sampling(**sampling))
 
 
 class Fed:

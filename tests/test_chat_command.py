@@ -5,7 +5,6 @@ import pytest
 from chats import FORGETFUL, SAID, Fed, begin, converse, silent
 
 from quantkit.errors import QuantkitError
-from quantkit.serving.engines import ContextFullError
 
 KEPT = ["llama", "bloom", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
 ANEW = ["mamba2", "jamba"]  # no attention; several tokens at once lose the state
@@ -19,9 +18,7 @@ def test_every_token_is_fed_once(talker, family):
     last = answers[-1]
     assert sum(fed.tokens) == last.prompt_tokens + last.generated_tokens - 1
     for former, later in zip(answers, answers[1:], strict=False):
-        ended = former.stop == "end"
         assert later.cached_tokens == former.prompt_tokens + former.generated_tokens - 1
-        assert later.dropped_tokens == 0 and not later.notes or ended
     assert not any(answer.notes for answer in answers)
 
 
@@ -46,7 +43,7 @@ def test_where_the_template_rewrites_history_the_cache_is_cropped(talker, family
         if place:
             former = fed.prompts[place - 1] + fed.anew(fed.prompts[place - 1], 12, session.engine._ends)
             shared = next(k for k, (a, b) in enumerate(zip(former, prompt, strict=False)) if a != b)
-            assert answer.dropped_tokens == held - shared > 0
+            assert shared < held
         assert answer.cached_tokens == shared
         held = len(prompt) + answer.generated_tokens - 1
     assert not any(answer.notes for answer in answers)
@@ -65,7 +62,7 @@ def test_a_window_that_has_moved_on_is_filled_anew_and_said(talker):
 def test_the_state_of_a_recurrence_is_not_taken_back(talker):
     session = begin(talker("qwen3_next", FORGETFUL))
     answers = converse(session, Fed(session), SAID[:2])
-    assert [answer.cached_tokens for answer in answers] == [0, 0] and answers[1].dropped_tokens > 0
+    assert [answer.cached_tokens for answer in answers] == [0, 0]
     assert answers[1].notes == ("the state of a recurrence cannot be taken back: all is prefilled anew",)
 
 
@@ -122,32 +119,15 @@ def test_a_full_context_is_said_before_anything_is_computed(talker):
     if first.stop != "context":
         pytest.fail("choose another seed: the model ends by itself")
     assert first.prompt_tokens + first.generated_tokens == 64
-    assert first.notes == (
-        "the context of 64 tokens is full: /reset begins anew, --drop-oldest would forget",
-    )
+    assert first.notes == ("100% of the context of 64 tokens are used: /reset begins anew",)
     before, calls = list(session.conversation.messages), len(fed.tokens)
-    with pytest.raises(ContextFullError, match="there is no room for an answer") as caught:
+    with pytest.raises(QuantkitError, match="no room for an answer in a context of 64") as caught:
         session.say(SAID[1], silent)
-    assert caught.value.context == 64 < caught.value.tokens and "/reset" in caught.value.hint
+    assert caught.value.exit_code == 5 and "/reset" in caught.value.hint
     assert session.conversation.messages == before and len(fed.tokens) == calls
     session.reset()
     again = session.say(SAID[0], silent)
-    assert again.text == first.text and again.cached_tokens == 0
-
-
-def test_the_oldest_turns_are_dropped_where_asked_for(talker):
-    session = begin(talker(), context=128, tokens=16, drop_oldest=True, system="Ko.")
-    fed = Fed(session)
-    answers = converse(session, fed, SAID * 2)
-    notes = [note for answer in answers for note in answer.notes]
-    assert notes and set(notes) <= {f"for want of context {n} messages dropped" for n in (2, 4)}
-    assert all(answer.generated_tokens == 16 for answer in answers if answer.stop == "length")
-    assert "context" not in {answer.stop for answer in answers}
-    messages = session.conversation.messages
-    assert [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
-    assert session.conversation.system == "Ko." and messages[-2]["content"] == SAID[-1]
-    with pytest.raises(ContextFullError):  # what was just said is never dropped
-        session.say("Kobu " * 128, silent)
+    assert again.text == first.text and again.prefilled_tokens == 1
 
 
 def test_transformers_stops_after_the_next_token(talker):

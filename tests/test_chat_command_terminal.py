@@ -6,7 +6,7 @@ import os
 import signal
 
 import pytest
-from chats import SAID, Fed, begin, converse, silent
+from chats import SAID, begin, silent
 
 from quantkit.cli import chat_terminal, streams
 from quantkit.errors import QuantkitError
@@ -14,139 +14,46 @@ from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.chat import commands, start
-from quantkit.serving.chat.conversation import Conversation
-from quantkit.serving.chat.session import Answer, Facts, Session
+from quantkit.serving.chat.session import Answer, Conversation, Facts, Session
 from quantkit.serving.chat.settings import Settings
 from quantkit.text import calibration
 
 # ---- files and commands
 
 
-def test_what_is_saved_is_calibrated_on_and_gone_on_with(talker, tmp_path):
+def test_what_is_saved_is_calibrated_on(talker, tmp_path):
     path, folder = tmp_path / "talk.jsonl", talker()
     session = begin(folder, system="Ko.")
     first = session.say(SAID[0], silent)
-    assert commands.obey(f"/save {path}", session) == f"saved; {path} holds 1 conversation"
+    assert commands.obey(f"/save {path}", session) == f"saved to {path}"
     session.say(SAID[1], silent)
-    session.conversation.save(path)  # longer than that in the file, which it replaces
+    session.conversation.save(path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows == [{"messages": session.conversation.prompt()}]
-    assert rows[0]["messages"][:3] == [
+    assert rows[1] == {"messages": session.conversation.prompt()}
+    assert rows[0]["messages"] == [
         {"role": "system", "content": "Ko."},
         {"role": "user", "content": SAID[0]},
         {"role": "assistant", "content": first.text},
     ]
-    found = calibration.load(
-        session_checkpoint := open_checkpoint(str(folder)),
-        CalibrationOptions(calibration=str(path), samples=1, seqlen=24),
-    )
-    rendered = session_checkpoint.tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
-    assert (
-        found.tokens[0].tolist()
-        == session_checkpoint.tokenizer(rendered, add_special_tokens=False)["input_ids"][:24]
-    )
-    other = begin(folder)
-    assert commands.obey(f"/load '{path}'", other) == f"4 messages of {path}"
-    assert other.conversation == session.conversation
-    fed = Fed(other)
-    converse(other, fed, SAID[2:])
-    rows[0]["messages"].append({"role": "user", "content": SAID[2]})
-    tokenizer = open_checkpoint(str(folder)).tokenizer
-    assert tokenizer.decode(fed.prompts[-1]) == tokenizer.apply_chat_template(
-        rows[0]["messages"], tokenize=False, add_generation_prompt=True
-    )
-    other.reset()
-    other.say("Lo!", silent)
-    assert other.conversation.save(path) == 2
+    checkpoint = open_checkpoint(str(folder))
+    found = calibration.load(checkpoint, CalibrationOptions(calibration=str(path), samples=1, seqlen=24))
+    rendered = checkpoint.tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    ids = checkpoint.tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    assert found.tokens[0].tolist() == ids[:24]
 
 
-@pytest.mark.parametrize("text", ["no json", '{"other": 1}', '["messages"]', '{"messages": "x"}'])
-def test_other_files_are_left_alone(tmp_path, text):
-    path = tmp_path / "file.jsonl"
-    path.write_text(text)
-    talk_ = Conversation(messages=[{"role": "user", "content": "x"}])
-    for action in (talk_.save, talk_.load):
-        with pytest.raises(QuantkitError, match="holds other things than conversations"):
-            action(path)
-    assert path.read_text() == text
-    path.write_text('{"messages": [{"role": "tool", "content": "x"}]}\n')
-    with pytest.raises(QuantkitError, match="none of system, user or assistant"):
-        talk_.load(path)
-    path.write_text('{"text": "x"}\n')
-    with pytest.raises(QuantkitError, match="holds no conversation"):
-        talk_.load(path)
-    with pytest.raises(QuantkitError, match="is no file"):
-        talk_.save(tmp_path)
+def test_what_cannot_be_saved_is_a_line(tmp_path):
+    talk = Conversation(messages=[{"role": "user", "content": "x"}])
+    (tmp_path / "folder.jsonl").mkdir()
+    for name in ("folder.jsonl", "a\0b.jsonl", "\ud800.jsonl"):
+        with pytest.raises(QuantkitError, match="cannot be written"):
+            talk.save(tmp_path / name)
+    (tmp_path / "model.gguf").write_text("mine")
+    with pytest.raises(QuantkitError, match="is no .jsonl file"):
+        talk.save(tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").read_text() == "mine"
     with pytest.raises(QuantkitError, match="nothing was said yet"):
-        Conversation().save(path)
-
-
-def test_no_file_but_the_named_one_is_written(tmp_path):
-    path, other, part = (tmp_path / name for name in ("talk.jsonl", "other", "talk.jsonl.part"))
-    other.write_text("mine")
-    talk_ = Conversation(messages=[{"role": "user", "content": "x"}])
-    for prepare in (lambda: part.write_text("mine"), lambda: part.symlink_to(other)):
-        part.unlink(missing_ok=True)
-        prepare()
-        assert talk_.save(path) == 1
-        assert (other.read_text(), part.read_text()) == ("mine", "mine")
-    assert sorted(tmp_path.iterdir()) == [other, path, part]
-
-
-def test_a_pipe_is_refused_and_not_waited_for(tmp_path, refuse, talker):
-    path, session = tmp_path / "pipe", Session(Written("x"), Conversation(), Sampling())
-    os.mkfifo(path)
-    signal.alarm(60)  # ends the tests where it is waited for
-    try:
-        assert "pipe is no plain file" in refuse(4, "chat", talker(), "--load", path)[0]
-        with pytest.raises(QuantkitError, match="pipe is no plain file"):
-            commands.obey(f"/load {path}", session)
-    finally:
-        signal.alarm(0)
-
-
-LONE = '{"messages": [{"role": "user", "content": "\\ud800"}]}\n'
-NONE = "none of system, user or assistant"
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "other things than conversations"),
-        (b"[" * 100_000, "other things than conversations"),
-        (b'{"messages": 5, "text": "x"}', r"\$\[0\].messages: 5 is not of type"),
-        (b'{"text": "x"}\n{"text": [1]}', r"\$\[1\].text: \[1\] is not of type"),
-        (b'{"messages": [1]}', NONE),
-        (b'{"messages": [{"role": ["user"], "content": "x"}]}', NONE),
-        (b'{"messages": [{"role": "user", "content": [1]}]}', NONE),
-        (LONE.encode(), "no Unicode text"),
-    ],
-)
-def test_strange_rows_are_a_line(tmp_path, data, words):
-    path, talk_ = tmp_path / "talk.jsonl", Conversation("Ko.", messages=[{"role": "user", "content": "x"}])
-    path.write_bytes(data)
-    with pytest.raises(QuantkitError, match=words) as caught:
-        talk_.load(path)
-    assert caught.value.exit_code == 2 and "\n" not in caught.value.message
-    assert talk_ == Conversation("Ko.", messages=[{"role": "user", "content": "x"}])
-
-
-def test_rows_of_others_are_kept_as_they_are(tmp_path):
-    path, talk_ = tmp_path / "talk.jsonl", Conversation(messages=[{"role": "user", "content": "a\u2028b"}])
-    path.write_text(LONE)
-    assert talk_.save(path) == 2 and path.read_text(encoding="utf-8").startswith(LONE)
-    found = Conversation()
-    found.load(path)
-    assert found == talk_
-
-
-@pytest.mark.parametrize("name", ["~nosuchuser/x", "a\0b", "\ud800"])
-@pytest.mark.parametrize("command", ["/save", "/load"])
-def test_what_is_no_path_is_a_line(command, name):
-    session = Session(Written("x"), Conversation(messages=[{"role": "user", "content": "x"}]), Sampling())
-    with pytest.raises(QuantkitError, match="is no path: ") as caught:
-        commands.obey(f"{command} {name}", session)
-    assert caught.value.exit_code == 2
+        Conversation().save(tmp_path / "talk.jsonl")
 
 
 def test_messages_of_several_lines_stand_between_quotes():
@@ -196,7 +103,7 @@ def test_a_line_of_json_per_answer(talker, pipe):
     assert (done.code, done.err) == (0, "")
     rows = [json.loads(line) for line in done.out.splitlines()]
     assert [row["said"] for row in rows] == [SAID[0], "/x", "/retry"]
-    assert [row["schema"] for row in rows] == ["quantkit.chat/1"] * 3
+    assert [row["schema"] for row in rows] == ["quantkit.chat/2"] * 3
     assert [row["sampling"]["seed"] for row in rows] == [0, 1, 2] and rows[0]["sampling"][
         "temperature"
     ] == 0.7
@@ -230,7 +137,6 @@ def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
         ("--kv-dtype q8_0", 4, "--kv-dtype is for GGUF files"),
         ("--engine llama.cpp", 4, "llama.cpp runs GGUF files"),
         ("--template none.jinja", 3, "--template none.jinja cannot be read"),
-        ("--load none.jsonl", 3, "none.jsonl cannot be read"),
         ("--raw --template x", 2, "a raw text needs no --template"),
     ],
 )
@@ -283,11 +189,7 @@ class Written:
             self.during(letter)
             if stopped():
                 break
-        stop = "interrupted" if stopped() else "end"
-        return Answer(said, 1, 0, 0, len(said), 0.1, 0.1, stop, None)
-
-    def forget(self) -> None:
-        """Nothing is kept."""
+        return Answer(said, 1, 0, len(said), 0.1, 0.1, None if stopped() else "end", None)
 
 
 @pytest.fixture

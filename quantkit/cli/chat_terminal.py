@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from quantkit.cli import streams
-from quantkit.errors import QuantkitError, count, printable
+from quantkit.errors import QuantkitError, printable
 from quantkit.serving.chat import commands
 from quantkit.serving.chat.session import Answer, Session
 from quantkit.tables import megabytes, print_line, size
@@ -92,14 +92,14 @@ def run(session: Session, terminal: Terminal) -> None:
 
 def take(session: Session, terminal: Terminal, said: str) -> bool:
     """Answer or obey; False where the user leaves."""
-    if commands.is_command(said):
-        try:
-            terminal.tell(commands.obey(said, session))
-        except commands.Leave:
-            return False
-        except commands.Again:
-            _turn(session, terminal, said, session.again)
-    elif said.strip() or session.conversation.raw:
+    name = said.strip()
+    if name in ("/exit", "/quit"):
+        return False
+    if name == "/retry":
+        _turn(session, terminal, said, session.again)
+    elif commands.is_command(said):
+        terminal.tell(commands.obey(said, session))
+    elif name or session.conversation.raw:
         said = said.removeprefix("/") if said.startswith("//") else said
         _turn(session, terminal, said, lambda stream: session.say(said, stream))
     return True
@@ -109,31 +109,24 @@ def _turn(
     session: Session, terminal: Terminal, said: str, answer: Callable[[Callable[[str], None]], Answer]
 ) -> None:
     """Answer. Where a person types, the first SIGINT asks the answer to stop, the second interrupts it."""
-    asked, before = 0, signal.getsignal(signal.SIGINT)
+    before = signal.getsignal(signal.SIGINT)
 
-    def interrupted(number: int, frame: Any) -> None:
-        nonlocal asked
-        asked += 1
+    def stop(number: int, frame: Any) -> None:
         session.stop()
-        if asked > 1:
-            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    listens = terminal.typed and before not in (signal.SIG_IGN, None)  # nobody wants it to be ignored
-    if listens:
-        signal.signal(signal.SIGINT, interrupted)
+    if terminal.typed and before not in (signal.SIG_IGN, None):  # nobody wants it to be ignored
+        signal.signal(signal.SIGINT, stop)
     try:
         made = answer(terminal.write)
-    except BaseException:
-        if asked < 2:  # libraries turn some interrupts into other exceptions
+    except KeyboardInterrupt:
+        if not terminal.typed:
             raise
-        made = None
-    finally:
-        if listens:
-            signal.signal(signal.SIGINT, before)
-    if made is None:
         terminal.tell("\nthe answer was dropped")
     else:
         terminal.finish(session, said, made)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def introduction(session: Session, typed: bool) -> list[str]:
@@ -149,7 +142,6 @@ def introduction(session: Session, typed: bool) -> list[str]:
         f"{facts.source}: {facts.engine}, {facts.kernels}, {facts.dtype} on {facts.device}, "
         f"{facts.context:,} tokens of context; {chosen}",
         *(f"note: {note}" for note in facts.notes),
-        *([f"{count(len(held), 'message')} loaded"] if (held := session.conversation.messages) else []),
         *(["/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"] if typed else []),
     ]
 

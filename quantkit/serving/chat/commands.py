@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError, count, name_all
+from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.serving.chat.session import Session
 
 BLOCK = '"""'
-NAMES = ("/reset", "/system", "/retry", "/save", "/load", "/help", "/exit", "/quit")
+NAMES = ("/reset", "/system", "/retry", "/save", "/help", "/exit", "/quit")
 HELP = f"""/reset         begin anew; the system message stays
 /system TEXT   set the system message; without TEXT it is taken away
 /retry         give the last answer again, with the next seed
 /save FILE     add the conversation to FILE, as --calibration reads it
-/load FILE     go on with the last conversation of FILE
 /help          this
 /exit, /quit   leave, as Ctrl-D does
 {BLOCK}            begins and ends a message of several lines
 //…            a message that begins with a slash
 Ctrl-C         stops the answer; what was said of it stays"""
-
-
-class Leave(Exception):
-    """The user leaves."""
-
-
-class Again(Exception):
-    """The user wants another answer."""
 
 
 def messages(read: Callable[[bool], str]) -> Iterator[str]:
@@ -61,9 +50,9 @@ def is_command(line: str) -> bool:
 
 
 def obey(line: str, session: Session) -> str:
-    """Do what a command says; what to tell the user.
+    """Do what a command says; return what to tell the user. /retry and /exit are the caller's to obey.
 
-    Raises QuantkitError for one that is none or lacks something, Leave and Again where others have to act.
+    Raises QuantkitError for one that is none, or lacks something.
     """
     name, _, rest = line.strip().partition(" ")
     talk, rest = session.conversation, rest.strip()
@@ -76,33 +65,11 @@ def obey(line: str, session: Session) -> str:
                 raise QuantkitError("a raw text has no system message", "start without --raw", USAGE)
             talk.system = rest
             return "the system message is set" if rest else "there is no system message"
-        case "/retry":
-            raise Again
         case "/save":
-            path = _path(rest, name)
-            return f"saved; {path} holds {count(talk.save(path), 'conversation')}"
-        case "/load":
-            path = _path(rest, name)
-            talk.load(path)
-            return f"{count(len(talk.messages), 'message')} of {path}"
+            if not rest:
+                raise QuantkitError("/save needs a file", "for example /save talk.jsonl", USAGE)
+            talk.save(Path(rest))
+            return f"saved to {rest}"
         case "/help":
             return HELP
-        case "/exit" | "/quit":
-            raise Leave
     raise QuantkitError(f"there is no {name}", f"there are {name_all(NAMES, 10)}", USAGE)
-
-
-def _path(name: str, command: str) -> Path:
-    if not name:
-        raise QuantkitError(f"{command} needs a file", f"for example {command} talk.jsonl", USAGE)
-    try:
-        (name,) = shlex.split(name)
-    except ValueError:
-        pass  # spaces or a quote in its name: as it stands
-    try:
-        path = Path(name).expanduser()
-        if b"\0" in os.fsencode(path):
-            raise RuntimeError("it holds a NUL")
-    except (RuntimeError, UnicodeEncodeError) as error:  # no such user; a letter that the locale has not
-        raise QuantkitError(f"{name} is no path: {error}", "choose another name", USAGE) from error
-    return path

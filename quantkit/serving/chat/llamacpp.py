@@ -13,8 +13,7 @@ from typing import Any
 from quantkit.capacity.source import cache_bytes
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
-from quantkit.serving.chat.conversation import Prompt
-from quantkit.serving.chat.session import Answer, Facts, Stream, written
+from quantkit.serving.chat.session import Answer, Facts, Prompt, Stream, written
 from quantkit.serving.engines import llamacpp
 
 STEP = 256  # tokens that llama.cpp rounds a context up to
@@ -41,7 +40,6 @@ class LlamaCppChat:
             llamacpp.parameters(path, context, threads=threads, kv_dtype=kv_dtype, device=device)
         )
         self._kv_bytes = cache_bytes(path, context, kv_dtype)  # llama.cpp allocates all of it at once
-        self._cached = 0
         types = sorted({info.dtype for info in infos.values() if len(info.shape) > 1})
         self.facts = Facts(
             source=source,
@@ -59,38 +57,25 @@ class LlamaCppChat:
         """See `Engine`."""
         names = ("temperature", "top_k", "top_p", "seed")
         asked = PLAIN | {name: getattr(sampling, name) for name in names}
-        text = (
-            written(self._template, prompt).encode(errors="replace").decode()
-        )  # JSON has no half characters
+        text = written(self._template, prompt).encode(errors="replace").decode()  # no half characters
         given: str | list[int | str] = text
         number, bos = self._bos
         if bos and text.startswith(bos) and not isinstance(prompt, str):
-            given = [
-                number,
-                text[len(bos) :],
-            ]  # where the vocabulary says so, llama.cpp puts one before a text
-        made = self._session.complete(given, sampling.tokens, stream, stopped, **asked)
-        told: dict[str, Any] = {"cache_n": 0, "prompt_n": 0, "predicted_n": 0, **made.timings}
+            given = [number, text[len(bos) :]]  # llama.cpp puts one before a text where the file says so
+        answer, timings, ended = self._session.complete(given, sampling.tokens, stream, stopped, **asked)
+        told: dict[str, Any] = {"cache_n": 0, "prompt_n": 0, "predicted_n": 0, **timings}
         cached, fresh, new = (int(told[name]) for name in ("cache_n", "prompt_n", "predicted_n"))
-        stop = made.stop
-        if stop == "length" and new < sampling.tokens:
-            stop = "interrupted" if stopped() else "context"
-        before, self._cached = self._cached, max(0, cached + fresh + new - 1)
         return Answer(
-            text=made.text,
+            text=answer,
             prompt_tokens=cached + fresh,
             cached_tokens=cached,
-            dropped_tokens=max(0, before - cached),
             generated_tokens=new,
             prefill_seconds=told.get("prompt_ms", 0.0) / 1e3,
             decode_seconds=told.get("predicted_ms", 0.0) / 1e3,
-            stop=stop,
+            stop="end" if ended else None,
             kv_bytes=self._kv_bytes,
         )
 
-    def forget(self) -> None:
-        """See `Engine`. llama.cpp holds its cache for as long as the model; what is in it is overwritten."""
-
     def close(self) -> None:
         """See `Engine`."""
-        self._session.__exit__()
+        self._session.close()

@@ -1,23 +1,59 @@
-"""A conversation with an engine, turn by turn: what is said and answered, and what that costs."""
+"""A conversation with an engine, turn by turn: what is said and answered, and what that costs.
+
+A saved conversation is a line of JSON, {"messages": [{"role", "content"}, …]} or {"text": …} of a raw one:
+what `--calibration FILE.jsonl` takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import asdict, dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
-from quantkit.errors import USAGE, QuantkitError, count
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.sampling import Sampling
-from quantkit.serving.chat.conversation import Conversation, Prompt
-from quantkit.serving.engines import ContextFullError
 from quantkit.text import chat
 
-SCHEMA = "quantkit.chat/1"
+SCHEMA = "quantkit.chat/2"
 NEARLY_FULL = 0.9  # of the context: it is said
-ROOM = 0.25  # of the context is to be left for an answer, or turns are dropped down to half of it
 Stream = Callable[[str], None]
+Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or text to go on from
+
+
+@dataclass
+class Conversation:
+    """messages: users' and answers, in turn. raw: no roles, one text that both go on with."""
+
+    system: str = ""
+    raw: bool = False
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def prompt(self) -> Prompt:
+        """Return the text of a raw conversation, else its messages, the system's first."""
+        if self.raw:
+            return "".join(message["content"] for message in self.messages)
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        return [*head, *self.messages]
+
+    def save(self, path: Path) -> None:
+        """Add the conversation to a .jsonl file as a line.
+
+        Raises QuantkitError when nothing was said, for another kind of file, and where it cannot be written.
+        """
+        if not self.messages:
+            raise QuantkitError("nothing was said yet", "say something first", USAGE)
+        if path.suffix != ".jsonl":
+            raise QuantkitError(f"{path} is no .jsonl file", "for example /save talk.jsonl", USAGE)
+        row = {"text" if self.raw else "messages": self.prompt()}
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale has not
+            raise QuantkitError(f"{path} cannot be written: {error}", "save elsewhere") from error
 
 
 @dataclass(frozen=True)
@@ -37,18 +73,17 @@ class Facts:
 @dataclass(frozen=True)
 class Answer:
     """prompt_tokens: of the whole conversation; of these `cached_tokens` were there from the turns before.
-    dropped_tokens: cached ones that this conversation no longer begins with. decode_seconds: from the
-    first new token to the last of `generated_tokens`. stop: end, length (what was asked for), context (it
-    is full) or interrupted. kv_bytes: of the cache, None where it is not known."""
+    decode_seconds: from the first new token to the last of `generated_tokens`. stop: end, length (what was
+    asked for), context (it is full) or interrupted; engines tell the first. kv_bytes: of the cache, None
+    where it is not known."""
 
     text: str
     prompt_tokens: int
     cached_tokens: int
-    dropped_tokens: int
     generated_tokens: int
     prefill_seconds: float
     decode_seconds: float
-    stop: str
+    stop: str | None
     kv_bytes: int | None
     notes: tuple[str, ...] = ()
 
@@ -84,12 +119,9 @@ class Engine(Protocol):
     ) -> Answer:
         """Answer, handing text on as it comes, until `stopped()`.
 
-        Raises ContextFullError before anything is computed, and QuantkitError for a prompt that does not fit
-        the chat template.
+        Raises QuantkitError before anything is computed: for a prompt that fills the context (exit code 5),
+        or does not fit the chat template.
         """
-
-    def forget(self) -> None:
-        """Free the cache."""
 
     def close(self) -> None:
         """Free the model."""
@@ -110,18 +142,12 @@ def written(template: chat.ChatTemplate, prompt: Prompt) -> str:
 
 
 class Session:
-    """drop_oldest: turns are forgotten from the beginning on when the context is full.
+    """A conversation that an engine answers. The sampling's seed is that of the first answer; every further
+    one, given again or not, has the next."""
 
-    The sampling's seed is that of the first answer; every further one, given again or not, has the next.
-    """
-
-    def __init__(
-        self, engine: Engine, conversation: Conversation, sampling: Sampling, drop_oldest: bool = False
-    ):
+    def __init__(self, engine: Engine, conversation: Conversation, sampling: Sampling):
         self.engine, self.conversation, self.sampling = engine, conversation, sampling
-        self.drop_oldest = drop_oldest
         self.answers = 0
-        self._used = 0  # tokens of the conversation
         self.stopped = False
 
     def stop(self) -> None:
@@ -151,57 +177,29 @@ class Session:
 
     def _answer(self, said: list[dict[str, str]], stream: Stream) -> Answer:
         before, self.conversation.messages = self.conversation.messages, said
-        self.stopped = False
-        try:
-            made = self._fitting(stream)
-            if made.stop == "interrupted" and not made.text:
-                self.conversation.messages = before
-            else:
-                self.conversation.say("assistant", made.text)
-        except BaseException:
-            self.conversation.messages = before
-            raise
-        self.answers += 1
-        return made
-
-    def _fitting(self, stream: Stream) -> Answer:
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
-        dropped = self._make_room()
-        while True:
-            try:
-                prompt = self.conversation.prompt()
-                made = self.engine.answer(prompt, sampling, stream, lambda: self.stopped)
-            except ContextFullError:
-                gone = self.conversation.drop_oldest() if self.drop_oldest else 0
-                if not gone:
-                    raise
-                dropped += gone
-                continue
-            self._used, context = made.used, self.engine.facts.context
-            notes = [f"for want of context {count(dropped, 'message')} dropped"] if dropped else []
-            notes += made.notes
-            if not self.drop_oldest and made.used >= NEARLY_FULL * context:
-                full = "is full" if made.stop == "context" else f"is {made.used / context:.0%} full"
-                told = f"the context of {context:,} tokens {full}: /reset begins anew, --drop-oldest would"
-                notes.append(f"{told} forget")
-            return replace(made, notes=tuple(notes))
-
-    def _make_room(self) -> int:
-        """Drop the oldest turns before an answer would be cut short; how many messages those were."""
-        context = self.engine.facts.context
-        if not self.drop_oldest or self._used <= (1 - ROOM) * context:
-            return 0
-        messages, before = self.conversation.messages, len(self.conversation.messages)
-        per_letter = self._used / max(1, _letters(messages))
-        while _letters(messages) * per_letter > context / 2 and self.conversation.drop_oldest():
-            pass
-        return before - len(messages)
+        self.stopped, answered = False, False
+        try:
+            made = self.engine.answer(self.conversation.prompt(), sampling, stream, lambda: self.stopped)
+            cut = "interrupted" if self.stopped else "context"
+            cut = "length" if made.generated_tokens >= sampling.tokens else cut
+            made = replace(made, stop=made.stop or cut)
+            answered = made.stop != "interrupted" or bool(made.text)
+        finally:
+            if not answered:
+                self.conversation.messages = before
+        if answered:
+            self.conversation.messages.append({"role": "assistant", "content": made.text})
+        self.answers += 1
+        share = made.used / (context := self.engine.facts.context)
+        if share < NEARLY_FULL:
+            return made
+        note = f"{share:.0%} of the context of {context:,} tokens are used: /reset begins anew"
+        return replace(made, notes=(*made.notes, note))
 
     def reset(self) -> None:
-        """Forget what was said, and free the cache; the system message stays."""
+        """Forget what was said; the system message stays."""
         self.conversation.messages.clear()
-        self._used = 0
-        self.engine.forget()
 
     def memory(self, made: Answer) -> dict[str, int | None]:
         """Bytes of the weights, of the cache, and of this process."""
@@ -210,7 +208,7 @@ class Session:
 
     def record(self, said: str, made: Answer) -> dict[str, Any]:
         """The versioned JSON of a turn."""
-        kinds = ("prompt", "cached", "prefilled", "dropped", "generated")
+        kinds = ("prompt", "cached", "prefilled", "generated")
         model = asdict(self.engine.facts)
         del model["weight_bytes"]
         return {
@@ -227,7 +225,3 @@ class Session:
             "model": model,
             "sampling": asdict(self.sampling) | {"seed": self.sampling.seed + self.answers - 1},
         }
-
-
-def _letters(messages: Collection[dict[str, str]]) -> int:
-    return sum(len(message["content"]) for message in messages)

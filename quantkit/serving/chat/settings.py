@@ -32,8 +32,6 @@ class Settings:
     ctx: str | None = option(
         None, "Tokens of the conversation at most, such as 8192 or 32k. (default: the model's, at most 8192)"
     )
-    drop_oldest: bool = option(False, "Forget the oldest turns when the context is full.")
-    load: Path | None = option(None, "Go on with the last conversation of a file that /save wrote.")
     template: Path | None = option(None, "Use the chat template of this Jinja file.")
     raw: bool = option(False, "No roles and no template: the model goes on from your text.")
     engine: Literal["auto", "transformers", "llama.cpp"] = option(

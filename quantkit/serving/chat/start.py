@@ -18,9 +18,8 @@ from quantkit.models.files import gguf_file, hub
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.progress import Progress
-from quantkit.serving.chat.conversation import Conversation
 from quantkit.serving.chat.llamacpp import LlamaCppChat
-from quantkit.serving.chat.session import Engine, Session
+from quantkit.serving.chat.session import Conversation, Engine, Session
 from quantkit.serving.chat.settings import Settings
 from quantkit.serving.chat.transformers import TransformersChat
 from quantkit.serving.engines import llamacpp
@@ -45,64 +44,56 @@ def start(
     limit = parse_tokens(settings.ctx) if settings.ctx is not None else None
     kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
     sampling(replace(settings, temperature=settings.temperature or 1.0), {})
-    conversation = Conversation(settings.system, settings.raw)
-    if settings.load is not None:
-        conversation.load(settings.load)
     progress.phase(f"loading {source}")
     path = hub.resolve(source, revision, offline)
-    template = _read(settings.template) if settings.template else None
     name, note = choose_local(settings.engine, [] if path.is_file() else [source])
     device = choose_device(settings.device)
-
-    def context(made_for: int | None) -> int:
-        found = limit or min(made_for or CONTEXT, CONTEXT)
-        if made_for is not None and found > made_for:
-            progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {found:,}")
-        return found
-
-    def check_template(stored: Any) -> None:
-        if not (settings.raw or template or stored):
-            hint = "give one with --template FILE, or let it go on from text with --raw"
-            raise QuantkitError(f"{source} has no chat template", hint, USAGE)
-
+    known: Mapping[str, Any] = {}
     if name == "llama.cpp":
         if settings.decoded or settings.dtype != "auto":
             told = "--decoded and --dtype are for transformers: llama.cpp computes with what the file holds"
             raise QuantkitError(told, "add --engine transformers, or leave them out", USAGE)
         metadata, _ = gguf_file.read_header(path)
-        check_template(llamacpp.stored_template(metadata))
+        stored = llamacpp.stored_template(metadata)
         made_for = metadata.get(f"{metadata.get('general.architecture')}.context_length")
-        length = context(made_for if isinstance(made_for, int) else None)
-        known: Mapping[str, Any] = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
-        cache = kv_dtype or "float16"
-        threads = settings.threads
-        engine: Engine = LlamaCppChat(source, path, length, template, cache, device.type, threads)
+        made_for = made_for if isinstance(made_for, int) else None
+        known = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
     else:
         if kv_dtype is not None:
             hint = "leave out --kv-dtype: its cache has the precision of the model (--dtype); GGUF has both"
             raise QuantkitError("--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
         checkpoint = open_checkpoint(source, revision, offline, trust_remote_code)
-        check_template(checkpoint.tokenizer.chat_template)
+        stored, made_for = checkpoint.tokenizer.chat_template, checkpoint.context
         if note:
             progress.warn(f"{note}: weights are decoded")
+        config = stored_config(checkpoint)
+        if config and config.do_sample:
+            known = {k: getattr(config, k, None) for k in RECOMMENDED}
+    given = _read(settings.template) if settings.template else None
+    if not (settings.raw or given or stored):
+        hint = "give one with --template FILE, or let it go on from text with --raw"
+        raise QuantkitError(f"{source} has no chat template", hint, USAGE)
+    context = limit or min(made_for or CONTEXT, CONTEXT)
+    if made_for is not None and context > made_for:
+        progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
+    if name == "llama.cpp":
+        cache, threads = kv_dtype or "float16", settings.threads
+        engine: Engine = LlamaCppChat(source, path, context, given, cache, device.type, threads)
+    else:
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        stored = stored_config(checkpoint)
-        known = {k: getattr(stored, k, None) for k in RECOMMENDED} if stored and stored.do_sample else {}
         dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
-        length = context(checkpoint.context)
-        engine = TransformersChat(checkpoint, dtype, device, length, settings.decoded, template)
+        engine = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
     numbers = {k: v for k, v in known.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return Session(engine, conversation, sampling(settings, numbers), settings.drop_oldest)
+    return Session(engine, Conversation(settings.system, settings.raw), sampling(settings, numbers))
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise QuantkitError(
-            f"--template {path} cannot be read: {error}", "check the path", NOT_FOUND
-        ) from error
+        message = f"--template {path} cannot be read: {error}"
+        raise QuantkitError(message, "check the path", NOT_FOUND) from error
 
 
 def sampling(settings: Settings, recommended: Mapping[str, float]) -> Sampling:

@@ -13,10 +13,9 @@ import torch
 from quantkit.evaluation.generate import Streamer, decode
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.serving.chat.conversation import Prompt
 from quantkit.serving.chat.kept_cache import KeptCache
-from quantkit.serving.chat.session import Answer, Facts, Stream, written
-from quantkit.serving.engines import ContextFullError
+from quantkit.serving.chat.session import Answer, Facts, Prompt, Stream, written
+from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
 from quantkit.text.chat import ChatTemplate
 
@@ -61,8 +60,7 @@ class TransformersChat:
         ids = self._tokens.encode(prompt)
         room = self.facts.context - len(ids)
         if room < 1:
-            raise ContextFullError(len(ids), self.facts.context)
-        before = len(self._kept.ids)
+            raise context_full(len(ids), self.facts.context)
         cache, cached, note = self._kept.begin(ids)
         asked, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
         began, clock = time.monotonic(), engine.Clock(self._device, stopped)
@@ -83,28 +81,18 @@ class TransformersChat:
         found = out.sequences[0].tolist()
         self._kept.end(found)
         new = found[len(ids) :]
-        if new[-1] in self._ends or (len(new) < asked and not stopped()):
-            stop = "end"
-        elif len(new) < asked:
-            stop = "interrupted"
-        else:
-            stop = "context" if asked < sampling.tokens else "length"
+        ended = new[-1] in self._ends or (len(new) < asked and not stopped())
         return Answer(
             text=self._tokens.answered(ids, new),
             prompt_tokens=len(ids),
             cached_tokens=cached,
-            dropped_tokens=before - cached,
             generated_tokens=len(new),
             prefill_seconds=clock.times[0] - began,
             decode_seconds=clock.times[-1] - clock.times[0],
-            stop=stop,
+            stop="end" if ended else None,
             kv_bytes=engine.cache_bytes([out.get(name) for name in CACHES]),
             notes=(note,) if note else (),
         )
-
-    def forget(self) -> None:
-        """See `Engine`."""
-        self._kept.forget()
 
     def close(self) -> None:
         """See `Engine`."""

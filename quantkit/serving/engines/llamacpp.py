@@ -7,18 +7,17 @@ cache) and of generation (`predicted_n`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import date
 from importlib import import_module, metadata, util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, one_of
 from quantkit.models import kv_types
 from quantkit.models.files import gguf_file
 from quantkit.models.gguf.tokenizer import special_tokens
-from quantkit.serving.engines import ContextFullError
+from quantkit.serving.engines import context_full
 from quantkit.text.chat import ChatTemplate, Conversation
 
 PACKAGE = "xllamacpp"
@@ -26,17 +25,6 @@ OWN_TEMPLATE = "chatml"  # one of llama.cpp's: it would try the file's as it loa
 SILENT = -1  # verbosity: its errors come back as answers
 TOO_LONG = "exceed_context_size_error"
 KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items() if kind.llamacpp}
-
-
-@dataclass(frozen=True)
-class Answer:
-    """text: what was generated. timings: llama.cpp's own. stop: "length" or "end". logprobs: where they were
-    asked for, the id, the logprob and the top_logprobs of every token."""
-
-    text: str
-    timings: Mapping[str, float]
-    stop: str
-    logprobs: Sequence[Mapping[str, Any]] = ()
 
 
 def version() -> str | None:
@@ -60,9 +48,7 @@ def parameters(
     llama.cpp was built for. Raises QuantkitError for a KV type that it has not (exit code 2), or where the
     wheel is not installed (4).
     """
-    if kv_dtype not in KV_TYPES:
-        names = ", ".join(KV_TYPES)
-        raise QuantkitError(f"llama.cpp has no KV cache of {kv_dtype}", f"choose one of {names}", USAGE)
+    one_of(kv_dtype, KV_TYPES, f"llama.cpp has no KV cache of {kv_dtype}")
     wheel = library()
     made = wheel.CommonParams()
     made.model.path = str(path)
@@ -112,29 +98,11 @@ def check_templates(path: Path, question: str) -> None:
                 raise QuantkitError(told + error.message, hint, error.exit_code) from error
 
 
-def speculate(settings: Any, k: int, draft: Path | None = None) -> None:
-    """Let another file draft k tokens for each pass of this one; without one, those that followed the last
-    two tokens where the text had them before."""
-    kinds, asked = import_module(PACKAGE).common_speculative_type, settings.speculative
-    if draft is None:
-        asked.types = [kinds.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]
-        asked.ngram_simple.size_n, asked.ngram_simple.size_m = 2, k
-        return
-    asked.types = [kinds.COMMON_SPECULATIVE_TYPE_DRAFT_SIMPLE]
-    asked.draft.mparams.path = str(draft)
-    asked.draft.n_max, asked.draft.n_min, asked.draft.p_min = k, 0, 0.0  # k, however unsure the draft is
-    asked.draft.cache_type_k, asked.draft.cache_type_v = settings.cache_type_k, settings.cache_type_v
-    asked.draft.n_gpu_layers = settings.n_gpu_layers
-    asked.draft.cpuparams.n_threads = settings.cpuparams.n_threads
-    asked.draft.cpuparams_batch.n_threads = settings.cpuparams_batch.n_threads
-
-
 class Session:
-    """A loaded file that answers requests. `with Session(parameters(...)) as session:`."""
+    """A loaded file that answers requests, until it is closed."""
 
     def __init__(self, settings: Any):
         """Raises QuantkitError when llama.cpp does not load the file."""
-        self.settings = settings
         try:
             self._server = import_module(PACKAGE).Server(settings)
         except RuntimeError as error:
@@ -145,11 +113,9 @@ class Session:
             ) from error
         self._server.handle_metrics()  # waits for its loop: a server ended before that begins never ends
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server = None  # its destructor ends llama.cpp's threads
+    def close(self) -> None:
+        """Free the model, and end llama.cpp's threads."""
+        self._server = None
 
     def complete(
         self,
@@ -158,27 +124,26 @@ class Session:
         stream: Callable[[str], None] | None = None,
         stopped: Callable[[], bool] | None = None,
         **asked: Any,
-    ) -> Answer:
+    ) -> tuple[str, Mapping[str, float], bool]:
         """Continue a prompt by `tokens` at most: a text, or token ids and texts in turn.
 
         asked: llama.cpp's own fields, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
-        stopped: asked after every token. Raises ContextFullError for a prompt that is too long.
+        stopped: asked after every token. Returns the text, llama.cpp's timings, and whether it has ended.
+        Raises QuantkitError (exit code 5) for a prompt that is too long.
         """
         given = prompt if isinstance(prompt, str) else list(prompt)
-        parts, logprobs, last = [], [], {"reason": None, "timings": {}}
+        parts, last = [], {"reason": None, "timings": {}}
 
         def receive(chunk: Mapping[str, Any]) -> None:
             last.update(chunk)
             for choice in chunk.get("choices", ()):
                 last["reason"] = choice.get("finish_reason") or last["reason"]
-                logprobs.extend((choice.get("logprobs") or {}).get("content") or ())
                 parts.append(choice.get("text") or "")
                 if parts[-1] and stream:
                     stream(parts[-1])
 
         self._stream({"prompt": given, "n_predict": tokens} | asked, receive, stopped)
-        stop = "end" if last["reason"] == "stop" else "length"
-        return Answer("".join(parts), last["timings"], stop, logprobs)
+        return "".join(parts), last["timings"], last["reason"] == "stop"
 
     def complete_all(
         self,
@@ -207,7 +172,7 @@ class Session:
     ) -> None:
         """Send a request, and pass on its chunks until the end, or until `stopped` says so.
 
-        Raises QuantkitError with llama.cpp's words, ContextFullError, and whatever `receive` raises.
+        Raises QuantkitError with llama.cpp's words, and whatever `receive` raises.
         """
         failed: list[BaseException] = []
 
@@ -230,5 +195,5 @@ class Session:
 def _refusal(said: Any) -> QuantkitError:
     said = said if isinstance(said, Mapping) else {"message": said}
     if said.get("type") == TOO_LONG:
-        return ContextFullError(said["n_prompt_tokens"], said["n_ctx"])
+        return context_full(said["n_prompt_tokens"], said["n_ctx"])
     return QuantkitError(f"llama.cpp: {said.get('message', said)}")
