@@ -633,8 +633,10 @@ def by_draft(args: argparse.Namespace, folder: Path) -> list[str]:
     print(table(["draft", "c by bytes", "greedy", "sampled"], rows, left=1))
     for temperature, drafts in found.items():
         for name, draft in drafts.items():
-            draft["proof"].pop("partings", None)
-            print(f"{name} at {temperature:g}: {json.dumps(draft['proof'])}")
+            if draft["proof"]:
+                print(
+                    f"{name} at {temperature:g}: {draft['proof']['equal']} of {draft['proof']['texts']} equal"
+                )
     return []
 
 

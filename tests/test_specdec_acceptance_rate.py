@@ -66,14 +66,6 @@ def test_alpha_is_where_the_likelihood_is_largest(alpha, k):
     assert judged == sum(s.accepted + (s.tokens > s.accepted and s.accepted < k) for s in steps)
 
 
-def test_alpha_of_a_mean_undoes_the_formula():
-    for alpha in (0.0, 0.2, 0.75, 1.0):
-        for k in (1, 4, 8):
-            assert acceptance_rate.acceptance_of_mean(
-                acceptance_rate.tokens_of_step(alpha, k), k
-            ) == pytest.approx(alpha)
-
-
 def test_nothing_drafted_has_no_alpha():
     assert acceptance_rate.acceptance([Step(0, 0, 1)] * 3) == (None, 0)
 

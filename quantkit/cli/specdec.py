@@ -18,9 +18,7 @@ EPILOG = """Examples:
 
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
 
-  quantkit specdec ./model ./model-nf4 --temperature 1 --proof 20000     (and prove the distribution)
-
-  quantkit specdec model-F16.gguf model-Q4_K_M.gguf     (both run by llama.cpp where it is installed)"""
+  quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
 TARGET = Annotated[str, typer.Argument(help="The checkpoint whose text is wanted.")]
 DRAFTS = Annotated[
     list[str] | None,

@@ -2,7 +2,7 @@
 
 Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding",
 arXiv:2211.17192.
-`acceptance_rate.py` has the paper's formulas. `transformers.py` and `llamacpp.py` let the engines speculate
-and note every step. `measure.py` sums up drafts and numbers k against the target alone. `lossless.py` proves
-that nothing changed. `job.py` does one pair after the other; `show.py` prints.
+`acceptance_rate.py` has the paper's formulas. `transformers.py` notes every step while the engine speculates.
+`measure.py` sums up numbers k against the target alone. `lossless.py` proves that nothing changed. `job.py`
+takes one draft after the other; `show.py` prints.
 """

@@ -52,16 +52,6 @@ def standard_error(rate: float, judged: int) -> float:
     return (rate * (1 - rate) / judged) ** 0.5
 
 
-def acceptance_of_mean(tokens_per_step: float, k: int) -> float:
-    """α for which equation 1 gives that mean, where only totals are known; by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = tokens_of_step(middle, k) < tokens_per_step
-        low, high = (middle, high) if below else (low, middle)
-    return (low + high) / 2
-
-
 def tokens_of_step(alpha: float, k: int) -> float:
     """Tokens that a step is expected to yield (equation 1); k + 1 for α = 1, 1 for α = 0."""
     return sum(alpha**j for j in range(k + 1))

@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rich.columns import Columns
 from rich.console import Console
 
 from quantkit.errors import count
-from quantkit.serving.specdec import acceptance_rate
-from quantkit.serving.specdec.lossless import Parting
-from quantkit.serving.specdec.settings import MOST
 from quantkit.tables import make_table, megabytes, print_line
 
-BAR = 8  # columns of the longest bar; four histograms stand side by side on 80
-SHOWN = 3  # partings that are told one by one
+SHOWN = 3  # partings that are shown one by one
 LEGEND = (
     "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
     "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
     "theory: tokens / (k c + 1), as if v were 1. decode: measured, after the first tokens; net: the whole "
-    "call, both prompts included; ± half the range of the repeats. Bars: steps by accepted tokens."
+    "call, both prompts included; ± half the range of the repeats."
 )
 
 
@@ -40,8 +35,6 @@ def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None
         for row in draft["swept"]:
             table.add_row(*_row(row))
         console.print(table)
-        bars = [_histogram(row) for row in draft["swept"] if row["histogram"]]
-        console.print(Columns(bars, padding=(0, 2)))
         for text in (*_theory(draft), _memory(draft), *_proof(draft, tokenizer)):
             print_line(console, text)
     if not quiet:
@@ -75,42 +68,22 @@ def _row(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _histogram(row: Mapping[str, Any]) -> str:
-    """Bars of a character that every terminal has, longest for the commonest."""
-    total, most = sum(row["histogram"]), max(row["histogram"])
-    lines = [f"k = {row['k']}, {count(total, 'step')}"]
-    for accepted, steps in enumerate(row["histogram"]):
-        bar = "█" * round(BAR * steps / max(1, most))
-        lines.append(f"{accepted:2d} {bar:{BAR}s} {steps / max(1, total):4.0%}")
-    return "\n".join(lines)
-
-
 def _theory(draft: Mapping[str, Any]) -> list[str]:
-    alpha, best, drafting = draft["alpha"], draft["in_theory"], draft["drafting"]
+    alpha, best = draft["alpha"], draft["in_theory"]
     if alpha is None:
         return ["nothing was found to draft: the texts say nothing twice"]
-    error = acceptance_rate.standard_error(alpha, sum(row["judged"] for row in draft["swept"]))
-    told = f"α = {alpha:.2f} ±{error:.2f}, c = {draft['cost']:.2f}"
     gain = f"{best['speedup']:.2f}x" if best["k"] else "no k gains anything"
+    told = f"α = {alpha:.2f}, c = {draft['cost']:.2f}: {gain}"
     measured = f"{draft['measured']['k']} ({draft['measured']['speedup']:.2f}x net)"
-    lines = [f"best k by theory: {_many(best['k'])} ({told}: {gain}); best measured: {measured}"]
-    if drafting is not None:
-        lines.append(
-            f"drafting k tokens takes {drafting['fixed']:.2f} + {drafting['per_token']:.2f} k steps of the "
-            "target: the first part is the engine's own, once a pass"
-        )
+    lines = [f"best k by theory: {best['k'] or 'none'} ({told}); best measured: {measured}"]
     if draft["draft_memory"] is not None:
         known = draft["by_bytes"]
-        gain = f"{known['speedup']:.2f}x at k = {_many(known['k'])}" if known["k"] else "no k gains anything"
+        gain = f"{known['speedup']:.2f}x at k = {known['k']}" if known["k"] else "no k gains anything"
         lines.append(
             "where a step takes as long as its stored weights take to be read, as on a GPU with one text "
             f"and kernels for this layout (c = {draft['cost_by_bytes']:.2f}), the same α gives {gain}"
         )
     return lines
-
-
-def _many(k: int) -> str:
-    return f"{k} or more" if k == MOST else str(k or "none")
 
 
 def _memory(draft: Mapping[str, Any]) -> str:
@@ -127,50 +100,27 @@ def _memory(draft: Mapping[str, Any]) -> str:
 def _proof(draft: Mapping[str, Any], tokenizer: Any) -> list[str]:
     proof = draft["proof"]
     if proof is None:
-        return ["proof: none; llama.cpp does not tell the distributions that it samples from"]
-    if proof["kind"] == "sampled":
-        return _sampled(proof, draft["alpha"])
-    partings = [Parting(**found) for found in proof["partings"]]
-    tokens, parted = f"{count(proof['tokens'], 'token')} one by one", len(partings)
-    equal = "proof: greedy text equals the target's own in"
-    if not parted:
-        texts = f"all {proof['texts']:,} texts" if proof["texts"] > 1 else "the text"
-        return [f"{equal} {texts}, {tokens}"]
-    ties = sum(found.tie for found in partings)
-    said = f"{ties} part at a tie" if ties == parted else f"{parted - ties} DIFFER, {ties} part at a tie"
-    worst = sorted(partings, key=lambda found: (found.tie, -(found.margin or 0.0)))
+        return ["proof: none; only greedy text can be compared with the target's own"]
+    partings = sorted(proof["partings"], key=lambda found: (found["tie"], -(found["margin"] or 0.0)))
+    ties = sum(found["tie"] for found in partings)
+    said = f"; {len(partings) - ties} DIFFER, {ties} part at a tie" if partings else ""
     return [
-        f"{equal} {proof['equal']} of {count(proof['texts'], 'text')} ({tokens}); {said}",
-        *(_parted(found, tokenizer) for found in worst[:SHOWN]),
-        *([f"  … and {parted - SHOWN} more (--json has all)"] if parted > SHOWN else []),
+        f"proof: greedy text equals the target's own in {proof['equal']} of {count(proof['texts'], 'text')} "
+        f"({count(proof['tokens'], 'token')} one by one){said}",
+        *(_parted(found, tokenizer) for found in partings[:SHOWN]),
     ]
 
 
-def _parted(parted: Parting, tokenizer: Any) -> str:
-    where = f"  text {parted.prompt + 1}, k = {parted.k}, token {parted.index + 1}: "
-    if parted.token is None:
+def _parted(parted: Mapping[str, Any], tokenizer: Any) -> str:
+    where = f"  text {parted['prompt'] + 1}, k = {parted['k']}, token {parted['index'] + 1}: "
+    if parted["token"] is None:
         return f"{where}one text ends, the other goes on"
-    found, own = (repr(tokenizer.decode([token])) for token in (parted.token, parted.expected))
-    if parted.margin is None:
-        return f"{where}{found}, which is not among the likeliest, instead of {own}"
-    cause = "rounding" if parted.tie else "more than rounding explains"
+    found, own = (repr(tokenizer.decode([parted[name]])) for name in ("token", "expected"))
+    cause = "rounding" if parted["tie"] else "more than rounding explains"
     return (
-        f"{where}{found} instead of {own}, whose logit is {parted.margin:.4f} higher; {cause} "
-        f"(passes of one token and of many differ by up to {parted.noise:.4f} here)"
+        f"{where}{found} instead of {own}, whose logit is {parted['margin']:.4f} higher; {cause} "
+        f"(passes of one token and of many differ by up to {parted['noise']:.4f} here)"
     )
-
-
-def _sampled(proof: Mapping[str, Any], alpha: float | None) -> list[str]:
-    said = "follows" if proof["alike"] else "does NOT follow"
-    lines = [
-        f"proof: sampled text {said} the target's distribution: χ² = {proof['chi_square']:.1f} of "
-        f"{count(proof['tokens'], 'token')} in {proof['bins']} bins, p = {proof['p_value']:.3g}"
-    ]
-    if proof["overlap"] is not None and alpha is not None:
-        lines.append(
-            f"α by the two distributions themselves: {proof['overlap']:.3f}; by counting: {alpha:.3f}"
-        )
-    return lines
 
 
 def _conditions(record: Mapping[str, Any]) -> str:

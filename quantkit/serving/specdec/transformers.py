@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
+from quantkit.capacity.source import cache_bytes
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation import sampling
 from quantkit.evaluation.generate import first_difference
@@ -26,15 +27,32 @@ from quantkit.models.machine.device import synchronize
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.specdec import lossless
 from quantkit.serving.specdec.acceptance_rate import Step
-from quantkit.serving.specdec.lossless import Parting, Uniformity
-from quantkit.serving.specdec.measure import Engine, Footprint, Run
 from quantkit.serving.specdec.settings import Settings
 
 LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own default
 
 
-class Assisted(Engine):
-    """A target and a draft that transformers runs.
+@dataclass(frozen=True)
+class Run:
+    """One text: the ids of its new tokens, and each pass of the target. seconds: of the whole call;
+    decode_seconds: after the first pass. drafting, checking: what these are made of, between passes of the
+    target, and from the start of a pass until its tokens are chosen."""
+
+    ids: list[int]
+    steps: list[Step]
+    seconds: float
+    decode_seconds: float
+    drafting: float
+    checking: float
+
+    @property
+    def decoded(self) -> int:
+        """Tokens that came after those of the first pass."""
+        return len(self.ids) - self.steps[0].tokens
+
+
+class Pair:
+    """A target for one draft after the other (None: prompt-lookup), and prompts, int64 `[prompts, tokens]`.
 
     Raises QuantkitError for what does not fit the memory (exit code 5), and for models with a recurrent state
     (4).
@@ -50,41 +68,44 @@ class Assisted(Engine):
         device: torch.device,
         dtype: torch.dtype,
     ):
-        super().__init__(target, prompts.to(device), settings, device)
-        self.precision = self.cache = str(dtype).removeprefix("torch.")
-        self._dtype = dtype
+        self._target, self._settings, self._device, self._dtype = target, settings, device, dtype
+        self._prompts = prompts.to(device)
         self._sampling, self._ends = Sampling(settings.tokens, settings.temperature), ends_of_text(target)
         self._model, self._size = self._load(target)
-        self._draft: nn.Module | None = None
+        self.draft: nn.Module | None = None
 
-    def load(self, draft: Checkpoint | None) -> tuple[Footprint, Footprint | None]:
-        self._draft, size = (None, None) if draft is None else self._load(draft)
-        return self._size, size
+    def load(self, draft: Checkpoint | None) -> dict[str, Any]:
+        """Take this draft from now on; return what target and draft take in memory."""
+        self.draft, size = (None, None) if draft is None else self._load(draft)
+        return {"target_memory": self._size, "draft_memory": size}
 
-    def close(self) -> None:
-        self._draft = None
-
-    def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, Footprint]:
-        tokens = self.settings.prompt_tokens + self.settings.tokens
-        loaded = engine.load(checkpoint, self._dtype, self.device, tokens)
+    def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
+        """The model; bytes of its weights in memory, of keys and values of one text (None where they are not
+        known), and of the tensors as they lie on disk; its kernels, and why weights are not packed."""
+        tokens = self._settings.prompt_tokens + self._settings.tokens
+        loaded = engine.load(checkpoint, self._dtype, self._device, tokens)
         if loaded.model._is_stateful:  # transformers refuses them as targets, and fails with them as drafts
             raise QuantkitError(
                 f"{checkpoint.source} keeps a recurrent state, out of which no token can be taken back",
                 "speculative decoding needs a model that keeps keys and values alone",
                 UNSUPPORTED,
             )
-        return loaded.model, self.footprint(checkpoint, loaded)
+        return loaded.model, {
+            "weights": loaded.weight_bytes,
+            "kv": cache_bytes(checkpoint.folder, tokens, str(self._dtype).removeprefix("torch.")),
+            "stored": sum(info.nbytes for info in checkpoint.infos.values()),
+            "kernels": loaded.kernels,
+            "note": loaded.note,
+        }
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
+        """Continue a prompt, by its number; k = 0: the target alone."""
         how = replace(self._sampling, seed=seed)
-        return generate(self._model, self.prompts[prompt, None], how, self._ends, k, self._draft)
+        return generate(self._model, self._prompts[prompt, None], how, self._ends, k, self.draft)
 
-    def part(self, prompt: int, k: int, own: Run, drafted: Run) -> Parting | None:
-        return lossless.parting(self._model, self.prompts[prompt, None], own.ids, drafted.ids, (prompt, k))
-
-    def uniformity(self, texts: Sequence[tuple[int, list[int]]], seed: int) -> Uniformity:
-        drawn = ((self.prompts[prompt, None], ids) for prompt, ids in texts)
-        return lossless.uniformity(drawn, self._model, self._draft, self._sampling.temperature, seed)
+    def part(self, prompt: int, own: Run, drafted: Run) -> dict[str, Any] | None:
+        """Return where a drafted text leaves the target's own: see `lossless.parting`."""
+        return lossless.parting(self._model, self._prompts[prompt, None], own.ids, drafted.ids)
 
 
 def generate(
@@ -154,15 +175,10 @@ class _Notes(BaseStreamer):
         began, first, *_ = self.chosen
         later = list(zip(self.begun[1:], self.chosen[2:], self.chosen[1:-1], strict=True))
         return Run(
-            tokens=len(ids),
             ids=ids,
-            seconds=ended - began,
-            first_tokens=steps[0].tokens,
-            passes=len(steps),
-            drafted=sum(s.drafted for s in steps),
-            accepted=sum(s.accepted for s in steps),
-            decode_seconds=self.chosen[-1] - first,
             steps=steps,
+            seconds=ended - began,
+            decode_seconds=self.chosen[-1] - first,
             drafting=sum(begun - before for begun, _, before in later),
             checking=sum(chosen - begun for begun, chosen, _ in later),
         )
