@@ -28,7 +28,7 @@ def test_what_cannot_be_gone_on_from_is_prefilled_anew_and_said(talker, family):
     answers = converse(session, Fed(session), SAID[:2])
     for answer in answers:
         assert (answer.cached_tokens, answer.prefilled_tokens) == (0, answer.prompt_tokens)
-        assert answer.notes == ("this model's cache cannot be gone on from: all is prefilled anew",)
+        assert answer.notes == ("the cache of this model cannot be continued: the whole prompt is prefilled",)
         assert answer.kv_bytes > 0
 
 
@@ -56,14 +56,16 @@ def test_a_window_that_has_moved_on_is_filled_anew_and_said(talker):
     session.conversation.system = "Ko."
     (answer,) = converse(session, fed, SAID[2:])
     assert answer.cached_tokens == 0 and answer.prefilled_tokens == answer.prompt_tokens
-    assert answer.notes == ("a sliding window has lost what this turn goes back to: all is prefilled anew",)
+    assert answer.notes == (
+        "a sliding window no longer holds the place of the change: the whole prompt is prefilled",
+    )
 
 
 def test_the_state_of_a_recurrence_is_not_taken_back(talker):
     session = begin(talker("qwen3_next", FORGETFUL))
     answers = converse(session, Fed(session), SAID[:2])
     assert [answer.cached_tokens for answer in answers] == [0, 0]
-    assert answers[1].notes == ("the state of a recurrence cannot be taken back: all is prefilled anew",)
+    assert answers[1].notes == ("a recurrent state cannot be taken back: the whole prompt is prefilled",)
 
 
 def test_memory_is_that_of_keys_and_values(talker):
@@ -90,9 +92,9 @@ def test_another_answer_has_another_seed_and_prefills_one_token(talker):
     fresh = begin(talker())
     first = fresh.say(SAID[0], silent)
     again = fresh.again(silent)
-    assert again.text == first.text and "see --temperature" in again.notes[0]
+    assert again.text == first.text and "without --temperature" in again.notes[0]
     fresh.reset()
-    with pytest.raises(QuantkitError, match="no answer to give again"):
+    with pytest.raises(QuantkitError, match="no answer to replace"):
         fresh.again(silent)
 
 
@@ -103,7 +105,7 @@ def test_raw_text_is_gone_on_with(talker):
     tokenizer = session.engine._tokenizer
     assert fed.prompts[0] == tokenizer("Kobu ridoma")["input_ids"]
     assert len(fed.prompts[1]) == len(fed.prompts[0]) + 8  # an empty line: it goes on where it stopped
-    with pytest.raises(QuantkitError, match="no text to go on from"):
+    with pytest.raises(QuantkitError, match="no text to continue"):
         begin(talker(template=None), raw=True).say("", silent)
     text = session.conversation.prompt()
     assert text.startswith("Kobu ridoma") and " badeku" in text
@@ -119,7 +121,7 @@ def test_a_full_context_is_said_before_anything_is_computed(talker):
     if first.stop != "context":
         pytest.fail("choose another seed: the model ends by itself")
     assert first.prompt_tokens + first.generated_tokens == 64
-    assert first.notes == ("100% of the context of 64 tokens are used: /reset begins anew",)
+    assert first.notes == ("100% of the context of 64 tokens are used: /reset starts again",)
     before, calls = list(session.conversation.messages), len(fed.tokens)
     with pytest.raises(QuantkitError, match="no room for an answer in a context of 64") as caught:
         session.say(SAID[1], silent)

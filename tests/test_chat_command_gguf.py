@@ -136,7 +136,7 @@ def test_what_the_file_recommends_is_taken(tiny_model, tmp_path):
 def test_without_a_template_it_says_so(model, refuse):
     error, hint = refuse(2, "chat", model)
     assert error.endswith("has no chat template") and "--raw" in hint
-    assert "computes with what the file holds" in refuse(2, "chat", model, "--dtype", "float32")[0]
+    assert "computes in the types of the file" in refuse(2, "chat", model, "--dtype", "float32")[0]
 
 
 RUNAWAYS = {

@@ -90,7 +90,7 @@ def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):
         ("transformers", {"kv_dtype": "fp8"}, "in the precision of the model"),
         ("transformers", {"model": "/models/a@b"}, "takes what follows @"),
         ("llama.cpp", {"kv_dtype": "fp8"}, "keeps no cache in fp8"),
-        ("llama.cpp", {"dtype": "float16"}, "computes as the file is stored"),
+        ("llama.cpp", {"dtype": "float16"}, "computes in the types of the file"),
         ("vllm", {"kv_dtype": "q4_0"}, "keeps no cache in q4_0"),
     ],
 )
@@ -122,11 +122,11 @@ def test_ports():
             free_port("127.0.0.1", port)
         assert (
             refused.value.exit_code == USAGE
-            and f"--host 127.0.0.1 --port {port} does not do: Address already" in refused.value.message
+            and f"--host 127.0.0.1 --port {port} cannot be used: Address already" in refused.value.message
         )
         assert free_port("127.0.0.1", 0) not in (0, port)
     assert free_port("127.0.0.1", port) == port
-    with pytest.raises(QuantkitError, match="192.0.2.1 --port 0 does not do: Cannot assign"):
+    with pytest.raises(QuantkitError, match="192.0.2.1 --port 0 cannot be used: Cannot assign"):
         free_port("192.0.2.1", 0)
 
 

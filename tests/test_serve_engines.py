@@ -74,7 +74,7 @@ def test_what_a_layout_needs_beside_the_engine(here):
     assert refused.value.hint == "pip install optimum gptqmodel"
     with pytest.raises(QuantkitError) as refused:
         choose.choose(told)
-    assert refused.value.message == "no engine that is here can serve m (gptq)"
+    assert refused.value.message == "no installed engine can serve m (gptq)"
     assert "with vllm: pip install vllm" in refused.value.hint
     assert "with transformers: pip install optimum gptqmodel" in refused.value.hint
     here("optimum", "gptqmodel")
@@ -122,5 +122,5 @@ def test_of_real_headers(here, demo_model, make, tmp_path):
     for source, engine in ((demo_model, "transformers"), (made, "transformers")):
         assert choose.choose(record.describe(open_contents(str(source)))).engine == engine
     here()
-    with pytest.raises(QuantkitError, match="no engine that is here can serve"):
+    with pytest.raises(QuantkitError, match="no installed engine can serve"):
         choose.choose(record.describe(open_contents(str(made))))

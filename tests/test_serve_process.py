@@ -61,7 +61,7 @@ def test_one_that_dies_while_starting_has_the_last_word():
     with pytest.raises(QuantkitError) as failed, serving(prepared("dies")):
         pass
     assert failed.value.message == (
-        "vllm ended with exit code 3 while starting; it said last: "
+        "vllm ended with exit code 3 while starting; last lines: "
         "loading the model / no kernel for this layout"
     )
 
@@ -79,7 +79,7 @@ def test_one_that_is_never_healthy():
     told = Prepared("m", told.offer, silent, told.settings, told.room, False, ())
     with pytest.raises(QuantkitError) as failed, serving(told):
         pass
-    assert "was not healthy within 0.1 s, without a word" in failed.value.message
+    assert "was not healthy within 0.1 s, without output" in failed.value.message
     assert "--start-timeout" in failed.value.hint
 
 
@@ -88,7 +88,7 @@ def test_one_that_ends_by_itself():
     with serving(made) as (engine, _):
         os.kill(engine.pid, signal.SIGSEGV)
         error = ended(made, engine, engine.wait(10))
-    assert error.message.startswith(f"vllm ended by signal {signal.SIGSEGV.value}; it said last:")
+    assert error.message.startswith(f"vllm ended by signal {signal.SIGSEGV.value}; last lines:")
 
 
 def test_a_deaf_one_is_killed_with_its_children(monkeypatch):

@@ -105,7 +105,7 @@ def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target
     done = quantkit(*asked, "--json")
     assert done.code == 6
     record = json.loads(done.out)
-    assert "is not the target's own" in record["error"]["message"]
+    assert "differs from the target's own" in record["error"]["message"]
     proof = record["drafts"][0]["proof"]
     assert (proof["equal"], proof["alike"], len(proof["partings"])) == (2, False, 2)
     assert {(row["k"], row["index"]) for row in proof["partings"]} == {(3, 4)}

@@ -26,7 +26,7 @@ MODEL = Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or
 
 
 def _chat(context: typer.Context, model: str, **values: Any) -> None:
-    """The function behind `quantkit chat`."""
+    """Run `quantkit chat`."""
     from quantkit.cli.progress import listener, uncollected
 
     quiet = values["quiet"]

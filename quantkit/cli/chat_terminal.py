@@ -1,4 +1,4 @@
-"""A conversation on a terminal, or from a pipe: what is read, what is printed, what Ctrl-C does."""
+"""A conversation on a terminal, or from a pipe: reading, printing, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from quantkit.serving.chat.session import Answer, Session
 from quantkit.tables import megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
-STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # the others are said, or usual
+STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # the others are noted, or usual
 
 
 class Terminal:
-    """Where a conversation is read from and printed to. A person types where stdin is a terminal."""
+    """Input and output of a conversation. typed: whether stdin is a terminal."""
 
     def __init__(self, as_json: bool = False, quiet: bool = False):
         self.as_json, self.quiet = as_json, quiet
@@ -51,18 +51,18 @@ class Terminal:
                 self.tell("\nCtrl-D or /exit leaves")
 
     def write(self, text: str) -> None:
-        """A part of an answer, as it comes."""
+        """Print a part of an answer."""
         if not self.as_json:
             sys.stdout.write(printable(text))
             sys.stdout.flush()
 
     def tell(self, text: str) -> None:
-        """What is no answer."""
+        """Print a text other than an answer."""
         for line in () if self.quiet else text.split("\n"):
             self.console.print(printable(line), style="dim", markup=False, soft_wrap=True)
 
     def finish(self, session: Session, said: str, made: Answer) -> None:
-        """The answer is complete."""
+        """Print the end of an answer, its notes and its cost."""
         if self.as_json:
             print(json.dumps(session.record(said, made), ensure_ascii=False), flush=True)
         self.write("\n")
@@ -73,7 +73,7 @@ class Terminal:
 
 
 def run(session: Session, terminal: Terminal) -> None:
-    """Talk until the user leaves. Raises QuantkitError where nobody types, who could go on after it."""
+    """Talk until the user leaves. Raises the first QuantkitError where stdin is not a terminal."""
     for line in introduction(session, terminal.typed) if not terminal.quiet else ():
         print_line(terminal.console, line, "dim")
     for said in commands.messages(terminal.read):
@@ -91,7 +91,7 @@ def run(session: Session, terminal: Terminal) -> None:
 
 
 def take(session: Session, terminal: Terminal, said: str) -> bool:
-    """Answer or obey; False where the user leaves."""
+    """Answer a message or run a command; return False where the user leaves."""
     name = said.strip()
     if name in ("/exit", "/quit"):
         return False
@@ -108,14 +108,14 @@ def take(session: Session, terminal: Terminal, said: str) -> bool:
 def _turn(
     session: Session, terminal: Terminal, said: str, answer: Callable[[Callable[[str], None]], Answer]
 ) -> None:
-    """Answer. Where a person types, the first SIGINT asks the answer to stop, the second interrupts it."""
+    """Answer. On a terminal the first SIGINT stops the answer, the second drops it."""
     before = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: Any) -> None:
         session.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    if terminal.typed and before not in (signal.SIG_IGN, None):  # nobody wants it to be ignored
+    if terminal.typed and before not in (signal.SIG_IGN, None):  # unless it is ignored
         signal.signal(signal.SIGINT, stop)
     try:
         made = answer(terminal.write)
@@ -130,9 +130,9 @@ def _turn(
 
 
 def introduction(session: Session, typed: bool) -> list[str]:
-    """What runs, and how it chooses."""
+    """Return lines about the model and its sampling."""
     facts, sampling = session.engine.facts, session.sampling
-    chosen = "the likeliest token, always"
+    chosen = "the likeliest token"
     if sampling.temperature:
         cuts = [f"temperature {sampling.temperature:g}"]
         cuts += [f"top-k {sampling.top_k}"] if sampling.top_k else []
@@ -147,7 +147,7 @@ def introduction(session: Session, typed: bool) -> list[str]:
 
 
 def cost(session: Session, made: Answer) -> list[str]:
-    """Tokens, speed and memory of a turn, in two lines."""
+    """Return two lines with tokens, speed and memory of a turn."""
     rate = f" {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
     context = session.engine.facts.context
     memory = session.memory(made)

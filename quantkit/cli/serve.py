@@ -1,4 +1,4 @@
-"""`quantkit serve`: hand a checkpoint over to an engine's own server."""
+"""`quantkit serve`: start an engine's own server for a checkpoint."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CHECK = Annotated[
 def _serve(
     context: typer.Context, model: str, extra: list[str] | None, print_only: bool, **values: Any
 ) -> None:
-    """The function behind `quantkit serve`."""
+    """Run `quantkit serve`."""
     from quantkit.cli.progress import listener
     from quantkit.cli.running import stopping
 
@@ -75,7 +75,7 @@ def _serve(
 
 
 def _stay(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:
-    """Until it ends, or is ended."""
+    """Serve until the engine ends, or is ended."""
     from quantkit.cli.progress import Lines, Quiet
     from quantkit.serving.server import job, show
 

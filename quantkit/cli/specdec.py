@@ -31,7 +31,7 @@ DRAFTS = Annotated[
 
 
 def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **values: Any) -> None:
-    """The function behind `quantkit specdec`."""
+    """Run `quantkit specdec`."""
     from quantkit.cli.progress import listener, uncollected
     from quantkit.errors import USAGE, QuantkitError
 

@@ -1,4 +1,4 @@
-"""What a user types: messages of one line or several, and commands."""
+"""Messages of one line or several that a user types, and commands."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from quantkit.serving.chat.session import Session
 
 BLOCK = '"""'
 NAMES = ("/reset", "/system", "/retry", "/save", "/help", "/exit", "/quit")
-HELP = f"""/reset         begin anew; the system message stays
-/system TEXT   set the system message; without TEXT it is taken away
+HELP = f"""/reset         start again; the system message stays
+/system TEXT   set the system message; without TEXT remove it
 /retry         give the last answer again, with the next seed
 /save FILE     add the conversation to FILE, as --calibration reads it
 /help          this
 /exit, /quit   leave, as Ctrl-D does
 {BLOCK}            begins and ends a message of several lines
 //…            a message that begins with a slash
-Ctrl-C         stops the answer; what was said of it stays"""
+Ctrl-C         stops the answer; the text so far stays"""
 
 
 def messages(read: Callable[[bool], str]) -> Iterator[str]:
-    """What is said, a line each, or what stands between lines of three quotes.
+    """Yield messages: a line each, or the text between lines of three quotes.
 
-    read: the next line without its end; told whether it goes on with a message. Raises EOFError at the end.
+    read: returns the next line; its argument is whether a message continues. Raises EOFError at the end.
     """
-    lines: list[str] = []  # of a message that goes on
+    lines: list[str] = []  # of a message that continues
     while True:
         try:
             line = read(bool(lines))
@@ -45,26 +45,26 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is one, not something to say."""
+    """Return whether a line is a command rather than a message."""
     return line.startswith("/") and not line.startswith("//")
 
 
 def obey(line: str, session: Session) -> str:
-    """Do what a command says; return what to tell the user. /retry and /exit are the caller's to obey.
+    """Run a command other than /retry and /exit; return the reply to the user.
 
-    Raises QuantkitError for one that is none, or lacks something.
+    Raises QuantkitError for an unknown or incomplete command.
     """
     name, _, rest = line.strip().partition(" ")
     talk, rest = session.conversation, rest.strip()
     match name:
         case "/reset":
             session.reset()
-            return "begun anew"
+            return "started again"
         case "/system":
             if talk.raw:
-                raise QuantkitError("a raw text has no system message", "start without --raw", USAGE)
+                raise QuantkitError("raw text has no system message", "start without --raw", USAGE)
             talk.system = rest
-            return "the system message is set" if rest else "there is no system message"
+            return "the system message is set" if rest else "the system message is removed"
         case "/save":
             if not rest:
                 raise QuantkitError("/save needs a file", "for example /save talk.jsonl", USAGE)
@@ -72,4 +72,4 @@ def obey(line: str, session: Session) -> str:
             return f"saved to {rest}"
         case "/help":
             return HELP
-    raise QuantkitError(f"there is no {name}", f"there are {name_all(NAMES, 10)}", USAGE)
+    raise QuantkitError(f"unknown command {name}", f"commands: {name_all(NAMES, 10)}", USAGE)

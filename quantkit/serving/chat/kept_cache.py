@@ -1,8 +1,8 @@
 """Keys and values of the tokens that a model has seen, kept for the next turn.
 
-A chat template may write former turns anew (leave out what a model thought, say), and text that a model wrote
-may be cut into other tokens when it is read. So tokens are compared with those that are cached, and the cache
-is cropped to what both begin with.
+A chat template may rewrite former turns (such as without thoughts), and generated text may be split into
+other tokens when it is read again. So tokens are compared with the cached ones, and the cache is cropped to
+the common prefix.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from transformers.cache_utils import (
 
 from quantkit.evaluation.generate import first_difference
 
-TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # which keep something of each token
-PROBED = 4, 3  # tokens before and after, of the trial whether states are gone on from
-ANEW = "all is prefilled anew"
+TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # with an entry for each token
+PROBED = 4, 3  # tokens before and after the trial continues from a state
+ANEW = "the whole prompt is prefilled"
 
 
 class KeptCache:
-    """A cache for one sequence of tokens, and which tokens those are."""
+    """A cache for one sequence of tokens, and these tokens."""
 
     def __init__(self, model: nn.Module):
         self._config = model.config
@@ -41,26 +41,26 @@ class KeptCache:
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start with an empty cache."""
         self.ids: list[int] = []
         self._cache, self._recorded_from = DynamicCache(config=self._config), 0
         if self._crops:
-            self._cache.activate_past_recording()  # a window keeps the turn's tokens, too, to be cropped
+            self._cache.activate_past_recording()  # a window then keeps the tokens of the turn as well
 
     def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
-        """The cache for a turn whose prompt is `ids`, how many of them it holds, and a note for the user.
+        """Return the cache for a turn with the prompt `ids`, how many of them are cached, and a note.
 
-        Never all of them: what follows the last one is computed from it. None: the model keeps nothing that
-        could be gone on from.
+        At least the last token is not cached: the next one is computed from it. None: the cache of this
+        model cannot be continued.
         """
         if not self.keeps:
-            return None, 0, f"this model's cache cannot be gone on from: {ANEW}"
+            return None, 0, f"the cache of this model cannot be continued: {ANEW}"
         parted, note = first_difference(self.ids, ids[:-1]), ""
         shared = len(self.ids) if parted is None else parted
         if not self._crops and shared < len(self.ids):
-            shared, note = 0, f"the state of a recurrence cannot be taken back: {ANEW}"
+            shared, note = 0, f"a recurrent state cannot be taken back: {ANEW}"
         elif self._slides and shared < self._recorded_from:
-            shared, note = 0, f"a sliding window has lost what this turn goes back to: {ANEW}"
+            shared, note = 0, f"a sliding window no longer holds the place of the change: {ANEW}"
         if not shared:
             self.forget()
         elif self._crops:
@@ -69,17 +69,17 @@ class KeptCache:
         return self._cache, shared, note
 
     def end(self, ids: Sequence[int]) -> None:
-        """The turn is over: prompt and answer are `ids`, of which the last was not fed to the model."""
+        """End a turn: prompt and answer are `ids`; the last of them was not fed to the model."""
         if self.keeps:
             self.ids = list(ids[: self._cache.get_seq_length()])
 
 
 def goes_on(model: nn.Module) -> bool:
-    """Whether a recurrence goes on from the state that a former call left, several tokens at a time.
+    """Return whether a recurrence continues from the state of a former call with several tokens.
 
-    Tried, since not every family does (Jamba of transformers 5.23 begins anew): without the state of the
-    first such layer what follows has to be different. False where there is no attention beside it, whose
-    cache would tell how many tokens were seen.
+    Not every family does (Jamba of transformers 5.23 starts again), so it is tried: logits must differ
+    without the state of the first such layer. False for models without attention, whose cache counts the
+    tokens seen.
     """
     before, after = PROBED
     ids = torch.arange(before + after, device=model.device)[None] % model.config.get_text_config().vocab_size

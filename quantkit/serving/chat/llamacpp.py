@@ -1,6 +1,6 @@
 """A conversation through llama.cpp, which keeps its cache from one request to the next.
 
-Its text is written by quantkit: llama.cpp would run a stranger's template in this process, without limits.
+quantkit renders the text: llama.cpp would run the template of the file in this process, without limits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.serving.chat.session import Answer, Facts, Prompt, Stream, written
 from quantkit.serving.engines import llamacpp
 
 STEP = 256  # tokens that llama.cpp rounds a context up to
-PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # by itself it cuts the distribution
+PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # its defaults cut the distribution
 
 
 class LlamaCppChat:
@@ -54,7 +54,7 @@ class LlamaCppChat:
     def answer(
         self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
-        """See `Engine`."""
+        """Answer, as `TransformersChat.answer` does."""
         names = ("temperature", "top_k", "top_p", "seed")
         asked = PLAIN | {name: getattr(sampling, name) for name in names}
         text = written(self._template, prompt).encode(errors="replace").decode()  # no half characters
@@ -77,5 +77,5 @@ class LlamaCppChat:
         )
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Free the model."""
         self._session.close()

@@ -1,4 +1,4 @@
-"""A conversation with an engine, turn by turn: what is said and answered, and what that costs.
+"""A conversation with an engine, turn by turn: messages, answers, and their cost.
 
 A saved conversation is a line of JSON, {"messages": [{"role", "content"}, …]} or {"text": …} of a raw one:
 what `--calibration FILE.jsonl` takes.
@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
@@ -19,14 +19,14 @@ from quantkit.evaluation.sampling import Sampling
 from quantkit.text import chat
 
 SCHEMA = "quantkit.chat/2"
-NEARLY_FULL = 0.9  # of the context: it is said
+NEARLY_FULL = 0.9  # share of the context from which on a note is added
 Stream = Callable[[str], None]
 Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or text to go on from
 
 
 @dataclass
 class Conversation:
-    """messages: users' and answers, in turn. raw: no roles, one text that both go on with."""
+    """messages: users' and answers, in turn. raw: no roles, one text that user and model continue."""
 
     system: str = ""
     raw: bool = False
@@ -42,23 +42,23 @@ class Conversation:
     def save(self, path: Path) -> None:
         """Add the conversation to a .jsonl file as a line.
 
-        Raises QuantkitError when nothing was said, for another kind of file, and where it cannot be written.
+        Raises QuantkitError for an empty conversation, another kind of file, and where it cannot be written.
         """
         if not self.messages:
-            raise QuantkitError("nothing was said yet", "say something first", USAGE)
+            raise QuantkitError("the conversation is empty", "send a message first", USAGE)
         if path.suffix != ".jsonl":
-            raise QuantkitError(f"{path} is no .jsonl file", "for example /save talk.jsonl", USAGE)
+            raise QuantkitError(f"{path} is not a .jsonl file", "for example /save talk.jsonl", USAGE)
         row = {"text" if self.raw else "messages": self.prompt()}
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale has not
+        except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale lacks
             raise QuantkitError(f"{path} cannot be written: {error}", "save elsewhere") from error
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What runs. engine: with its version; kernels: what multiplies by weights. context: tokens at most."""
+    """The running model. engine: with its version; kernels: the class of linears. context: tokens at most."""
 
     source: str
     engine: str
@@ -72,10 +72,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Answer:
-    """prompt_tokens: of the whole conversation; of these `cached_tokens` were there from the turns before.
-    decode_seconds: from the first new token to the last of `generated_tokens`. stop: end, length (what was
-    asked for), context (it is full) or interrupted; engines tell the first. kv_bytes: of the cache, None
-    where it is not known."""
+    """prompt_tokens: of the whole conversation; `cached_tokens` of them from former turns.
+    decode_seconds: from the first new token to the last of `generated_tokens`. stop: end, length (the
+    limit of tokens), context (full) or interrupted; engines set the first. kv_bytes: of the cache, None
+    where unknown."""
 
     text: str
     prompt_tokens: int
@@ -89,7 +89,7 @@ class Answer:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens of the prompt that went through the model."""
+        """Tokens of the prompt that were computed."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
@@ -104,76 +104,60 @@ class Answer:
 
     @property
     def decode_rate(self) -> float | None:
-        """New tokens per second after the first, which comes with the prefill; None of a single one."""
+        """New tokens per second after the first, which comes with the prefill; None for a single one."""
         later = self.generated_tokens - 1
         return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
 
 
-class Engine(Protocol):
-    """A loaded model that answers, and keeps what it has seen."""
-
-    facts: Facts
-
-    def answer(
-        self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
-    ) -> Answer:
-        """Answer, handing text on as it comes, until `stopped()`.
-
-        Raises QuantkitError before anything is computed: for a prompt that fills the context (exit code 5),
-        or does not fit the chat template.
-        """
-
-    def close(self) -> None:
-        """Free the model."""
-
-
 def written(template: chat.ChatTemplate, prompt: Prompt) -> str:
-    """Return the text of a prompt, up to where the answer begins.
+    """Return the text of a prompt, up to the beginning of the answer.
 
-    Raises QuantkitError when it does not fit the template.
+    Raises QuantkitError for messages that do not fit the template.
     """
     if isinstance(prompt, str):
         return prompt
     try:
         return template.render(chat.Conversation(list(prompt), "the conversation"), answer=True)
     except QuantkitError as error:
-        hint = "some take no system message (/system takes it away) or other turns; /reset begins anew"
+        hint = (
+            "some templates take no system message (/system removes it) or other turns; /reset starts again"
+        )
         raise QuantkitError(error.message, hint, error.exit_code) from error
 
 
 class Session:
-    """A conversation that an engine answers. The sampling's seed is that of the first answer; every further
-    one, given again or not, has the next."""
+    """A conversation that an engine answers: a `TransformersChat` or a `LlamaCppChat`. The sampling's seed is
+    that of the first answer; every further one, given again or not, has the next."""
 
-    def __init__(self, engine: Engine, conversation: Conversation, sampling: Sampling):
+    def __init__(self, engine: Any, conversation: Conversation, sampling: Sampling):
         self.engine, self.conversation, self.sampling = engine, conversation, sampling
         self.answers = 0
         self.stopped = False
 
     def stop(self) -> None:
-        """End the answer that is being given, after its next token."""
+        """Stop the current answer after its next token."""
         self.stopped = True
 
     def say(self, text: str, stream: Stream) -> Answer:
-        """The answer to what the user says.
+        """Return the answer to a message of the user.
 
-        When there is none (the context is full, the template refuses, it was interrupted before it began) the
-        conversation is what it was. Raises QuantkitError for the first two.
+        Without an answer (full context, refused by the template, interrupted before the first token) the
+        conversation stays as it was. Raises QuantkitError for the first two.
         """
         said = [*self.conversation.messages, {"role": "user", "content": text}]
         if self.conversation.raw and not any(message["content"] for message in said):
-            raise QuantkitError("there is no text to go on from", "type some", USAGE)
+            raise QuantkitError("there is no text to continue", "type some text", USAGE)
         return self._answer(said, stream)
 
     def again(self, stream: Stream) -> Answer:
-        """Another answer in place of the last one. Raises QuantkitError where there is none."""
+        """Replace the last answer by another one. Raises QuantkitError where there is none."""
         *said, last = self.conversation.messages or [{"role": "none"}]
         if last["role"] != "assistant":
-            raise QuantkitError("there is no answer to give again", "say something first", USAGE)
+            raise QuantkitError("there is no answer to replace", "send a message first", USAGE)
         made = self._answer(said, stream)
         if self.sampling.temperature:
             return made
-        return replace(made, notes=(*made.notes, "the likeliest token is always the same: see --temperature"))
+        return replace(made, notes=(*made.notes, "without --temperature the answer is the same"))
 
     def _answer(self, said: list[dict[str, str]], stream: Stream) -> Answer:
         before, self.conversation.messages = self.conversation.messages, said
@@ -194,20 +178,20 @@ class Session:
         share = made.used / (context := self.engine.facts.context)
         if share < NEARLY_FULL:
             return made
-        note = f"{share:.0%} of the context of {context:,} tokens are used: /reset begins anew"
+        note = f"{share:.0%} of the context of {context:,} tokens are used: /reset starts again"
         return replace(made, notes=(*made.notes, note))
 
     def reset(self) -> None:
-        """Forget what was said; the system message stays."""
+        """Remove all messages but the system message."""
         self.conversation.messages.clear()
 
     def memory(self, made: Answer) -> dict[str, int | None]:
-        """Bytes of the weights, of the cache, and of this process."""
+        """Return the bytes of the weights, of the cache, and of this process."""
         process = psutil.Process().memory_info().rss
         return {"weights": self.engine.facts.weight_bytes, "kv_cache": made.kv_bytes, "process": process}
 
     def record(self, said: str, made: Answer) -> dict[str, Any]:
-        """The versioned JSON of a turn."""
+        """Return the versioned JSON of a turn."""
         kinds = ("prompt", "cached", "prefilled", "generated")
         model = asdict(self.engine.facts)
         del model["weight_bytes"]

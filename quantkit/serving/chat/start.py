@@ -1,4 +1,4 @@
-"""From what a user asks for to an engine that answers, and how it chooses tokens."""
+"""Start of a conversation: the engine is chosen and loaded, sampling is resolved."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.progress import Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
-from quantkit.serving.chat.session import Conversation, Engine, Session
+from quantkit.serving.chat.session import Conversation, Session
 from quantkit.serving.chat.settings import Settings
 from quantkit.serving.chat.transformers import TransformersChat
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.choose import choose_local
 
-CONTEXT = 8192  # tokens, of models that were made for more: memory is taken for all of them
+CONTEXT = 8192  # tokens at most by default: llama.cpp allocates memory for all of them
 RECOMMENDED = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}  # -> general.sampling.* of GGUF
 
 
@@ -37,8 +37,8 @@ def start(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Session:
-    """Load the model. Raises QuantkitError for what makes no sense, does not load, fit, or have a chat
-    template."""
+    """Load the model. Raises QuantkitError for invalid settings, and a model that does not load, does not fit
+    the memory, or has no chat template."""
     progress = progress or Progress()
     settings.check()
     limit = parse_tokens(settings.ctx) if settings.ctx is not None else None
@@ -51,8 +51,8 @@ def start(
     known: Mapping[str, Any] = {}
     if name == "llama.cpp":
         if settings.decoded or settings.dtype != "auto":
-            told = "--decoded and --dtype are for transformers: llama.cpp computes with what the file holds"
-            raise QuantkitError(told, "add --engine transformers, or leave them out", USAGE)
+            why = "--decoded and --dtype are for transformers: llama.cpp computes in the types of the file"
+            raise QuantkitError(why, "add --engine transformers, or leave them out", USAGE)
         metadata, _ = gguf_file.read_header(path)
         stored = llamacpp.stored_template(metadata)
         made_for = metadata.get(f"{metadata.get('general.architecture')}.context_length")
@@ -60,7 +60,7 @@ def start(
         known = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
     else:
         if kv_dtype is not None:
-            hint = "leave out --kv-dtype: its cache has the precision of the model (--dtype); GGUF has both"
+            hint = "leave out --kv-dtype: the cache has the precision of --dtype"
             raise QuantkitError("--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
         checkpoint = open_checkpoint(source, revision, offline, trust_remote_code)
         stored, made_for = checkpoint.tokenizer.chat_template, checkpoint.context
@@ -71,14 +71,14 @@ def start(
             known = {k: getattr(config, k, None) for k in RECOMMENDED}
     given = _read(settings.template) if settings.template else None
     if not (settings.raw or given or stored):
-        hint = "give one with --template FILE, or let it go on from text with --raw"
+        hint = "add --template FILE, or --raw to continue text without roles"
         raise QuantkitError(f"{source} has no chat template", hint, USAGE)
     context = limit or min(made_for or CONTEXT, CONTEXT)
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
     if name == "llama.cpp":
         cache, threads = kv_dtype or "float16", settings.threads
-        engine: Engine = LlamaCppChat(source, path, context, given, cache, device.type, threads)
+        engine: Any = LlamaCppChat(source, path, context, given, cache, device.type, threads)
     else:
         if settings.threads:
             torch.set_num_threads(settings.threads)
@@ -97,9 +97,9 @@ def _read(path: Path) -> str:
 
 
 def sampling(settings: Settings, recommended: Mapping[str, float]) -> Sampling:
-    """What is asked, the rest as recommended; at temperature 0 nothing that is recommended cuts.
+    """Return the sampling of the flags, the rest as recommended; at temperature 0 only of the flags.
 
-    Raises QuantkitError for values that make no sense.
+    Raises QuantkitError for invalid values.
     """
     asked = {name: getattr(settings, name) for name in RECOMMENDED}
     asked = {name: value for name, value in asked.items() if value is not None}

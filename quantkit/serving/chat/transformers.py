@@ -1,4 +1,4 @@
-"""A conversation through transformers' own `generate`, over a cache that is kept."""
+"""A conversation through transformers' `generate`, with a cache that is kept between turns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
 from quantkit.text.chat import ChatTemplate
 
-CACHES = ("past_key_values", "cache_params")  # what models call theirs
+CACHES = ("past_key_values", "cache_params")  # argument names of caches
 
 
 class TransformersChat:
@@ -49,14 +49,18 @@ class TransformersChat:
         self._tokenizer = checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):
-            self._ends.append(self._tokenizer.eos_token_id)  # which ends turns where the files disagree
+            self._ends.append(self._tokenizer.eos_token_id)  # ends turns where the files disagree
         self._tokens = Tokens(self._tokenizer, template, self._ends)
         self._kept = KeptCache(self._model)
 
     def answer(
         self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
-        """See `Engine`."""
+        """Answer, passing text on as it is generated, until `stopped()`.
+
+        Raises QuantkitError before anything is computed: for a prompt that fills the context (exit code 5),
+        or does not fit the chat template.
+        """
         ids = self._tokens.encode(prompt)
         room = self.facts.context - len(ids)
         if room < 1:
@@ -76,7 +80,7 @@ class TransformersChat:
                 **({"past_key_values": cache} if cache is not None else {}),
             )
         except BaseException:
-            self._kept.forget()  # it may hold a part of a token
+            self._kept.forget()  # it may be incomplete
             raise
         found = out.sequences[0].tolist()
         self._kept.end(found)
@@ -95,16 +99,16 @@ class TransformersChat:
         )
 
     def close(self) -> None:
-        """See `Engine`."""
+        """Free the model."""
         del self._model, self._kept
 
 
 class Tokens:
-    """A conversation as token ids that begin with those a model has seen, wherever its text does.
+    """A conversation as token ids, with the same tokens for the text that the model has seen.
 
-    Text that a model wrote may be cut otherwise when it is read: [he][llo] comes back as [hello]. Nothing
-    from there on would be in the cache. So what the model wrote keeps the tokens it chose, and only what
-    follows is cut anew. ends: ids that end an answer; templates write them themselves."""
+    Generated text may be split otherwise when it is read again: [he][llo] becomes [hello], and nothing after
+    it would be cached. So answers keep their generated tokens, and only the text after them is tokenized.
+    ends: ids that end an answer; templates write them themselves."""
 
     def __init__(self, tokenizer: Any, template: str | None, ends: Collection[int]):
         self._tokenizer, self._ends = tokenizer, ends
@@ -113,26 +117,28 @@ class Tokens:
         self._known: list[tuple[str, list[int]]] = []  # the text after each answer, and its tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """The whole conversation, up to where the answer begins.
+        """Return the tokens of the conversation, up to the beginning of the answer.
 
         Raises QuantkitError when it does not fit the template.
         """
         text = self._asked = written(self._template, prompt)
         ids = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
         while self._known and not text.startswith(self._known[-1][0]):
-            self._known.pop()  # taken back, or written anew
+            self._known.pop()  # retried or rewritten
         if self._known:
             known, before = self._known[-1]
             rest = self._tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
-            if self._spelled([*before, *rest]) == self._spelled(ids):  # some begin every text with a space
+            if self._spelled([*before, *rest]) == self._spelled(
+                ids
+            ):  # some tokenizers begin every text with a space
                 return [*before, *rest]
         return ids
 
     def answered(self, ids: list[int], answer: list[int]) -> str:
-        """The text of an answer to the prompt `ids`, whose tokens the next turn will go on from."""
+        """Return the text of an answer to the prompt `ids`, and keep its tokens for the next turn."""
         text = decode(self._tokenizer, answer)
         body = answer[:-1] if answer and answer[-1] in self._ends else answer
-        if self._spelled(body) == text:  # neither is a special token among them, nor half a character
+        if self._spelled(body) == text:  # no special tokens, no half character
             self._known.append((self._asked + text, [*ids, *body]))
         return text
 

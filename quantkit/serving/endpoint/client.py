@@ -1,8 +1,8 @@
-"""One request to an OpenAI endpoint, its answer whole or as it streams in, with the time of every piece.
+"""One request to an OpenAI endpoint, answered whole or in a stream, with the time of every piece.
 
-By the standard library's `http.client`. What is measured is the server, so little may stand before it: the
-`openai` package takes a second to import and builds objects of every chunk; httpx changed its name between
-versions of what we depend on. Neither redirects nor proxies are followed: what was asked for is measured.
+By the standard library's `http.client`, which costs less time than the server that is measured: the `openai`
+package takes a second to import and builds objects of every chunk; httpx changed its name between versions of
+our dependencies. Redirects and proxies are not followed: the given address is measured.
 Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html, of which OpenAI's streams
 use the field `data` alone.
 """
@@ -26,13 +26,13 @@ from quantkit.errors import USAGE, QuantkitError, first_line
 from quantkit.models.files import untrusted
 
 MOST_BYTES = 1 << 22  # of an answer that is no stream, or of a line of one
-MOST_TOKENS = 1 << 32  # of a request, where a server counts them: beyond it no count is believed
-SAID = 300  # characters of a server's own message that are shown
+MOST_TOKENS = 1 << 32  # of a request: larger counts of a server are ignored
+SHOWN = 300  # characters of a server's message
 NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 
 class RequestFailed(QuantkitError):
-    """kind: in a word or two, for counting: `HTTP 503`, `timeout`, `connection`, `stream`."""
+    """kind: a word or two to count by: `HTTP 503`, `timeout`, `connection`, `stream`."""
 
     def __init__(self, kind: str, message: str, hint: str = "", status: int | None = None):
         super().__init__(message, hint)
@@ -43,16 +43,16 @@ class RequestFailed(QuantkitError):
 def base_url(url: str) -> str:
     """Return `http://127.0.0.1:8000/v1` for an address with or without scheme, port and /v1.
 
-    Raises QuantkitError (exit code 2) for what is no such address.
+    Raises QuantkitError (exit code 2) for another text.
     """
     hint = "for example http://127.0.0.1:8000"
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise QuantkitError(f"{url!r} is no URL: {error}", hint, USAGE) from error
+        raise QuantkitError(f"{url!r} is not a URL: {error}", hint, USAGE) from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise QuantkitError(f"{url!r} is no URL of an endpoint", hint, USAGE)
+        raise QuantkitError(f"{url!r} is not the URL of an endpoint", hint, USAGE)
     if parts.username or parts.password or parts.query or parts.fragment:
         hint = "give the address alone; a key goes into --api-key or its environment variable"
         raise QuantkitError("the URL holds more than an address", hint, USAGE)
@@ -136,9 +136,9 @@ class Endpoint:
 
     @contextmanager
     def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
-        """Yield a good answer. Its connection is shut after `timeout` seconds, however slowly bytes come.
+        """Yield an answer of status 200. The connection is shut after `timeout` seconds.
 
-        Raises RequestFailed for whatever the network raises.
+        Raises RequestFailed for errors of the network and other statuses.
         """
         place, over = urlsplit(self.url), threading.Event()
         where = {"host": place.hostname, "port": place.port, "timeout": self.timeout}
@@ -171,7 +171,7 @@ class Endpoint:
                 raise RequestFailed("timeout", late) from error
             if isinstance(error, RequestFailed):
                 raise
-            message = f"{self.url} cannot be reached: {self._said(first_line(error))}"
+            message = f"{self.url} cannot be reached: {self._shown(first_line(error))}"
             if isinstance(error, OSError):
                 raise RequestFailed("connection", message, "is the server running?") from error
             raise RequestFailed("HTTP", message, NO_API) from error  # a chunk of 2^64 bytes overflows
@@ -180,19 +180,19 @@ class Endpoint:
             connection.close()
 
     def _refusal(self, response: HTTPResponse) -> RequestFailed:
-        """Return the error of an answer that is one, with what the server says about it."""
-        status, said = response.status, self._said(response.read(MOST_BYTES).decode("utf-8", "replace"))
+        """Return the error of an answer with another status, with the server's message."""
+        status, said = response.status, self._shown(response.read(MOST_BYTES).decode("utf-8", "replace"))
         hints = {401: "give the key with --api-key, or in its environment variable", 404: NO_API}
         message = f"the server answers {status} {response.reason}: {said}"
         return RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
 
-    def _said(self, text: str) -> str:
-        """The beginning of what a server says, without our key where it repeats it."""
+    def _shown(self, text: str) -> str:
+        """Return the beginning of a server's message, without our key."""
         text = (text.replace(self._key, "…") if self._key else text).strip()
-        return text if len(text) <= SAID else f"{text[:SAID]} …"
+        return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
 
     def _piece(self, at: float, data: str) -> Piece:
-        """One event of a stream, of either API: text, or what a chat's delta holds, its thoughts included."""
+        """Parse one event of a stream: the text of a completion, or of a chat's delta, thoughts included."""
         try:
             event = untrusted.parse(data.encode())
             choice = (event.get("choices") or [{}])[0]
@@ -200,9 +200,9 @@ class Endpoint:
             names = ("content", "reasoning_content", "reasoning")
             parts = (choice.get("text"), *(delta.get(key) for key in names))
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RequestFailed("stream", "a chunk is none of the API's") from error
+            raise RequestFailed("stream", "a chunk does not have the form of the API") from error
         if event.get("error"):
-            raise RequestFailed("stream", f"the server broke off: {self._said(data)}")
+            raise RequestFailed("stream", f"the server broke off: {self._shown(data)}")
         return Piece(
             at,
             "".join(part for part in parts if isinstance(part, str)),

@@ -1,8 +1,8 @@
-"""How an endpoint wants to be asked: which of the two APIs, which model, which fields; asked of itself.
+"""The dialect of an endpoint: which of the two APIs, model and fields it takes, found by trying.
 
-OpenAI's API is what servers agree on, but not all take every field: `ignore_eos` (vLLM, llama.cpp) makes all
-answers equally long, `stream_options` makes streams end with a count of tokens; transformers refuses the one,
-and counts without the other.
+Servers agree on OpenAI's API, but not all take every field: `ignore_eos` (vLLM, llama.cpp) makes all
+answers equally long, `stream_options` makes streams end with a count of tokens; transformers refuses the
+first, and counts without the second.
 
 Prompts are plain words by a seed, which every endpoint takes. Each begins differently, so that no cache of
 prefixes answers for the model.
@@ -32,14 +32,14 @@ WORDS = (
 
 
 def words(count: int, seed: int | str) -> str:
-    """So many words."""
+    """Return `count` random words."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 @dataclass(frozen=True)
 class Dialect:
     """path: of the API behind the base URL; model: its name, None where it needs none. counts: whether the
-    server says how many tokens there were."""
+    server reports numbers of tokens."""
 
     path: str
     model: str | None
@@ -47,7 +47,7 @@ class Dialect:
     counts: bool = True
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """A request for a stream of at most so many tokens."""
+        """Return a request for a stream of at most `tokens` tokens."""
         asked: dict[str, Any] = {"stream": True, "max_tokens": tokens} | self.fields
         asked |= {"model": self.model} if self.model else {}
         if self.path == CHAT:
@@ -56,7 +56,7 @@ class Dialect:
 
 
 def learn(endpoint: Endpoint, model: str | None = None, seed: int = 0) -> Dialect:
-    """Ask until the endpoint answers, from all that we would like down to the least: completions before chat.
+    """Return the first dialect that the endpoint answers, from all fields to none: completions before chat.
 
     Raises RequestFailed with the server's own reason, and the names of models where it has several.
     """

@@ -1,4 +1,4 @@
-"""What the times of requests say: nothing here asks a server or reads a clock."""
+"""Statistics of the times of requests. Nothing here sends a request or reads a clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PERCENTILES = (50, 90, 99)
 class Timed:
     """One request. at: when each chunk with text came, in seconds of one clock.
 
-    prompt_tokens, output_tokens: as the server counted, None where it does not. error: its kind where it
-    failed, whose times count for nothing; message: what was said of it.
+    prompt_tokens, output_tokens: as the server counted, None where it does not. error: the kind of a failure;
+    times of failed requests are not counted. message: of the failure.
     """
 
     began: float
@@ -31,12 +31,12 @@ class Timed:
 
     @property
     def tokens(self) -> int:
-        """Those that came; where the server does not count, as many as chunks."""
+        """New tokens; where the server does not count, as many as chunks."""
         return len(self.at) if self.output_tokens is None else self.output_tokens
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90, p99 (linear between neighbours) and the mean; None for no values."""
+    """Return p50, p90, p99 (linear between neighbours) and the mean; None for no values."""
     if not values:
         return None
     found = np.percentile(values, PERCENTILES).tolist()
@@ -45,7 +45,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(requests: Sequence[Timed]) -> dict[str, Any]:
-    """The record of a level of load.
+    """Return the record of a level of load.
 
     ttft: from the start of a request to its first text. itl: between neighbouring chunks of one answer, all
     answers together; a chunk may hold several tokens (`tokens_per_chunk`). Tokens a second: of all requests,

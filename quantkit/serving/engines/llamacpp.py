@@ -28,12 +28,12 @@ KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items()
 
 
 def version() -> str | None:
-    """Of the wheel; None where it is not installed."""
+    """Return the version of the wheel; None where it is not installed."""
     return metadata.version(PACKAGE) if util.find_spec(PACKAGE) else None
 
 
 def library() -> Any:
-    """The wheel itself. Raises QuantkitError (exit code 4) where it is not installed."""
+    """Return the module of the wheel. Raises QuantkitError (exit code 4) where it is not installed."""
     if version() is None:
         raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
     return import_module(PACKAGE)
@@ -42,10 +42,10 @@ def library() -> Any:
 def parameters(
     path: Path, context: int, slots: int = 1, threads: int = 0, kv_dtype: str = "float16", device: str = "cpu"
 ) -> Any:
-    """llama.cpp's settings for a file: `context` tokens for each of `slots` sequences.
+    """Return llama.cpp's settings for a file: `context` tokens for each of `slots` sequences.
 
-    threads: 0 for llama.cpp's own choice. kv_dtype: a name of `KV_TYPES`. device: cpu, or whatever
-    llama.cpp was built for. Raises QuantkitError for a KV type that it has not (exit code 2), or where the
+    threads: 0 for llama.cpp's own choice. kv_dtype: a name of `KV_TYPES`. device: cpu, or another that
+    llama.cpp was built for. Raises QuantkitError for an unknown KV type (exit code 2), or where the
     wheel is not installed (4).
     """
     one_of(kv_dtype, KV_TYPES, f"llama.cpp has no KV cache of {kv_dtype}")
@@ -72,8 +72,8 @@ def stored_template(metadata: Mapping[str, Any]) -> str | None:
 def chat_template(
     metadata: Mapping[str, Any], given: str | None, today: date
 ) -> tuple[ChatTemplate, tuple[int, str]]:
-    """Return the chat template of a GGUF file, or the one `given`, for quantkit to render with limits; and id
-    and text of its BOS token, 0 and "" where it has none."""
+    """Return the chat template of a GGUF file, or the one `given`, which quantkit renders with limits; and id
+    and text of the BOS token, 0 and "" where there is none."""
     template = given or stored_template(metadata)
     special = special_tokens(metadata) if template else {}
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
@@ -94,8 +94,8 @@ def check_templates(path: Path, question: str) -> None:
                 chat_template(metadata, found, date.today())[0].render(said, answer=True)
             except QuantkitError as error:
                 hint = f"quantkit chat {path} --template FILE takes another one, or --raw none"
-                told = f"{path} cannot be served: llama.cpp would run its chat template without limits, and "
-                raise QuantkitError(told + error.message, hint, error.exit_code) from error
+                why = f"{path} cannot be served: llama.cpp would run its chat template without limits, and "
+                raise QuantkitError(why + error.message, hint, error.exit_code) from error
 
 
 class Session:
@@ -127,8 +127,8 @@ class Session:
     ) -> tuple[str, Mapping[str, float], bool]:
         """Continue a prompt by `tokens` at most: a text, or token ids and texts in turn.
 
-        asked: llama.cpp's own fields, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
-        stopped: asked after every token. Returns the text, llama.cpp's timings, and whether it has ended.
+        asked: llama.cpp's fields, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
+        stopped: called after every token. Returns the text, llama.cpp's timings, and whether it has ended.
         Raises QuantkitError (exit code 5) for a prompt that is too long.
         """
         given = prompt if isinstance(prompt, str) else list(prompt)
@@ -153,8 +153,8 @@ class Session:
     ) -> None:
         """Continue all prompts at once by exactly `tokens` tokens each, greedily and from the beginning.
 
-        arrived: told which prompt has new tokens, with llama.cpp's timings of it so far.
-        Raises QuantkitError with llama.cpp's words.
+        arrived: called with the index of a prompt that has new tokens, and its timings so far.
+        Raises QuantkitError with llama.cpp's message.
         """
 
         def receive(chunk: Mapping[str, Any]) -> None:
@@ -170,9 +170,9 @@ class Session:
         receive: Callable[[Mapping[str, Any]], None],
         stopped: Callable[[], bool] | None = None,
     ) -> None:
-        """Send a request, and pass on its chunks until the end, or until `stopped` says so.
+        """Send a request, and pass its chunks on until the end, or until `stopped()`.
 
-        Raises QuantkitError with llama.cpp's words, and whatever `receive` raises.
+        Raises QuantkitError with llama.cpp's message, and the errors of `receive`.
         """
         failed: list[BaseException] = []
 

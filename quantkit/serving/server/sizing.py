@@ -1,4 +1,4 @@
-"""How long sequences may be, how many at once, and what their cache takes, so that it fits: from the plan.
+"""The length of sequences, their number at once and their cache, so that all fits the memory.
 
 Memory is the device's (of a CPU what is free), times a fraction. Weights are what the files hold; the cache
 is counted as `quantkit plan` counts it, in pages.
@@ -15,14 +15,14 @@ from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.tables import size
 
-USUAL = 8192  # tokens of a sequence where nothing is said: what is reserved in advance would be memory lost
+USUAL = 8192  # tokens of a sequence by default, where the cache is reserved in advance
 SHORT, SHORTEST = 2048, 512
 
 
 @dataclass(frozen=True)
 class Room:
     """ctx: tokens of each of `parallel` sequences; cache_bytes: of all of them, at most what is free, None
-    where that is not known; cache_tokens: so many it holds. memory_bytes: of the device, for weights and
+    where unknown; cache_tokens: tokens that fit the cache. memory_bytes: of the device, for weights and
     cache; on_cpu: whether the device is the CPU."""
 
     ctx: int
@@ -44,14 +44,14 @@ def fit(
     reserves: bool,
     notes: list[str],
 ) -> Room:
-    """The most of what was asked for, or is usual, that fits; just that of a model of which nothing is known.
+    """Return the requested or default room, halved until it fits; unchanged for an unknown model.
 
-    What was asked for stays; what was not is halved: lengths to what is short, then sequences, then lengths
-    to what is of any use.
+    Requested numbers stay. Defaults are halved: lengths down to SHORT, then sequences, then lengths down to
+    SHORTEST.
 
-    usable: bytes for weights and cache; parallel: the engine's usual number; reserves: whether it takes the
-    memory of all sequences at their full length in advance, rather than in pages. notes: what a user should
-    know is added. Raises QuantkitError (exit code 5) where not even the least fits.
+    usable: bytes for weights and cache; parallel: the engine's default; reserves: whether the
+    engine allocates all sequences at their full length in advance, rather than in pages. notes: for the user,
+    appended to. Raises QuantkitError (exit code 5) where not even the least fits.
     """
     found, asked = source and source.settings, settings.tokens
     limit = found.context if found else None
@@ -70,7 +70,7 @@ def fit(
     dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
 
     def one(tokens: int) -> int:
-        """Bytes of one sequence in pages."""
+        """Return the bytes of one sequence in pages."""
         return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
 
     left, length, count = usable - weight_bytes, ctx, slots
@@ -84,7 +84,7 @@ def fit(
         else:
             raise QuantkitError(
                 f"weights of {size(weight_bytes)} and a cache of {size(each * (settings.parallel or 1))} do "
-                f"not fit in the {size(usable)} that may be used of the memory",
+                f"not fit the {size(usable)} of memory that may be used",
                 "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
                 RESOURCES,
             )

@@ -1,4 +1,4 @@
-"""What a draft gains, from acceptance, cost and k: Leviathan et al. 2023 (arXiv:2211.17192), section 3.
+"""Gain of a draft, from acceptance, cost and k: Leviathan et al. 2023 (arXiv:2211.17192), section 3.
 
     α   probability that a drafted token is accepted, each alike and independent          (definition 3.1)
     c   time to draft a token over the time of one step of the target alone               (definition 3.7)
@@ -21,8 +21,8 @@ from quantkit.serving.specdec.settings import MOST
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of the target. drafted: tokens it was given to check; accepted: how many it took, from the
-    first on; tokens: how many the text grew by, which is accepted + 1 unless the text ended before."""
+    """One pass of the target. drafted: tokens to check; accepted: number of them that the target took, from
+    the first on; tokens: new tokens of the text, accepted + 1 unless the text ended before."""
 
     drafted: int
     accepted: int
@@ -30,13 +30,14 @@ class Step:
 
     @property
     def judged(self) -> int:
-        """Drafted tokens that were looked at: what comes after a refused one never is. None is refused where
-        all were taken, nor where the text ended first."""
+        """Drafted tokens that were checked: tokens after a refused one are not. None is refused where all
+        were accepted, or the text ended first."""
         return self.accepted + (self.accepted < self.drafted and self.tokens > self.accepted)
 
 
 def acceptance(steps: Iterable[Step]) -> tuple[float | None, int]:
-    """α by maximum likelihood, None where nothing was drafted, and the tokens that it is estimated from.
+    """Return α by maximum likelihood, None where nothing was drafted, and the number of tokens it is
+    estimated from.
 
     A step accepts a < d of d drafted tokens with probability α^a (1 − α), and all with α^d: a geometric
     distribution cut at d. The likelihood is α^A (1 − α)^R with A tokens accepted and R steps that refused
@@ -48,20 +49,20 @@ def acceptance(steps: Iterable[Step]) -> tuple[float | None, int]:
 
 
 def standard_error(rate: float, judged: int) -> float:
-    """Of an α estimated from so many tokens."""
+    """Return the standard error of an α estimated from `judged` tokens."""
     return (rate * (1 - rate) / judged) ** 0.5
 
 
 def tokens_of_step(alpha: float, k: int) -> float:
-    """Tokens that a step is expected to yield (equation 1); k + 1 for α = 1, 1 for α = 0."""
+    """Return the expected tokens of a step (equation 1); k + 1 for α = 1, 1 for α = 0."""
     return sum(alpha**j for j in range(k + 1))
 
 
 def speedup(alpha: float, cost: float, k: int) -> float:
-    """Expected speed-up of decoding (theorem 3.8)."""
+    """Return the expected speed-up of decoding (theorem 3.8)."""
     return tokens_of_step(alpha, k) / (k * cost + 1)
 
 
 def best_k(alpha: float, cost: float) -> int:
-    """k of the largest expected speed-up; 0, do not draft, where none is above 1."""
+    """Return the k of the largest expected speed-up; 0 (do not draft) where none is above 1."""
     return max(range(MOST + 1), key=lambda k: speedup(alpha, cost, k))

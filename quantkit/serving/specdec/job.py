@@ -1,4 +1,4 @@
-"""A target with one draft after the other: opened, checked, loaded, measured."""
+"""A target with one draft after the other: checked, loaded, measured."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ SCHEMA = "quantkit.specdec/2"
 
 
 def refuse_unlike(record: dict[str, Any]) -> None:
-    """Raise QuantkitError (exit code 6) where a draft changed the text by more than rounding explains."""
+    """Raise QuantkitError (exit code 6) where a draft changed the text more than rounding can."""
     unlike = [row["draft"] for row in record["drafts"] if row["proof"] and not row["proof"]["alike"]]
     if unlike:
         raise QuantkitError(
-            f"text drafted by {', '.join(unlike)} is not the target's own",
-            "the rule that accepts tokens is at fault, or a kernel: do not use this pair",
+            f"text drafted by {', '.join(unlike)} differs from the target's own",
+            "do not use this pair: the rule that accepts tokens is wrong, or a kernel",
             VERIFICATION,
             record,
         )
@@ -43,7 +43,7 @@ def refuse_unlike(record: dict[str, Any]) -> None:
 def compare(
     target: Checkpoint, drafts: Sequence[Checkpoint | None], settings: Settings, progress: Progress
 ) -> dict[str, Any]:
-    """Measure every draft (None: prompt-lookup) beside the target alone, each in one run with it.
+    """Measure every draft (None: prompt-lookup) and the target alone in one run.
 
     Returns the versioned record; its drafts are those of `measure`, prompts_sha256 is that of the prompts'
     token ids, int64 little-endian. Raises QuantkitError where tokens differ or a context is too short, before
@@ -91,8 +91,8 @@ def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
 
 
 def _prompts(checkpoint: Checkpoint, settings: Settings) -> Tensor:
-    """Token ids, int64 `[prompts, tokens]`, of pieces of a text, or of the shipped text. Raises QuantkitError
-    when the text cannot be read or is too short."""
+    """Return token ids, int64 `[prompts, tokens]`, from the given or the shipped text. Raises QuantkitError
+    for a text that cannot be read or is too short."""
     given = {} if settings.text is None else {"calibration": str(settings.text)}
     options = CalibrationOptions(
         samples=settings.prompts, seqlen=settings.prompt_tokens, seed=settings.seed, **given

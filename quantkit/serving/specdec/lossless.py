@@ -1,8 +1,8 @@
-"""Proof that a draft changed nothing but the time: greedy text is token by token the target's own.
+"""Proof that a draft does not change the text: greedy text is token by token the target's own.
 
-A pass over several tokens rounds otherwise than one over a single token, so where two tokens are all but
-equal the texts may part: how close they were stands next to how far the target's own logits move with the
-length of a pass.
+A pass over several tokens rounds otherwise than one over a single token, so texts may part at two tokens with
+nearly equal logits. Their difference is compared with the change of the target's logits by the length of a
+pass.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from quantkit.evaluation.generate import first_difference
 def parting(
     target: nn.Module, prompt: Tensor, own: Sequence[int], drafted: Sequence[int]
 ) -> dict[str, Any] | None:
-    """Return where the drafted text leaves the target's own, or None. prompt: int64 `[1, tokens]`.
+    """Return the first difference between a drafted text and the target's own, or None.
 
-    index: of the new tokens. token, expected: the drafted text's and its own, None where one of the texts
-    ends there. margin: by how much the target, asked token by token, prefers its own choice (logits). noise:
-    the largest difference between its logits token by token and in one pass over the same text. tie: whether
-    rounding explains it, since both logits may move by the noise.
+    prompt: int64 `[1, tokens]`. index: of the new tokens. token, expected: the drafted text's and its own,
+    None where one of the texts ends there. margin: how much larger the logit of its own choice is, token by
+    token. noise: the largest difference between its logits token by token and in one pass over the same text.
+    tie: whether rounding explains the difference, since both logits may move by the noise.
     """
     index = first_difference(own, drafted)
     if index is None:
         return None
     single = _one_by_one(target, prompt, own)
     noise = (_at_once(target, prompt, own) - single).abs().max().item()
-    if index >= min(len(own), len(drafted)):  # one ended: no choice of the target explains that
+    if index >= min(len(own), len(drafted)):  # one text ended: rounding cannot explain that
         found = {"token": None, "expected": None, "margin": None, "tie": False}
     else:
         margin = (single[index, own[index]] - single[index, drafted[index]]).item()
@@ -42,14 +42,16 @@ def parting(
 
 
 def _at_once(model: nn.Module, prompt: Tensor, ids: Sequence[int]) -> Tensor:
-    """The logits that choose each new id, float32 on the CPU `[new tokens, vocabulary]`, in one pass."""
+    """Return the logits that choose each new id, float32 on the CPU `[new tokens, vocabulary]`.
+
+    All ids go through one pass."""
     whole = torch.cat([prompt, torch.tensor([list(ids)], device=prompt.device)], 1)
     out = model(input_ids=whole, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
     return out.to("cpu").float()
 
 
 def _one_by_one(model: nn.Module, prompt: Tensor, ids: Sequence[int]) -> Tensor:
-    """The same as the target alone computes it: the prompt, then a token a pass."""
+    """Return the logits of `_at_once` as the target alone computes them: the prompt, then a token a pass."""
     found, given, cache = [], prompt, None
     for token in ids:
         out = model(input_ids=given, past_key_values=cache, use_cache=True)

@@ -1,4 +1,4 @@
-"""A draft measured: every k beside the target alone, on the same prompts, interleaved; then the proof."""
+"""Measurement of a draft: every k and the target alone on the same prompts, interleaved; then the proof."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Repeats = Sequence[Sequence[Run]]  # by repeat, then by prompt
 def measure(
     draft: Checkpoint | None, pair: Pair, settings: Settings, counting: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Load a draft, warm up, run everything `settings.repeats` times, sum up, prove. counting: told runs done
-    and in all.
+    """Load a draft, warm up, run everything `settings.repeats` times, sum up, prove. counting: called with
+    the runs done and planned.
 
     Returns the record of a draft. alone: the target without it, of which seconds are of all texts, and
     step_seconds of a token once decoding. swept: see `sweep`. alpha, cost: α and c of all k together. Best k
@@ -68,7 +68,7 @@ def measure(
 
 
 def _seed(settings: Settings, repeat: int, prompt: int, k: int) -> int:
-    """One for each run."""
+    """Return a seed for each run."""
     place = (repeat * settings.prompts + prompt) * (MOST + 1) + k
     return (settings.seed * 1_000_003 + place) % 2**31
 
@@ -108,7 +108,7 @@ def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
 
 
 def _spread(values: Iterable[float]) -> dict[str, float]:
-    """Median over repeats, and the least and the largest of them."""
+    """Return median, least and largest of the repeats."""
     return dict(zip(("median", "low", "high"), np.quantile(list(values), (0.5, 0, 1)).tolist(), strict=True))
 
 
@@ -121,12 +121,12 @@ def _tokens(runs: Iterable[Run]) -> int:
 
 
 def _decoding(runs: Sequence[Run]) -> float:
-    """Seconds of a token once decoding."""
+    """Return the seconds of a token while decoding."""
     return _sum(runs, "decode_seconds") / max(1, _sum(runs, "decoded"))
 
 
 def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Repeats) -> dict[str, float]:
-    """Repeat by repeat: what slows the machine down meanwhile slows both."""
+    """Return the speed-up repeat by repeat: other load on the machine slows both."""
     pairs = zip(alone, repeats, strict=True)
     return _spread(seconds(plain) / max(seconds(runs), 1e-12) for plain, runs in pairs)
 
@@ -134,7 +134,8 @@ def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Re
 def _in_theory(
     swept: Sequence[Mapping[str, Any]], alpha: float | None, cost: float, model: bool
 ) -> dict[str, float]:
-    """By α and c; for a look-up, which often finds nothing to draft, of the k that were tried."""
+    """Return the best k and its speed-up by α and c; for prompt-lookup, which often drafts nothing, of the k
+    tried."""
     gains = {0: 1.0}
     if alpha is not None and model:
         gains = {(k := acceptance_rate.best_k(alpha, cost)): acceptance_rate.speedup(alpha, cost, k)}
@@ -145,12 +146,12 @@ def _in_theory(
 
 
 def _prove(pair: Pair, found: Mapping[int, Repeats]) -> dict[str, Any]:
-    """Compare drafted texts with the target's own: how many of each, tokens compared and alike up to where
-    texts parted, and where they did. alike: whether rounding explains every parting."""
+    """Compare drafted texts with the target's own: numbers of texts, equal texts and equal tokens, and the
+    first difference of each other text. alike: whether rounding explains all differences."""
     partings, texts, tokens = [], 0, 0
     for k, (prompt, own) in itertools.product([*found][1:], enumerate(found[0][0])):
         for one in {tuple(runs[prompt].ids): runs[prompt] for runs in found[k]}.values():
-            texts += 1  # one of each prompt and k: the same each time, one hopes
+            texts += 1  # usually one of each prompt and k
             parted = pair.part(prompt, own, one)
             tokens += len(own.ids) if parted is None else parted["index"]
             partings += [] if parted is None else [{"prompt": prompt, "k": k} | parted]

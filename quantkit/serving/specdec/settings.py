@@ -1,4 +1,4 @@
-"""What is asked of a target and its drafts: the flags of `quantkit specdec`."""
+"""The flags of `quantkit specdec`."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option
 from quantkit.serving.bench.settings import parse_list, require_numbers
 
-LOOKUP = "prompt-lookup"  # as a draft: what the text so far goes on with, where it has been there before
-MOST = 64  # tokens drafted at once, that a best k is looked for up to
+LOOKUP = "prompt-lookup"  # as a draft: the tokens that followed the last ones where the text had them before
+MOST = 64  # tokens drafted at once
 
 
 @dataclass(frozen=True)
 class Settings:
-    """temperature 0: the likeliest token, always."""
+    """Flags. temperature 0: the likeliest token."""
 
     k: str = option("1,2,4,8", "Tokens drafted for each pass: numbers, separated by commas.")
-    text: Path | None = option(None, "Text that prompts are cut from. (default: shipped text)")
-    prompts: int = option(8, "How many prompts.")
+    text: Path | None = option(None, "Text to cut prompts from. (default: shipped text)")
+    prompts: int = option(8, "Number of prompts.")
     prompt_tokens: int = option(64, "Tokens of each prompt.")
     tokens: int = option(64, "New tokens of each prompt, at most.", short="-n")
-    repeats: int = option(3, "Of every run; the median counts.")
-    temperature: float = option(0.0, "0: the likeliest token, always. Above: sample.")
-    seed: int = option(0, "Of prompts and sampling.")
+    repeats: int = option(3, "Runs of each prompt and k; the median counts.")
+    temperature: float = option(0.0, "0: the likeliest token. Above: sample.")
+    seed: int = option(0, "Seed of prompts and sampling.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of all models. auto: the target's where the hardware has it."
     )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: cuda where there is one.")
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class Settings:
         return found
 
     def check(self) -> None:
-        """Raise QuantkitError for values that make no sense."""
+        """Raise QuantkitError for invalid values."""
         require_numbers(
             ("--prompts", self.prompts, 1), ("--prompt-tokens", self.prompt_tokens, 2),
             ("--tokens", self.tokens, 4), ("--repeats", self.repeats, 1),

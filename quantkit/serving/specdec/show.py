@@ -1,4 +1,4 @@
-"""The result on a terminal: first whether drafting pays, then the figures, then the proof."""
+"""The result for people: first whether drafting pays, then the figures, then the proof."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None
 
 
 def verdict(draft: Mapping[str, Any]) -> str:
-    """In a line, and first of all, whether it pays."""
+    """Return whether drafting pays, in a line."""
     best, name = draft["measured"], draft["draft"]
     net = next(row["net"] for row in draft["swept"] if row["k"] == best["k"])
     said = f"{best['speedup']:.2f}x at best (k = {best['k']})"
@@ -57,7 +57,7 @@ def verdict(draft: Mapping[str, Any]) -> str:
 
 def _row(row: Mapping[str, Any]) -> list[str]:
     names = ("tokens_per_step", "expected_tokens", "alpha", "cost", "check")
-    spread = (row["net"]["high"] - row["net"]["low"]) / 2  # of one repeat, nothing is known
+    spread = (row["net"]["high"] - row["net"]["low"]) / 2  # unknown for one repeat
     return [
         str(row["k"]),
         *("–" if row[name] is None else f"{row[name]:.2f}" for name in names),
@@ -71,7 +71,7 @@ def _row(row: Mapping[str, Any]) -> list[str]:
 def _theory(draft: Mapping[str, Any]) -> list[str]:
     alpha, best = draft["alpha"], draft["in_theory"]
     if alpha is None:
-        return ["nothing was found to draft: the texts say nothing twice"]
+        return ["nothing was drafted: the texts repeat nothing"]
     gain = f"{best['speedup']:.2f}x" if best["k"] else "no k gains anything"
     told = f"α = {alpha:.2f}, c = {draft['cost']:.2f}: {gain}"
     measured = f"{draft['measured']['k']} ({draft['measured']['speedup']:.2f}x net)"

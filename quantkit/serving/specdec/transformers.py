@@ -1,8 +1,7 @@
-"""transformers' assisted generation, every step of it noted: what was drafted, what was kept, how long.
+"""transformers' assisted generation, with every step recorded: drafted tokens, kept tokens, seconds.
 
-Nothing here drafts or checks. Hooks on the target's forward pass see what it is given to check, a streamer
-sees what is kept: both are public. k stays k: transformers would by default draft fewer tokens as the draft
-grows unsure, and change k as it goes.
+Nothing here drafts or checks. A hook on the target's forward pass sees the tokens to check, a streamer the
+kept ones. k is constant: by default transformers drafts fewer tokens where the draft is unsure, and adapts k.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own defau
 @dataclass(frozen=True)
 class Run:
     """One text: the ids of its new tokens, and each pass of the target. seconds: of the whole call;
-    decode_seconds: after the first pass. drafting, checking: what these are made of, between passes of the
-    target, and from the start of a pass until its tokens are chosen."""
+    decode_seconds: after the first pass. drafting, checking: its parts, between passes of the target, and
+    from the start of a pass until its tokens are chosen."""
 
     ids: list[int]
     steps: list[Step]
@@ -47,7 +46,7 @@ class Run:
 
     @property
     def decoded(self) -> int:
-        """Tokens that came after those of the first pass."""
+        """Tokens after those of the first pass."""
         return len(self.ids) - self.steps[0].tokens
 
 
@@ -75,19 +74,19 @@ class Pair:
         self.draft: nn.Module | None = None
 
     def load(self, draft: Checkpoint | None) -> dict[str, Any]:
-        """Take this draft from now on; return what target and draft take in memory."""
+        """Load a draft; return the memory of target and draft."""
         self.draft, size = (None, None) if draft is None else self._load(draft)
         return {"target_memory": self._size, "draft_memory": size}
 
     def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
-        """The model; bytes of its weights in memory, of keys and values of one text (None where they are not
-        known), and of the tensors as they lie on disk; its kernels, and why weights are not packed."""
+        """Return the model; bytes of its weights in memory, of keys and values of one text (None where
+        unknown), and of the tensors on disk; its kernels, and why weights are not packed."""
         tokens = self._settings.prompt_tokens + self._settings.tokens
         loaded = engine.load(checkpoint, self._dtype, self._device, tokens)
         if loaded.model._is_stateful:  # transformers refuses them as targets, and fails with them as drafts
             raise QuantkitError(
-                f"{checkpoint.source} keeps a recurrent state, out of which no token can be taken back",
-                "speculative decoding needs a model that keeps keys and values alone",
+                f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back",
+                "choose a model with attention alone",
                 UNSUPPORTED,
             )
         return loaded.model, {
@@ -104,7 +103,7 @@ class Pair:
         return generate(self._model, self._prompts[prompt, None], how, self._ends, k, self.draft)
 
     def part(self, prompt: int, own: Run, drafted: Run) -> dict[str, Any] | None:
-        """Return where a drafted text leaves the target's own: see `lossless.parting`."""
+        """Return the first difference of a drafted text: see `lossless.parting`."""
         return lossless.parting(self._model, self._prompts[prompt, None], own.ids, drafted.ids)
 
 
@@ -141,7 +140,7 @@ def generate(
 
 @dataclass
 class _Notes(BaseStreamer):
-    """Takes the time whenever the target begins a pass, and when its tokens have been chosen."""
+    """Recorder of the times when the target begins a pass, and when its tokens have been chosen."""
 
     device: torch.device
     given: list[Tensor] = field(default_factory=list)  # what each pass was given
@@ -185,6 +184,6 @@ class _Notes(BaseStreamer):
 
 
 def step(drafted: Sequence[int], kept: Sequence[int]) -> Step:
-    """A refused token is never the one chosen in its place: what was accepted is what agrees."""
+    """Return the step of drafted and kept tokens: accepted tokens are those that agree."""
     parted = first_difference(drafted, kept)
     return Step(len(drafted), len(drafted) if parted is None else parted, len(kept))
