@@ -172,8 +172,8 @@ def test_a_wider_embedding_is_refused(refuse, target, tiny_model):
     ("options", "said"),
     [
         (["--k", "0"], "--k 0 makes no sense"),
-        (["--k", "1,x"], "is no list of numbers"),
-        (["--k", ""], "is no list of numbers"),
+        (["--k", "1,x"], "is not a list of numbers"),
+        (["--k", ""], "is not a list of numbers"),
         (["--tokens", "1"], "--tokens 1 makes no sense"),
         (["--repeats", "0"], "--repeats 0 makes no sense"),
         (["--temperature", "-1"], "--temperature -1 makes no sense"),

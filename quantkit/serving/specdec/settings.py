@@ -8,7 +8,7 @@ from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option
-from quantkit.serving.bench.settings import parse_list, require_numbers
+from quantkit.serving.bench.settings import require_numbers
 
 LOOKUP = "prompt-lookup"  # as a draft: the tokens that followed the last ones where the text had them before
 MOST = 64  # tokens drafted at once
@@ -34,7 +34,11 @@ class Settings:
     @property
     def ks(self) -> tuple[int, ...]:
         """Tokens drafted at once, each number once, in order. Raises QuantkitError for anything else."""
-        found = parse_list("--k", self.k)
+        try:
+            found = tuple(sorted({int(part) for part in self.k.split(",")}))
+        except ValueError as error:
+            hint = "for example --k 1,2,4,8"
+            raise QuantkitError(f"--k {self.k!r} is not a list of numbers", hint, USAGE) from error
         if not 1 <= found[0] <= found[-1] <= MOST:
             raise QuantkitError(f"--k {self.k} makes no sense", f"choose numbers from 1 to {MOST}", USAGE)
         return found
