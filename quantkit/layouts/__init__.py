@@ -128,10 +128,6 @@ class Layout(ABC):
     def check(self, spec: LinearSpec) -> str | None:
         """Why this layout cannot hold `spec`, with the fix; None when it can."""
 
-    def check_model(self, model_type: str) -> str | None:
-        """Why clients would misread this layout for a whole family of models, with the fix; None if not."""
-        return None
-
     def check_experts(self, linears: int) -> str | None:
         """Why no client reads experts of so many linears each in this layout; None where one does."""
         return None

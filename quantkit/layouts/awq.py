@@ -25,10 +25,6 @@ NAME = "awq"
 BITS = 4
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PER_WORD = len(ORDER)
-# Where transformers replaces an activation by a scaled one (integrations/awq.py, AWQ_SCALES_MAPPINGS).
-ACTIVATION_SCALES = (
-    "starcoder2", "RefinedWebModel", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom"
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,15 +38,6 @@ class AwqLayout(Layout):
     label = NAME
     suffixes = ("qweight", "qzeros", "scales")
     floats = ("scales",)
-
-    def check_model(self, model_type: str) -> str | None:
-        """Refuses the families in which transformers looks for scales of an activation."""
-        if model_type in ACTIVATION_SCALES:
-            return (
-                f"awq checkpoints of {model_type} hold scales of activations for transformers, which "
-                "quantkit folds into weights: use --layout compressed-tensors"
-            )
-        return None
 
     def check(self, spec: LinearSpec) -> str | None:
         """The configuration has one width, one group size and one kind of zero point for all linears."""
