@@ -56,7 +56,7 @@ class AffineGrid(WholeLevels):
         return 2**self.bits - 1
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> AffineParams:
-        """Scale and zero, each `[rows]`, for `weight [rows, group_size]`; `importance` as in Grid."""
+        """Return scale and zero, each `[rows]`, for `weight [rows, group_size]`; `importance` as in Grid."""
         weight = weight.contiguous()
         scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
         scale = _storable(scale)
@@ -67,15 +67,15 @@ class AffineGrid(WholeLevels):
         return AffineParams(_storable(scale).float(), zero)
 
     def plain(self) -> AffineGrid:
-        """The grid that covers each group's full range."""
+        """Return the grid that covers each group's full range."""
         return replace(self, search=False, clip=False)
 
     def describe(self) -> str:
-        """`4 bit, groups of 128`."""
+        """Return `4 bit, groups of 128`."""
         return f"{self.bits} bit, groups of {self.group_size}"
 
     def _range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and zero that cover `low` to `high`, where zero lies between."""
+        """Return scale and zero that cover `low` to `high`, where zero lies between."""
         if self.symmetric:
             half = torch.maximum(-low, high)
             return half * 2 / self.max_code, torch.full_like(half, 2 ** (self.bits - 1))
@@ -101,7 +101,7 @@ class AffineGrid(WholeLevels):
     def _best(
         self, x: Tensor, weighted: Tensor, zero: Tensor, importance: Tensor | None, buffers: list[Tensor]
     ) -> Tensor:
-        """The best scale for groups `x [rows, group_size]`."""
+        """Return the best scale for groups `x [rows, group_size]`."""
         stages = _candidates(self.bits, x.dtype, x.device)
         gains, scales, ranges = x.new_empty(3, sum(map(len, stages)), len(x))
         best, done = 0, 0
@@ -122,7 +122,7 @@ class AffineGrid(WholeLevels):
         return torch.where(scale > 0, scale, 1)
 
     def _clamp(self, steps: Tensor, zero: Tensor) -> Tensor:
-        """code - zero `[..., rows, group_size]` within what there is, in place."""
+        """Clamp code - zero `[..., rows, group_size]` to valid codes, in place."""
         if self.symmetric:
             half = 2 ** (self.bits - 1)
             return steps.clamp_(-half, self.max_code - half)
@@ -131,56 +131,56 @@ class AffineGrid(WholeLevels):
         return torch.minimum(steps, lowest + self.max_code, out=steps)
 
     def clipped(self, params: AffineParams) -> int:
-        """How many scales lie at the end of float16's range, where weights may be lost."""
+        """Count scales at the ends of float16's range, where weights may be lost."""
         ends = (params.scale <= SCALE_MIN) | (params.scale >= SCALE_MAX)
         return int(ends.sum())
 
     def round(self, weight: Tensor, params: AffineParams) -> Tensor:
-        """Nearest codes (half to even), uint8, for `weight [rows, group_size]`."""
+        """Return nearest codes (half to even), uint8, for `weight [rows, group_size]`."""
         codes = (weight / params.scale[:, None]).round_().add_(params.zero[:, None])
         return codes.clamp_(0, self.max_code).to(torch.uint8)
 
     def steps(self, params: AffineParams) -> tuple[Tensor, Tensor]:
-        """The scale, and the code that stands for 0 times it, both `[1, rows]`."""
+        """Return the scale, and the code that stands for 0 times it, both `[1, rows]`."""
         return params.scale[None], (params.scale * params.zero)[None]
 
     def decode(self, codes: Tensor, params: AffineParams) -> Tensor:
-        """Values, float32 `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`."""
         return (codes.float() - params.zero[:, None]) * params.scale[:, None]
 
     def nearest(self, weight: Tensor, params: AffineParams) -> Tensor:
-        """`decode(round(weight, params), params)`, `[rows, group_size]`; in place of `weight`."""
+        """Return `decode(round(weight, params), params)`, `[rows, group_size]`; in place of `weight`."""
         scale = params.scale[:, None]
         return self._clamp(weight.div_(scale).round_(), params.zero).mul_(scale)
 
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
-        """Scales times `factor [rows]`, rounded to float16."""
+        """Return scales times `factor [rows]`, rounded to float16."""
         return AffineParams(_storable(params.scale * factor), params.zero)
 
     def floats(self, params: AffineParams) -> dict[str, Tensor]:
-        """The scales; zero points are stored as codes."""
+        """Return the scales; zero points are stored as codes."""
         return {"scale": params.scale.float()}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """float16 scales above 0."""
+        """Round scales to float16 above 0."""
         return {name: _storable(scale) for name, scale in floats.items()}
 
 
 @cache
 def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Shares of the full range, then what is added to the best of them, `[candidates, 1]` each."""
+    """Return shares of the full range, then what is added to the best of them, `[candidates, 1]` each."""
     step = STEP[bits]
     stages = [1 - k * step for k in RANGES], [step, -step]
     return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
 
 
 def _power(steps: Tensor, importance: Tensor | None) -> Tensor:
-    """Σ h c² over the last dimension; `steps` are used up."""
+    """Return Σ h c² over the last dimension; `steps` are used up."""
     if importance is None:
         return torch.linalg.vector_norm(steps, dim=2).square_()
     return steps.square_() @ importance
 
 
 def _storable(scale: Tensor) -> Tensor:
-    """The nearest float16 scale that loses no weight; an all-zero group gets 1 (any would do)."""
+    """Return the nearest float16 scale that loses no weight; an all-zero group gets 1 (any would do)."""
     return torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX)).half().to(scale.dtype)

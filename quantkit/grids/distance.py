@@ -1,4 +1,4 @@
-"""How far a decoded weight lies from the one it was made of: what can be measured again without any text."""
+"""Distances between a decoded weight and its original, measured without any text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ ROUNDS = 6  # of fitting rows and columns in turn
 
 
 def relative_distance(found: Tensor, wanted: Tensor) -> float:
-    """`|found - wanted| / |wanted|` of tensors of one shape; 0 where both are zeros alone."""
+    """Return `|found - wanted| / |wanted|` of tensors of one shape; 0 where both are zeros alone."""
     lost, whole = (found.float() - wanted.float()).norm(), wanted.float().norm()
     return 0.0 if not (lost.any() or whole.any()) else (lost / whole).item()
 
 
 def weight_error(weight: Tensor, values: Tensor) -> float:
-    """`|W - Ŵ|² / |W|²` of matrices `[out, in]`."""
+    """Return `|W - Ŵ|² / |W|²` of matrices `[out, in]`."""
     sums = torch.empty(len(weight), 2, device=weight.device)
     by_rows(
         lambda value, wanted: torch.stack(
@@ -33,7 +33,7 @@ def weight_error(weight: Tensor, values: Tensor) -> float:
 
 
 def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
-    """`|V - Ŵ|² / |V|²` for the `V = diag(r) W diag(c)` nearest to `Ŵ [out, in]`: the same, whatever a
+    """Return `|V - Ŵ|² / |V|²` for the `V = diag(r) W diag(c)` nearest to `Ŵ [out, in]`: the same, whatever a
     transform that folds scales into neighbours multiplied the rows and columns of W with.
 
     Least squares for r and for c in turn; each leaves an error some 1/√width of the one before.
@@ -62,5 +62,5 @@ def _rows(weight: Tensor) -> int:
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:
-    """1 where nothing tells, as of a row of zeros."""
+    """Return `above / below`; 1 for rows of zeros."""
     return torch.where(below > 0, above / below.clamp(min=1e-30), 1.0)

@@ -56,7 +56,7 @@ class Float8Grid(Grid):
         return self.rows > 1
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
-        """Scales `[rows]` of `weight [rows, group_size]`, a row each."""
+        """Return scales `[rows]` of `weight [rows, group_size]`, a row each."""
         if not self.search:
             peak = by_rows(lambda part: part.abs().amax(1), weight.new_empty(len(weight)), weight)
             return Float8Params(self._scale(peak))
@@ -64,7 +64,7 @@ class Float8Grid(Grid):
         return Float8Params(by_rows(lambda part: self._searched(part[:, None], importance), scale, weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
-        """Scales `[out, groups]` for `weight [out, in]`, one for the rows of a block."""
+        """Return scales `[out, groups]` for `weight [out, in]`, one for the rows of a block."""
         if self.rows == 1:
             return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
         blocks = pad(weight, (0, 0, 0, -len(weight) % self.rows)).unflatten(0, (-1, self.rows))
@@ -76,11 +76,12 @@ class Float8Grid(Grid):
         return Float8Params(self._over_rows(scale, len(weight)))
 
     def _over_rows(self, scale: Tensor, out_features: int) -> Tensor:
-        """Scales of blocks, repeated for each row."""
+        """Return scales of blocks, repeated for each row."""
         return scale.repeat_interleave(self.rows, 0)[:out_features]
 
     def _scale(self, peak: Tensor) -> Tensor:
-        """With which `peak` becomes 448, as it will be stored; that of nothing but zeros is any."""
+        """Return the scale with which `peak` becomes 448, as it will be stored; that of nothing but zeros is
+        any."""
         scale = self._stored(peak / LARGEST)
         return torch.where(scale == 0, torch.finfo(self.stored).eps, scale)
 
@@ -88,7 +89,7 @@ class Float8Grid(Grid):
         return scale.to(self.stored).float()
 
     def _searched(self, blocks: Tensor, importance: Tensor | None) -> Tensor:
-        """The scale of least squared error of each of `blocks [n, rows, columns]`, `[n]`."""
+        """Return the scale of least squared error of each of `blocks [n, rows, columns]`, `[n]`."""
         base = self._scale(blocks.abs().amax((1, 2)))
         best, least = base, None
         for stretch in STRETCHES:
@@ -101,11 +102,11 @@ class Float8Grid(Grid):
         return best
 
     def plain(self) -> Float8Grid:
-        """The same with scales by the largest weight."""
+        """Return the grid with scales by the largest weight."""
         return replace(self, search=False)
 
     def round(self, weight: Tensor, params: Float8Params) -> Tensor:
-        """Codes of the nearest values, half to even, uint8 `[rows, group_size]`."""
+        """Return codes of the nearest values, half to even, uint8 `[rows, group_size]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         return by_rows(
             lambda part, scale: to_float8(part / scale[:, None]).view(torch.uint8),
@@ -115,7 +116,7 @@ class Float8Grid(Grid):
         )
 
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
-        """Their values; `weight` is used up."""
+        """Return the nearest values; `weight` is used up."""
 
         def work(part: Tensor, scale: Tensor, out: Tensor) -> None:
             torch.mul(nearest(part / scale[:, None]), scale[:, None], out=out)
@@ -123,7 +124,7 @@ class Float8Grid(Grid):
         return fill_rows(work, weight, weight, params.scale)
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
-        """Values, float32 `[rows, group_size]`, of bytes `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`, of bytes `[rows, group_size]`."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         return fill_rows(
             lambda part, scale, out: torch.mul(from_float8(part), scale[:, None], out=out),
@@ -133,54 +134,54 @@ class Float8Grid(Grid):
         )
 
     def steps(self, params: Float8Params) -> tuple[Tensor, Tensor]:
-        """The scale, and 0, both `[1, rows]`."""
+        """Return the scale, and 0, both `[1, rows]`."""
         return params.scale[None], torch.zeros_like(params.scale)[None]
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """The nearest levels, into `out`."""
+        """Write the nearest levels, into `out`."""
         out.copy_(nearest(target))
 
     def levels(self, codes: Tensor) -> Tensor:
-        """What codes stand for."""
+        """Return the values of codes."""
         return from_float8(codes)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Codes of levels, into `out`."""
+        """Write codes of levels, into `out`."""
         out.copy_(to_float8(levels).view(torch.uint8))
 
     def scaled(self, params: Float8Params, factor: Tensor) -> Float8Params:
-        """Scales times `factor [rows]`; the rows of a block keep the one they share."""
+        """Return scales times `factor [rows]`; the rows of a block keep the one they share."""
         if self.rows > 1:
             return params
         return Float8Params(self._stored(params.scale * factor))
 
     def floats(self, params: Float8Params) -> dict[str, Tensor]:
-        """Scales `[out / rows, groups]`."""
+        """Return scales `[out / rows, groups]`."""
         return {"scale": params.scale[:: self.rows]} if self.rows else super().floats(params)
 
     def with_floats(self, params: Float8Params, floats: Mapping[str, Tensor]) -> Float8Params:
-        """Those of a block go to all of its rows."""
+        """Repeat the scales of a block over its rows."""
         return Float8Params(self._over_rows(floats["scale"], len(params.scale)))
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As they are stored."""
+        """Round scales to the stored precision."""
         return {name: self._stored(scale) for name, scale in floats.items()}
 
     def describe(self) -> str:
-        """`float8 e4m3, groups of 768`, or blocks."""
+        """Return `float8 e4m3, groups of 768`, or blocks."""
         if self.rows > 1:
             return f"float8 e4m3, blocks of {self.rows} × {self.group_size}"
         return f"float8 e4m3, groups of {self.group_size}"
 
 
 def to_float8(values: Tensor) -> Tensor:
-    """The nearest values of e4m3, half to even; what is larger than all becomes the largest."""
+    """Return the nearest values of e4m3, half to even; what is larger than all becomes the largest."""
     return values.clamp(-LARGEST, LARGEST).to(FLOAT8)
 
 
 def from_float8(codes: Tensor) -> Tensor:
-    """What bytes stand for, float32. On a CPU in a fifth of the time that torch takes: the digits of e4m3 are
-    the upper ones of a float16, whose exponent is 8 larger. Codes that are no numbers go torch's way."""
+    """Return the values of bytes, float32. On a CPU in a fifth of torch's time: the digits of e4m3 are the
+    upper ones of a float16 with an exponent larger by 8. Codes of NaN go through torch."""
     if codes.device.type != "cpu" or not codes.numel() or (codes & 127).amax() == NAN:
         return codes.view(FLOAT8).float()
     halves = (codes.view(torch.int8).short() << 7).bitwise_and_(~UPPER_EXPONENT)
@@ -188,8 +189,8 @@ def from_float8(codes: Tensor) -> Tensor:
 
 
 def nearest(values: Tensor) -> Tensor:
-    """The same in float32, several times as fast on a CPU as there and back: beside a number 2^20 times as
-    large, three binary digits behind the first are all that fits."""
+    """Round to the nearest values of e4m3 in float32, on a CPU faster than two conversions: added to a number
+    2^20 times as large, a value keeps three binary digits after the first."""
     values = values.clamp(-LARGEST, LARGEST)
     large = ((values.abs().clamp_(min=SMALLEST).view(torch.int32) & EXPONENT) + SHIFT | HALF).view(
         torch.float32

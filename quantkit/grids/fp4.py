@@ -55,7 +55,7 @@ class Fp4Params:
 
     @property
     def step(self) -> Tensor:
-        """What a value of 1 stands for."""
+        """The weight that a value of 1 represents."""
         return self.scale / self.divisor
 
 
@@ -65,17 +65,17 @@ class Fp4Levels(TableLevels):
     level_table = tuple(-value for value in POSITIVE[:0:-1]) + POSITIVE
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Values of codes in UNITS."""
+        """Return values of codes in UNITS."""
         return torch.take(values_by_code(codes.device), codes.long()).mul_(UNITS)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Codes of levels, into `out`."""
+        """Write codes of levels, into `out`."""
         torch.take(_codes_by_place(levels.device), self._places(levels), out=out)
 
 
 @dataclass(frozen=True)
 class Fp4Grid(Fp4Levels):
-    """What both have in common. search: try other scales than the one by which the largest weight fits.
+    """Base of MXFP4 and NVFP4. search: try other scales than the one that fits the largest weight.
 
     A subclass has `_candidates(largest)`, scales `[candidates, rows]` for groups whose largest weights, times
     the divisor, are `[rows]`, the best one without a search first; and `_storable(scale)`, the nearest scale
@@ -86,19 +86,19 @@ class Fp4Grid(Fp4Levels):
     bits = 4
 
     def plain(self) -> Fp4Grid:
-        """The grid whose scales fit the largest weight of a group."""
+        """Return the grid whose scales fit the largest weight of a group."""
         return replace(self, search=False)
 
     def _divisor(self, weight: Tensor) -> float:
-        """What scales for groups `weight [rows, group_size]` are divided by."""
+        """Return the divisor of scales for groups `weight [rows, group_size]`."""
         return 1.0
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Scales `[rows]` of `weight [rows, group_size]`; `importance` as in Grid."""
+        """Return scales `[rows]` of `weight [rows, group_size]`; `importance` as in Grid."""
         return self.fit_columns(weight.t().contiguous(), importance)
 
     def fit_columns(self, columns: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """`fit` for groups `columns [group_size, rows]`; `importance` may be of that shape, too."""
+        """Return `fit` for groups `columns [group_size, rows]`; `importance` may be of that shape, too."""
         divisor = self._divisor(columns)
         candidates = self._candidates(columns.abs().amax(0).mul_(divisor))
         scale = candidates[0].clone()
@@ -111,8 +111,8 @@ class Fp4Grid(Fp4Levels):
         return Fp4Params(scale, torch.full_like(scale, divisor))
 
     def _best(self, x: Tensor, candidates: Tensor, weights: Tensor, out: Tensor, divisor: float) -> None:
-        """Of `candidates [candidates, rows]` those of least error for groups `x [group_size, rows]`, weighted
-        by `weights` of that shape."""
+        """Put the scales of least error among `candidates [candidates, rows]` into `out`, for groups
+        `x [group_size, rows]` and `weights` of that shape."""
         step = candidates[:, None] / (divisor * UNITS)
         levels = x / step
         self.snap(levels, levels)
@@ -120,7 +120,7 @@ class Fp4Grid(Fp4Levels):
         out.copy_(candidates.gather(0, lost.argmin(0, keepdim=True))[0])
 
     def round(self, weight: Tensor, params: Fp4Params) -> Tensor:
-        """Codes of the nearest values, uint8 `[rows, group_size]`; halfway away from zero."""
+        """Return codes of the nearest values, uint8 `[rows, group_size]`; halfway away from zero."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Fp4Grid(Fp4Levels):
         return by_rows(work, codes, weight, params.step[:, None] / UNITS)
 
     def decode(self, codes: Tensor, params: Fp4Params) -> Tensor:
-        """Values, float32 `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
@@ -138,16 +138,16 @@ class Fp4Grid(Fp4Levels):
         return by_rows(work, values, codes, params.step[:, None])
 
     def traced(self, codes: Tensor, params: Fp4Params) -> Tensor:
-        """Values, float32 `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`."""
         return torch.take(values_by_code(codes.device), codes.long()) * params.step[:, None]
 
     def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
-        """The step in UNITS, and 0, both `[1, rows]`."""
+        """Return the step in UNITS, and 0, both `[1, rows]`."""
         step = params.step / UNITS
         return step[None], torch.zeros_like(step)[None]
 
     def scaled(self, params: Fp4Params, factor: Tensor) -> Fp4Params:
-        """Scales times `factor [rows]`, rounded to what can be stored."""
+        """Return scales times `factor [rows]`, rounded to what can be stored."""
         return replace(params, scale=self._storable(params.scale * factor))
 
 
@@ -158,11 +158,11 @@ class MxFp4Grid(Fp4Grid):
     group_size = 32
 
     def describe(self) -> str:
-        """How a plan names it."""
+        """Return the name in plans."""
         return "mxfp4, groups of 32"
 
     def floats(self, params: Fp4Params) -> dict[str, Tensor]:
-        """Raises QuantkitError: a power of two can only be doubled."""
+        """Raise QuantkitError: a power of two can only be doubled."""
         raise QuantkitError(
             f"{self.describe()}: its scales are powers of two, too far apart to be trained",
             "compress the teacher in another format, such as nvfp4",
@@ -170,8 +170,8 @@ class MxFp4Grid(Fp4Grid):
         )
 
     def _candidates(self, largest: Tensor) -> Tensor:
-        """By the specification the largest weight is to be above 2 and below 4 times 2: it may be cut off.
-        Then half and twice as much, which cuts off more or nothing."""
+        """Return the scale of the specification, by which the largest weight lies between 4 and 8 and may be
+        cut off; then half and twice as much."""
         exponent = torch.frexp(largest).exponent - 3  # floor(log2) - 2
         exponent = torch.where(largest > 0, exponent, 0)
         steps = torch.tensor([0, -1, 1], device=largest.device)[: 3 if self.search else 1]
@@ -201,17 +201,17 @@ class NvFp4Grid(Fp4Grid):
         return self.divisor is None
 
     def describe(self) -> str:
-        """How a plan names it."""
+        """Return the name in plans."""
         return "nvfp4, groups of 16"
 
     def together(self, weights: Sequence[Tensor]) -> NvFp4Grid:
-        """With a divisor that suits all of `weights [out_k, in]`."""
+        """Return a copy with a divisor that suits all of `weights [out_k, in]`."""
         if self.divisor is not None:
             return self
         return replace(self, divisor=divisor_of(max(_largest(weight) for weight in weights)))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Parameters `[out, in / 16]`, with one divisor."""
+        """Return parameters `[out, in / 16]`, with one divisor."""
         grid = self.together([weight])
         return super(NvFp4Grid, grid).fit_matrix(weight, importance)
 
@@ -229,20 +229,20 @@ class NvFp4Grid(Fp4Grid):
         return scale.clamp(E4M3_MIN, E4M3_MAX).to(FLOAT8).float()
 
     def clipped(self, params: Fp4Params) -> int:
-        """How many scales lie at the upper end of e4m3."""
+        """Count scales at the upper end of e4m3."""
         return int((params.scale >= E4M3_MAX).sum())
 
     def floats(self, params: Fp4Params) -> dict[str, Tensor]:
-        """The scales, as they are before the division."""
+        """Return the scales, as they are before the division."""
         return {"scale": params.scale}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """e4m3 above 0."""
+        """Round scales to e4m3 above 0."""
         return {name: self._storable(scale) for name, scale in floats.items()}
 
 
 def divisor_of(largest: float) -> float:
-    """A power of two by which the scales of a matrix with this largest weight are multiplied."""
+    """Return a power of two by which the scales of a matrix with this largest weight are multiplied."""
     if not 0 < largest < torch.inf:
         return 1.0
     _, exponent = torch.frexp(torch.tensor(E4M3_TOP * LARGEST / largest))
@@ -256,14 +256,15 @@ def _largest(weight: Tensor) -> float:
 
 @cache
 def values_by_code(device: torch.device) -> Tensor:
-    """Of every code, float32 `[16]`; 8 is a zero, too."""
+    """Return the value of each code, float32 `[16]`; code 8 is a second zero."""
     positive = torch.tensor(MAGNITUDES)
     return torch.cat([positive, -positive]).to(device)
 
 
 @cache
 def _codes_by_place(device: torch.device) -> Tensor:
-    """Code of what lies between a whole number of UNITS and the next one away from zero (see TableLevels)."""
+    """Return code of what lies between a whole number of UNITS and the next one away from zero (see
+    TableLevels)."""
     positive = torch.tensor(POSITIVE)
     places = torch.arange(POSITIVE[-1] + 1) + 0.5
     codes = torch.bucketize(places, (positive[1:] + positive[:-1]) / 2)

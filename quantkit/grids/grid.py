@@ -1,4 +1,4 @@
-"""What a grid is, and the parameters of many groups: joined, sliced, chosen between row by row."""
+"""The base class of grids, and operations on parameters of many groups: join, slice, select."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Params = TypeVar("Params", bound=Any)
 
 
 class Grid:
-    """How groups of `group_size` neighbouring columns of `W [out, in]` are quantized: all that solvers and
-    transforms ask of a grid. A grid overrides what raises here, and of the rest what it knows better.
+    """The quantization of groups of `group_size` neighbouring columns of `W [out, in]`: everything that
+    solvers and transforms need. A grid overrides what raises here, and of the rest what it knows better.
 
     Error feedback works column by column, so columns can be rounded by themselves, too: in every grid
     `value = step * level - low` with one step and low for `sub_size` columns of a row, and levels that are
@@ -47,12 +47,12 @@ class Grid:
         return self.group_size
 
     def describe(self) -> str:
-        """How a plan names it: `4 bit, groups of 128`."""
+        """Return the name in plans: `4 bit, groups of 128`."""
         raise NotImplementedError
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Parameters for groups `weight [rows, group_size]` (float32); `importance [group_size]`: the cost of
-        a squared error in each place. Searches work on columns: a transposed view costs them nothing.
+        """Return parameters for groups `weight [rows, group_size]` (float32); `importance [group_size]`: the
+        cost of a squared error in each place. Searches work on columns: a transposed view costs them nothing.
 
         Raises QuantkitError for a grid that is only read.
         """
@@ -61,64 +61,64 @@ class Grid:
         )
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Parameters `[out, groups]` for `weight [out, in]`, every group fitted by itself. `importance` is
-        `[in]`, for grids that are weighted."""
+        """Return parameters `[out, groups]` for `weight [out, in]`, every group fitted by itself.
+        `importance` is `[in]`, for grids that are weighted."""
         return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
 
     def together(self, weights: Sequence[Tensor]) -> Grid:
-        """The grid of linears `weights [out_k, in]` that read the same input, and of which engines may make
-        one: with parameters of the whole matrix that suit all of them."""
+        """Return the grid of linears `weights [out_k, in]` that read the same input, and of which engines may
+        make one: with parameters of the whole matrix that suit all of them."""
         return self
 
     def plain(self) -> Grid:
-        """The same values, fitted without any search of the range."""
+        """Return the grid with the same values, fitted without a search of the range."""
         return self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
-        """Codes of the nearest values, uint8 `[rows, group_size]`."""
+        """Return codes of the nearest values, uint8 `[rows, group_size]`."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, params: Params) -> Tensor:
-        """Values, float32 `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`."""
         raise NotImplementedError
 
     def nearest(self, weight: Tensor, params: Params) -> Tensor:
-        """`decode(round(weight, params), params)`; `weight` is used up."""
+        """Return `decode(round(weight, params), params)`; `weight` is used up."""
         return self.decode(self.round(weight, params), params)
 
     def steps(self, params: Params) -> tuple[Tensor, Tensor]:
-        """Step and low of every sub-block of a group, `[sub-blocks, rows]`. Where all codes have one value
-        the step is so large (NO_STEP) that level 0, which every grid has, is nearest to any weight."""
+        """Return step and low of every sub-block of a group, `[sub-blocks, rows]`. Where all codes have one
+        value the step is so large (NO_STEP) that level 0, which every grid has, is nearest to any weight."""
         raise NotImplementedError
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """The level nearest to each `target`, of any shape, into `out`; without waiting for a device."""
+        """Write the level nearest to each `target` into `out`, without waiting for a device."""
         raise NotImplementedError
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels, float32, of codes of any shape."""
+        """Return levels, float32, of codes of any shape."""
         raise NotImplementedError
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Inverse of `levels`, into `out` (uint8)."""
+        """Invert `levels`, into `out` (uint8)."""
         raise NotImplementedError
 
     def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
-        """Parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`, the
-        others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
+        """Return parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`,
+        the others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
         raise NotImplementedError
 
     def scaled(self, params: Params, factor: Tensor) -> Params:
-        """Parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
+        """Return parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
         raise NotImplementedError
 
     def clipped(self, params: Params) -> int:
-        """How many parameters lie at the end of what can be stored, where weights may be lost."""
+        """Count parameters at the limits of their storage type, where weights may be lost."""
         return 0
 
     def floats(self, params: Params) -> dict[str, Tensor]:
-        """Those of a matrix's parameters that are stored in floating point, float32 by their names, every
-        stored number once: what distillation trains while codes stay.
+        """Return the parameters of a matrix that are stored in floating point, float32 by name, every stored
+        number once: distillation trains these while codes stay.
 
         Raises QuantkitError for a grid that does not say.
         """
@@ -129,21 +129,21 @@ class Grid:
         )
 
     def with_floats(self, params: Params, floats: Mapping[str, Tensor]) -> Params:
-        """Parameters with these floats in place of theirs; autograd follows."""
+        """Return parameters with these floats in place of theirs; autograd follows."""
         return dataclasses.replace(params, **floats)
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Floats as they are once they have been stored: the nearest that can be."""
+        """Return floats as they are once they have been stored: the nearest that can be."""
         raise NotImplementedError
 
     def traced(self, codes: Tensor, params: Params) -> Tensor:
-        """`decode` by operations that autograd follows into the parameters; the same values but for the last
-        bit of a product."""
+        """Return `decode` by operations that autograd follows into the parameters; the same values but for
+        the last bit of a product."""
         return self.decode(codes, params)
 
 
 def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
-    """Parameters whose every tensor is `change` of the corresponding tensors."""
+    """Return parameters whose every tensor is `change` of the corresponding tensors."""
     names = [field.name for field in dataclasses.fields(first)]
     return dataclasses.replace(
         first, **{name: change(*(getattr(part, name) for part in (first, *others))) for name in names}
@@ -151,42 +151,43 @@ def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Para
 
 
 def join(groups: Sequence[Params]) -> Params:
-    """Parameters of a matrix from those of its groups, in order."""
+    """Return parameters of a matrix from those of its groups, in order."""
     return _each(lambda *parts: torch.stack(parts, 1), *groups)
 
 
 def stack(matrices: Sequence[Params]) -> Params:
-    """Parameters of matrices put below one another."""
+    """Return parameters of matrices put below one another."""
     return _each(lambda *parts: torch.cat(parts), *matrices)
 
 
 def group(params: Params, index: int) -> Params:
-    """The parameters of one group of a matrix."""
+    """Return the parameters of one group of a matrix."""
     return _each(lambda part: part[:, index], params)
 
 
 def rows(params: Params, rows: slice) -> Params:
-    """The parameters of some rows, of a group or a matrix."""
+    """Return the parameters of some rows, of a group or a matrix."""
     return _each(lambda part: part[rows], params)
 
 
 def select(choice: Tensor, yes: Params, no: Params) -> Params:
-    """Row by row, the parameters of `yes` where `choice [rows]` holds, else those of `no`."""
+    """Return, row by row, the parameters of `yes` where `choice [rows]` holds, else those of `no`."""
     return _each(lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
 
 
 def flat(params: Params) -> Params:
-    """`[out, groups, ...]` as `[out * groups, ...]`: every group a row of its own."""
+    """Return `[out, groups, ...]` as `[out * groups, ...]`: every group a row of its own."""
     return _each(lambda part: part.flatten(0, 1), params)
 
 
 def matrix(params: Params, out_features: int) -> Params:
-    """Inverse of `flat`."""
+    """Invert `flat`."""
     return _each(lambda part: part.unflatten(0, (out_features, -1)), params)
 
 
 def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
-    """`out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time on every thread.
+    """Set `out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time on every
+    thread.
 
     Temporaries as large as a weight would cost more in page faults than the work itself.
     """
@@ -194,7 +195,7 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
 
 
 def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
-    """`by_rows` for work that puts its result into a given tensor: `work(*parts, out=...)`."""
+    """Run `by_rows` for work that puts its result into a given tensor: `work(*parts, out=...)`."""
     widest = max(part[:1].numel() for part in (out, *parts))
     rows = max(1, elements_at_once(out.device) // max(1, widest))
     pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
@@ -203,8 +204,8 @@ def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no value is NaN or infinite. A sum that is finite says so at once; one that is not may only
-    have overflowed."""
+    """Return whether all values are finite. A finite sum proves it; an infinite sum may only have
+    overflowed."""
     rows = tensor.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
     sums = torch.empty(len(rows), device=tensor.device)
     by_rows(lambda part: part.sum(1, dtype=torch.float32), sums, rows)
@@ -213,7 +214,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """What a solver returns and a layout encodes.
+    """A solved weight: a solver returns it and a layout encodes it.
 
     codes: uint8 `[out, in]`, columns in the order of the original weight.
     params: the grid's own, for `[out, groups]`.
@@ -230,13 +231,13 @@ class QuantizedWeight:
     input_peak: Tensor | None = None
 
     def group_of_columns(self) -> Tensor:
-        """`column_group`, spelled out where it is trivial."""
+        """Return `column_group`, spelled out where it is trivial."""
         if self.column_group is not None:
             return self.column_group
         return torch.arange(self.codes.shape[1], device=self.codes.device) // self.grid.group_size
 
     def values(self) -> Tensor:
-        """The dequantized weight, float32 `[out, in]`."""
+        """Return the dequantized weight, float32 `[out, in]`."""
         if self.column_group is None:
             grouped = self.codes.reshape(-1, self.grid.group_size)
             return self.grid.decode(grouped, flat(self.params)).view(self.codes.shape)
@@ -251,11 +252,11 @@ class QuantizedWeight:
         return self.grid.floats(self.params)
 
     def with_floats(self, floats: Mapping[str, Tensor]) -> QuantizedWeight:
-        """The same codes with other floats."""
+        """Return the weight with the same codes and other floats."""
         return dataclasses.replace(self, params=self.grid.with_floats(self.params, floats))
 
     def traced(self) -> Tensor:
-        """`values` by operations that autograd follows into the floats."""
+        """Return `values` by operations that autograd follows into the floats."""
         if self.column_group is None:
             grouped = self.codes.reshape(-1, self.grid.group_size)
             return self.grid.traced(grouped, flat(self.params)).view(self.codes.shape)

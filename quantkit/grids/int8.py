@@ -44,16 +44,16 @@ class Int8Grid(WholeLevels):
     first_code = 1  # -127
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
-        """absmax `[rows]` of `weight [rows, in]`; nothing is searched, so importance changes nothing."""
+        """Return absmax `[rows]` of `weight [rows, in]`; importance is ignored."""
         absmax = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
         return Int8Params(absmax.clamp_(max=HALF_MAX).half().float())
 
     def describe(self) -> str:
-        """How a plan names it."""
+        """Return the name in plans."""
         return "int8 rows"
 
     def round(self, weight: Tensor, params: Int8Params) -> Tensor:
-        """Codes, uint8 `[rows, in]`."""
+        """Return codes, uint8 `[rows, in]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         return by_rows(
             lambda rows, absmax: _codes(rows.half().float(), absmax).to(torch.int8).view(torch.uint8) ^ 128,
@@ -63,12 +63,12 @@ class Int8Grid(WholeLevels):
         )
 
     def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
-        """`absmax / 127`, and 128 of it, both `[1, rows]`."""
+        """Return `absmax / 127`, and 128 of it, both `[1, rows]`."""
         step = usable(params.absmax * INVERSE)[None]
         return step, step * 128
 
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
-        """Values, float32 `[rows, in]`."""
+        """Return values, float32 `[rows, in]`."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         return fill_rows(
             lambda rows, absmax, out: _restore((rows ^ 128).view(torch.int8), absmax, out),
@@ -78,28 +78,28 @@ class Int8Grid(WholeLevels):
         )
 
     def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
-        """absmax times `factor [rows]`."""
+        """Return absmax times `factor [rows]`."""
         return Int8Params(params.absmax * factor)
 
     def clipped(self, params: Int8Params) -> int:
-        """How many rows reach the end of float16's range."""
+        """Count rows at the end of float16's range."""
         return int((params.absmax >= HALF_MAX).sum())
 
     def floats(self, params: Int8Params) -> dict[str, Tensor]:
-        """absmax of every row."""
+        """Return absmax of every row."""
         return {"absmax": params.absmax}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Stored in float32, but within the range of float16, in which clients restore weights."""
+        """Clamp to the range of float16, in which clients restore weights; float32 is stored."""
         return {name: absmax.clamp(0, HALF_MAX) for name, absmax in floats.items()}
 
     def traced(self, codes: Tensor, params: Int8Params) -> Tensor:
-        """Values, float32 `[rows, in]`."""
+        """Return values, float32 `[rows, in]`."""
         return (codes.float() - 128) * params.absmax[:, None] * INVERSE
 
 
 def restored(codes: Tensor, absmax: Tensor) -> Tensor:
-    """Values, float32 `[rows, in]`, of codes as they are stored, int8, and absmax `[rows]`."""
+    """Return values, float32 `[rows, in]`, of codes as they are stored, int8, and absmax `[rows]`."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     return fill_rows(_restore, values, codes, absmax)
 
@@ -109,7 +109,7 @@ def _restore(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
 
 
 def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
-    """`round(127 x / absmax)`, float32 in -127 .. 127; zero where a row is zero."""
+    """Return `round(127 x / absmax)`, float32 in -127 .. 127; zero where a row is zero."""
     factor = torch.where(absmax > 0, LEVELS / absmax, 0.0)
     return (rows * factor[:, None]).round_().clamp_(-LEVELS, LEVELS)
 
@@ -118,8 +118,8 @@ def int8_matmul(
     inputs: Tensor, codes: Tensor, absmax: Tensor, threshold: float, bias: Tensor | None = None,
     products: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`inputs [sequences, tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32 `[out]`.
-    products: whether the processor multiplies int8 fast and exactly; the result is the same.
+    """Return `inputs [sequences, tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32
+    `[out]`. products: whether the processor multiplies int8 fast and exactly; the result is the same.
 
     The result has the dtype of `inputs`. Outliers are decided sequence by sequence, so that what a sequence
     computes does not depend on what else is in its batch. As the clients of such a checkpoint do, outlier
@@ -148,7 +148,7 @@ class Int8Linear(nn.Module):
         self.threshold, self.products = threshold, products
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`inputs [..., tokens, in]` to `[..., tokens, out]`."""
+        """Map `inputs [..., tokens, in]` to `[..., tokens, out]`."""
         if not inputs.numel():  # no token was routed to this expert
             return inputs.new_empty(*inputs.shape[:-1], len(self.codes))
         sequences = inputs.reshape(-1, *inputs.shape[-2:])
@@ -157,7 +157,7 @@ class Int8Linear(nn.Module):
 
 
 def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
-    """Which columns of `inputs [sequences, tokens, in]` hold a value of at least `threshold` (0: none do),
+    """Return the columns of `inputs [sequences, tokens, in]` with a value of at least `threshold` (0: none),
     bool `[sequences, in]`."""
     peaks = inputs.abs().amax(1)
     return peaks >= threshold if threshold > 0 else torch.zeros_like(peaks, dtype=torch.bool)
@@ -166,7 +166,7 @@ def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
 def _quantized_part(
     inputs: Tensor, outliers: Tensor, codes: Tensor, absmax: Tensor, threshold: float, products: bool
 ) -> Tensor:
-    """Both factors in int8, sums in int32, dequantized by the outer product of their scales.
+    """Multiply both factors in int8 with sums in int32, dequantized by the outer product of their scales.
 
     A row's scale covers its values below the threshold; like bitsandbytes, those in outlier columns, too.
     """
@@ -180,7 +180,7 @@ def _quantized_part(
 
 
 def _int_matmul(a: Tensor, b: Tensor, products: bool = False) -> Tensor:
-    """`a [n, k] @ b [m, k].T` for int8 factors, in int32.
+    """Return `a [n, k] @ b [m, k].T` for int8 factors, in int32.
 
     CUDA wants n > 16 and multiples of 8: padded with zeros. On a CPU without integer dot products torch
     falls back to scalar code, a hundred times slower than float32, which is exact in pieces.
@@ -200,7 +200,7 @@ def _int_matmul(a: Tensor, b: Tensor, products: bool = False) -> Tensor:
 
 
 def _pieces_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """The same in int32 by float32 products over EXACT columns at a time."""
+    """Return `a @ b.T` in int32 by float32 products over EXACT columns at a time."""
     sums = torch.zeros(len(b), len(a), dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(EXACT, 1), b.split(EXACT, 1), strict=True):
         left = left.float().t()

@@ -13,7 +13,7 @@ NO_STEP = 1e30  # stands for a step of 0: any weight is nearest to level 0
 
 
 def usable(step: Tensor) -> Tensor:
-    """`step` to divide by and to multiply with: NO_STEP for 0."""
+    """Return `step` to divide by and to multiply with: NO_STEP for 0."""
     return torch.where(step == 0, NO_STEP, step)
 
 
@@ -23,15 +23,15 @@ class WholeLevels(Grid):
     first_code = 0
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """The nearest levels (half to even), into `out`."""
+        """Write the nearest levels (half to even), into `out`."""
         torch.round(target, out=out).clamp_(self.first_code, 2**self.bits - 1)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels of codes."""
+        """Return levels of codes."""
         return codes.float()
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Codes of levels, into `out`."""
+        """Write codes of levels, into `out`."""
         out.copy_(levels)
 
 
@@ -45,20 +45,19 @@ class TableLevels(Grid):
     level_table: tuple[float, ...]
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """The nearest levels, into `out`."""
+        """Write the nearest levels, into `out`."""
         torch.take(_nearest_levels(self.level_table, target.device), self._places(target), out=out)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Levels of codes."""
+        """Return levels of codes."""
         return torch.take(_ascending(self.level_table, codes.device), codes.long())
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Codes of levels, into `out`."""
+        """Write codes of levels, into `out`."""
         torch.take(_nearest_codes(self.level_table, levels.device), self._places(levels), out=out)
 
     def _places(self, target: Tensor) -> Tensor:
-        """Towards zero, within the table, whatever that may be; negative ones count from its end, as
-        indices do."""
+        """Return places in the table, rounded towards zero; negative places count from its end."""
         return target.long().clamp_(int(self.level_table[0]), int(self.level_table[-1]))
 
 
@@ -69,7 +68,7 @@ def _ascending(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 @cache
 def _nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
-    """Codes, uint8, of what lies between a whole number and the next one away from zero."""
+    """Return codes, uint8, of what lies between a whole number and the next one away from zero."""
     levels = torch.tensor(table)
     places = torch.cat([torch.arange(int(table[-1]) + 1.0) + 0.5, torch.arange(int(table[0]), 0.0) - 0.5])
     return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).to(device)

@@ -38,7 +38,7 @@ class Nf4Params:
 
 @dataclass(frozen=True)
 class NestedParams:
-    """The same, double-quantized: `absmax = dynamic_map[code] * nested + offset`.
+    """Double-quantized absmax: `absmax = dynamic_map[code] * nested + offset`.
 
     code: uint8. nested: float32, the largest |absmax - offset| of the block of 256 that each absmax
     belongs to. offset: float32, the matrix's mean absmax. All have the shape of absmax.
@@ -69,43 +69,43 @@ class Nf4Grid(TableLevels):
         return self.double_quant
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params:
-        """absmax `[rows]` of `weight [rows, 64]`; nothing is searched, so importance changes nothing."""
+        """Return absmax `[rows]` of `weight [rows, 64]`; importance is ignored."""
         return Nf4Params(by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params | NestedParams:
-        """Parameters `[out, in / 64]` for `weight [out, in]`."""
+        """Return parameters `[out, in / 64]` for `weight [out, in]`."""
         params = super().fit_matrix(weight)
         return double_quantize(params.absmax) if self.double_quant else params
 
     def describe(self) -> str:
-        """How a plan names it."""
+        """Return the name in plans."""
         return "nf4, double quantization" if self.double_quant else "nf4"
 
     def round(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Codes of the nearest values, uint8 `[rows, 64]`."""
+        """Return codes of the nearest values, uint8 `[rows, 64]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         inverse = _inverse(params.absmax)
         return by_rows(lambda rows, factor: nearest(rows * factor[:, None], TABLE), codes, weight, inverse)
 
     def steps(self, params: Nf4Params | NestedParams) -> tuple[Tensor, Tensor]:
-        """absmax in UNITS, and 0, both `[1, rows]`. A group whose absmax was lost takes code 7, the 0."""
+        """Return absmax in UNITS, and 0, both `[1, rows]`. A group without absmax takes code 7, the 0."""
         absmax = params.absmax
         return usable(absmax.clamp(min=0) / UNITS)[None], torch.zeros_like(absmax)[None]
 
     def decode(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Values, float32 `[rows, 64]`."""
+        """Return values, float32 `[rows, 64]`."""
         return unpack(pack(codes), params.absmax)
 
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
-        """absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
+        """Return absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
         if not self.double_quant:
             return Nf4Params(params.absmax * factor)
         wanted = (params.absmax * factor - params.offset) * _inverse(params.nested)
         return NestedParams(_nearest_dynamic(wanted), params.nested, params.offset)
 
     def floats(self, params: Nf4Params | NestedParams) -> dict[str, Tensor]:
-        """absmax `[out, groups]`; double-quantized, whose absmax are codes, nested absmax `[blocks]` and the
-        offset `[1]`."""
+        """Return absmax `[out, groups]`; double-quantized, whose absmax are codes, nested absmax `[blocks]`
+        and the offset `[1]`."""
         if isinstance(params, Nf4Params):
             return {"absmax": params.absmax}
         return {"nested": params.nested.flatten()[::NESTED_BLOCK], "offset": params.offset.flatten()[:1]}
@@ -113,7 +113,7 @@ class Nf4Grid(TableLevels):
     def with_floats(
         self, params: Nf4Params | NestedParams, floats: Mapping[str, Tensor]
     ) -> Nf4Params | NestedParams:
-        """Those of the blocks go to all absmax of a block, the offset to all of the matrix."""
+        """Repeat nested absmax over their blocks, and the offset over the matrix."""
         if isinstance(params, Nf4Params):
             return Nf4Params(floats["absmax"])
         shape = params.code.shape
@@ -121,25 +121,26 @@ class Nf4Grid(TableLevels):
         return NestedParams(params.code, nested, floats["offset"].expand(shape))
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """float32 as they are."""
+        """Return the floats unchanged: float32 is stored."""
         return dict(floats)
 
     def traced(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Values, float32 `[rows, 64]`."""
+        """Return values, float32 `[rows, 64]`."""
         values = table().to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
         return values * params.absmax[:, None]
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Two codes of `[rows, columns]` to a byte, uint8 `[rows, columns / 2]`, the first in the high nibble."""
+    """Pack two codes of `[rows, columns]` into a byte, uint8 `[rows, columns / 2]`, the first in the high
+    nibble."""
     packed = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8, device=codes.device)
     pairs = codes.contiguous().view(torch.int16)  # little-endian: the first is the low byte
     return by_rows(lambda rows: (rows << 4).bitwise_or_(rows >> 8), packed, pairs)
 
 
 def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
-    """Values, float32 `[rows, 64]`, of `pack`ed codes `[rows, 32]` and absmax `[rows]`: both of a byte's in
-    one look-up."""
+    """Return values, float32 `[rows, 64]`, of `pack`ed codes `[rows, 32]` and absmax `[rows]`: both of a
+    byte's in one look-up."""
     values = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
 
     def decode(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
@@ -149,7 +150,7 @@ def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
 
 
 def double_quantize(absmax: Tensor) -> NestedParams:
-    """absmax `[out, groups]` in 8 bits: blocks of 256 in row-major order, minus the mean of all."""
+    """Return absmax `[out, groups]` in 8 bits: blocks of 256 in row-major order, minus the mean of all."""
     offset = absmax.mean()
     centred = (absmax - offset).flatten()
     count = len(centred)
@@ -165,13 +166,13 @@ def double_quantize(absmax: Tensor) -> NestedParams:
 
 @cache
 def table() -> Tensor:
-    """The 16 values, float32, ascending."""
+    """Return the 16 values, float32, ascending."""
     return torch.tensor(TABLE)
 
 
 @cache
 def dynamic_map() -> Tensor:
-    """The 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
+    """Return the 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
 
     Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary, the bits that are
     left divide [0.1, 1] evenly and stand for the middles; 0 and 1 take the two codes that remain.
@@ -190,12 +191,12 @@ def _dynamic_values() -> tuple[float, ...]:
 
 
 def _nearest_dynamic(scaled: Tensor) -> Tensor:
-    """Codes, uint8, of the nearest values of `dynamic_map`."""
+    """Return codes, uint8, of the nearest values of `dynamic_map`."""
     return nearest(scaled, _dynamic_values())
 
 
 def _inverse(absmax: Tensor) -> Tensor:
-    """1 / absmax; 0 for a group of zeros."""
+    """Return 1 / absmax; 0 for a group of zeros."""
     return torch.where(absmax > 0, 1 / absmax, 0.0)
 
 
@@ -203,7 +204,7 @@ def _inverse(absmax: Tensor) -> Tensor:
 
 
 def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
-    """Codes, uint8, of the values nearest to `scaled` of any shape; halfway goes to the lower one.
+    """Return codes, uint8, of the values nearest to `scaled` of any shape; halfway goes to the lower one.
 
     Found by the upper bits of each number; by a binary search for the few that this leaves in doubt, looked
     for four at a time.
@@ -222,9 +223,8 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
 
 @cache
 def _by_upper_bits(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """By the upper UPPER bits of a float32 the code of all that begin with them, int16 `[2 ** UPPER]`, with
-    DOUBT added about every midpoint, where they have more than one; the midpoints.
-    """
+    """Return the code of all float32 with the same upper UPPER bits, int16 `[2 ** UPPER]`, plus DOUBT where
+    there are several codes; and the midpoints."""
     ascending = torch.tensor(values)
     midpoints = (ascending[1:] + ascending[:-1]) / 2
     lower = 32 - UPPER
@@ -235,13 +235,13 @@ def _by_upper_bits(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
 
 
 def both(packed: Tensor, values: tuple[float, ...]) -> Tensor:
-    """The values of both codes of every byte, high nibble first, float32 `[2 * bytes]`."""
+    """Return the values of both codes of every byte, high nibble first, float32 `[2 * bytes]`."""
     found = _by_byte(values).to(packed.device).index_select(0, packed.flatten().int())
     return found.view(torch.float32)
 
 
 @cache
 def _by_byte(values: tuple[float, ...]) -> Tensor:
-    """Both values of every byte, two float32 in the bits of one int64, `[256]`."""
+    """Return both values of every byte, two float32 in the bits of one int64, `[256]`."""
     codes = torch.arange(256)
     return torch.tensor(values)[torch.stack([codes >> 4, codes & 15], 1)].view(torch.int64)[:, 0]

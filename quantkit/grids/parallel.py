@@ -27,7 +27,7 @@ _worker = threading.local()
 
 
 def elements_at_once(device: torch.device, temporaries: int = 1) -> int:
-    """How many elements to take through a chain of operations before the next ones are begun.
+    """Return the number of elements that go through a chain of operations at once.
 
     temporaries: tensors of that size which the chain keeps going at once, where they are many.
     """
@@ -35,7 +35,8 @@ def elements_at_once(device: torch.device, temporaries: int = 1) -> int:
 
 
 def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
-    """`work(*piece)` for every piece, in any order; the first exception is raised, the rest is not begun."""
+    """Run `work(*piece)` for every piece, in any order; the first exception is raised, the rest is not
+    begun."""
     inference = torch.is_inference_mode_enabled()
     threads = min(torch.get_num_threads(), len(pieces))
     if threads < 2 or getattr(_worker, "busy", False):
@@ -61,7 +62,7 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 
 
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
-    """`work` on the rows of `weight [rows, in]`, a cacheful or all at a time, in order."""
+    """Return the results of `work` on slices of the rows of `weight [rows, in]`, a cacheful each, in order."""
     rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
     parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     found: list = [None] * len(parts)

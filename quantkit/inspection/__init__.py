@@ -1,4 +1,4 @@
-"""What is inside a checkpoint: told from headers and small files, without torch; values only where asked.
+"""Inspect a checkpoint from headers and small files, without torch; values only on request.
 
 `record.describe` puts it together, `printed` shows it, `compare.compare` sets two checkpoints against one
 another. `contents` opens them, and is the one place that knows where they lie.

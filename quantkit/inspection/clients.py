@@ -1,4 +1,4 @@
-"""Which clients are known to load a checkpoint, by the rules of clients.yaml."""
+"""Find the clients that load a checkpoint, by the rules of clients.yaml."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
 
 
 def _untried(client: str, facts: Mapping[str, set]) -> str:
-    """What the checkpoint has that nobody loaded in this client; empty for nothing."""
+    """Return a feature of the checkpoint that was never tried in this client; empty without one."""
     (layout,) = facts["layout"]
     has = [fact for fact in STRANGE if True in facts.get(fact, ())]
     tried = table()["tried"]
@@ -44,7 +44,7 @@ def _untried(client: str, facts: Mapping[str, set]) -> str:
 
 
 def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
-    """The rule that decides, {} where there is none."""
+    """Return the rule that decides, {} where there is none."""
     (layout,) = facts["layout"]
     about, own = table()["clients"][client], table()["rules"].get(layout, {}).get(client)
     if own is not None:
@@ -55,7 +55,7 @@ def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
 
 
 def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same of a checkpoint that is damaged: nobody loads it as it was meant."""
+    """Return the rows for a damaged checkpoint: no client loads it."""
     return [row | {"loads": False, "note": DAMAGED} if row["loads"] else row for row in rows]
 
 

@@ -20,7 +20,7 @@ ROWS = 256  # of two weights compared at a time
 def compare(
     left: Checkpoint, right: Checkpoint, records: tuple[dict, dict], listen: Listener
 ) -> dict[str, Any]:
-    """Relative differences `|A - B| / |A|` of all weights that both have, the largest first.
+    """Return relative differences `|A - B| / |A|` of all weights that both have, the largest first.
 
     Raises QuantkitError when there are none: these are different models.
     """
@@ -59,7 +59,7 @@ def compare(
 
 
 def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
-    """`lost = |A - B|²` and `norm = |A|²`, their relation, and the largest difference of two values."""
+    """Return `lost = |A - B|²`, `norm = |A|²`, their relation and the largest difference of values."""
     lost = norm = largest = 0.0
     pairs = zip(torch.atleast_1d(left).split(ROWS), torch.atleast_1d(right).split(ROWS), strict=True)
     for a, b in pairs:
@@ -75,7 +75,7 @@ def _relation(lost: float, norm: float) -> float:
 
 
 def _tokenizers(left: Checkpoint, right: Checkpoint) -> str:
-    """`equal`, `different`, or why that is not known."""
+    """Return `equal`, `different`, or why that is not known."""
     try:
         hashes = {tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in (left, right)}
     except QuantkitError as error:

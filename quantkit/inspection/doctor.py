@@ -1,4 +1,4 @@
-"""What this machine offers: versions, devices, memory, disk, the hub, and packages that would add something.
+"""Examine this machine: versions, devices, memory, disk, the hub, and optional packages.
 
 Every check is fast and fails softly: what it could not find out is a line in the table, not an error.
 """
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine() -> dict[str, list[Finding]]:
-    """Every finding, by its subject, in the order of reading."""
+    """Return all findings by subject, in the order of reading."""
     checks = {
         "program": (_program,),
         "needed": (_requirements,),
@@ -61,7 +61,7 @@ def examine() -> dict[str, list[Finding]]:
 
 
 def record(found: dict[str, list[Finding]]) -> dict:
-    """The versioned JSON of an examination."""
+    """Return the versioned JSON of an examination."""
     return {
         "schema": SCHEMA,
         "quantkit": __version__,
@@ -86,7 +86,7 @@ def _program() -> Iterator[Finding]:
 
 
 def _requirements() -> Iterator[Finding]:
-    """Packages that quantkit cannot do without, and whether their versions are those it wants."""
+    """Examine required packages and their versions."""
     from packaging.requirements import Requirement
 
     try:
@@ -112,7 +112,7 @@ def _version(package: str) -> str | None:
 
 
 def _machine() -> Iterator[Finding]:
-    """Devices, and memory."""
+    """Examine processor and accelerators."""
     import torch
 
     from quantkit.models.machine import device
@@ -136,7 +136,7 @@ def _free(free: float, total: float) -> str:
 
 
 def _disks() -> Iterator[Finding]:
-    """Where output goes by default, and where the hub's files go."""
+    """Examine the disks of the default output and of the hub's cache."""
     from huggingface_hub import constants
 
     for name, folder in (("disk here", Path.cwd()), ("hub cache", Path(constants.HF_HUB_CACHE))):
@@ -147,7 +147,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Whether the hub answers, and whether a token is there for gated models. The token is not shown."""
+    """Check that the hub answers, and for a token for gated models. The token is not shown."""
     from huggingface_hub import constants, errors, get_session, get_token
 
     token = get_token() is not None

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, as far as its headers tell.
+"""Find damage in a checkpoint from its headers.
 
 Of a model's tensors, blocks and embeddings are counted: which others a family has, and of what shape,
 `--deep` asks the model that transformers builds (values.py), which takes five seconds.
@@ -24,7 +24,7 @@ CODE_TYPES = {"I8", "U8", "I32", "F8_E4M3", "F8_E5M2"}  # of matrices that mean 
 
 
 def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None) -> list[str]:
-    """What keeps clients from loading a checkpoint, or from loading what was meant; each a sentence."""
+    """Return a sentence for each defect that keeps clients from loading a checkpoint correctly."""
     found = [
         *_index(contents),
         *_quantization(contents, weights),
@@ -34,7 +34,7 @@ def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, A
 
 
 def warnings(contents: Contents) -> list[str]:
-    """What is not wrong, but rarely meant."""
+    """Return a sentence for each oddity that is rarely intended."""
     if contents.container == "gguf":
         absent = "tokenizer.ggml.model" not in contents.metadata
     else:
@@ -43,7 +43,7 @@ def warnings(contents: Contents) -> list[str]:
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
-    """Linears that their layout would not decode, and codes that lie in none."""
+    """Report linears that their layout cannot decode, and codes without a layout."""
     if not contents.infos and not contents.absent:
         yield "there are no tensors"
     if contents.container == "gguf":
@@ -72,7 +72,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
 def model_problems(
     contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None
 ) -> Iterator[str]:
-    """Blocks that are absent or too many, and embeddings that the configuration or tokenizer contradicts.
+    """Report missing or extra blocks, and embeddings that contradict the configuration or tokenizer.
 
     Not judged where it is not clear which stack of blocks is the language model.
     """
@@ -89,13 +89,13 @@ def model_problems(
 
 
 def _number(config: dict[str, Any], *keys: str) -> int:
-    """The first of a configuration's numbers that makes sense; 0 for none."""
+    """Return the first of a configuration's numbers that makes sense; 0 for none."""
     values = (config.get(key) for key in keys)
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _blocks(config: dict[str, Any], held: set[int | None]) -> Iterator[str]:
-    """As many blocks as the configuration says."""
+    """Compare the blocks with the configuration."""
     depth = _number(config, "num_hidden_layers", "n_layer")
     if not 0 < depth < 10**5:
         return
@@ -108,7 +108,7 @@ def _blocks(config: dict[str, Any], held: set[int | None]) -> Iterator[str]:
 
 
 def _embeddings(config: dict[str, Any], weight: Weight, tokens: int | None) -> Iterator[str]:
-    """A row for every token, a column for every hidden feature; some families have more rows."""
+    """Report embeddings without a row for every token or a column for every hidden feature."""
     vocabulary, width = _number(config, "vocab_size"), _number(config, "word_embed_proj_dim", "hidden_size")
     rows, columns = weight.shape
     if rows < vocabulary:
@@ -120,7 +120,7 @@ def _embeddings(config: dict[str, Any], weight: Weight, tokens: int | None) -> I
 
 
 def _index(contents: Contents) -> Iterator[str]:
-    """Every tensor of a shard in the index; `read_folder` has told of the reverse."""
+    """Report tensors that the index lacks; `read_folder` reports the reverse."""
     mapped = (contents.index or {}).get("weight_map")
     lost = [name for name in contents.infos if name not in mapped] if isinstance(mapped, dict) else []
     if lost:

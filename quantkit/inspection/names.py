@@ -1,4 +1,4 @@
-"""What the name of a parameter says: its part of the model, its block. Checkpoints' names, and GGUF's."""
+"""Parse names of parameters, in checkpoints and GGUF files: part of the model, block."""
 
 from __future__ import annotations
 
@@ -19,41 +19,42 @@ INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a parameter belongs to."""
+    """Return the part of a model that a parameter belongs to."""
     return next(part for part, pattern in PARTS.items() if re.search(pattern, name))
 
 
 def split(name: str) -> tuple[int | None, str]:
-    """Block and name inside it; None and the name itself outside the blocks."""
+    """Return the block and the name inside the block; None and the name itself outside the blocks."""
     found = IN_BLOCK.match(name)
     return (int(found["block"]), found["local"]) if found else (None, name)
 
 
 def starred(name: str) -> tuple[str, int | None]:
-    """`visual.blocks.*.attn.qkv` and 3 of `visual.blocks.3.attn.qkv`; None outside all stacks of blocks."""
+    """Return `visual.blocks.*.attn.qkv` and 3 of `visual.blocks.3.attn.qkv`; None outside all stacks of
+    blocks."""
     block, local = split(name)
     return (name, None) if block is None else (f"{stack_of(name)}.*.{local}", block)
 
 
 def of_experts(name: str) -> str:
-    """`mlp.experts.*.up_proj.weight` of `mlp.experts.3.up_proj.weight`."""
+    """Return `mlp.experts.*.up_proj.weight` of `mlp.experts.3.up_proj.weight`."""
     return EXPERT.sub("experts.*.", name)
 
 
 def stack_of(name: str) -> str | None:
-    """`model.layers` of a parameter of a block; None outside the blocks."""
+    """Return `model.layers` of a parameter of a block; None outside the blocks."""
     found = IN_BLOCK.match(name)
     return found["stack"] if found else None
 
 
 def parent(name: str) -> str:
-    """What the names of its neighbours begin with: `model.` of `model.layers`, "" of `layers`."""
+    """Return the prefix of sibling names: `model.` of `model.layers`, "" of `layers`."""
     return "".join(name.rpartition(".")[:2])
 
 
 def language_stack(names: Iterable[str]) -> str | None:
-    """The stack of blocks that is the language model: the only one, or else the only one that has input
-    embeddings beside it. None where that is not clear."""
+    """Return the stack of blocks that is the language model: the only one, or else the only one that has
+    input embeddings beside it. None where that is not clear."""
     names = list(names)
     stacks = {stack for name in names if (stack := stack_of(name)) is not None}
     if len(stacks) > 1:
@@ -63,5 +64,5 @@ def language_stack(names: Iterable[str]) -> str | None:
 
 
 def is_linear(name: str, shape: tuple[int, ...] | None) -> bool:
-    """Whether this is a matrix of a block, as methods quantize them."""
+    """Return whether a parameter is a matrix of a block, which methods quantize."""
     return split(name)[0] is not None and name.endswith(".weight") and len(shape or ()) == 2

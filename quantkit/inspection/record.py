@@ -1,4 +1,4 @@
-"""All that `quantkit inspect` tells of one checkpoint, as the JSON it prints (`quantkit.inspect/2`)."""
+"""The report of `quantkit inspect` on one checkpoint, as JSON (`quantkit.inspect/2`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 
 
 def describe(contents: Contents) -> dict[str, Any]:
-    """Everything but what the values say (see `deep`)."""
+    """Return the record of a checkpoint, without its values (see `values.check`)."""
     weights = weights_of(contents)
     told = tokenizer.describe(contents)
     config = contents.text_config
@@ -68,7 +68,7 @@ def describe(contents: Contents) -> dict[str, Any]:
 
 
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """context: tokens that the configuration promises. scaled: how its rope's positions are."""
+    """Return context (tokens of the configuration), scaled (kind of rope scaling) and a text of both."""
     stored = config.get("rope_parameters") or config.get("rope_scaling")
     rope = stored if isinstance(stored, dict) else {}
     nested = rope.get("full_attention")  # kinds of layers may have their own
@@ -87,7 +87,7 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positive(value: Any) -> int | float | None:
-    """A number of a configuration; None for anything else."""
+    """Return a number of a configuration; None for anything else."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if known and 0 < value < 1e18 else None
 
@@ -102,7 +102,7 @@ def _layout(contents: Contents) -> str | None:
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, Any] | None:
-    """None for a plain checkpoint."""
+    """Return the quantization of a checkpoint; None for a plain one."""
     coded = [weight for weight in weights if weight.codes]
     layout = _layout(contents)
     if not coded and (layout is None or layout == "gguf"):
@@ -128,7 +128,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
 
 
 def _file_type(contents: Contents) -> str | None:
-    """`Q4_K_M`, as a GGUF file calls its mixture of types."""
+    """Return `Q4_K_M`, as a GGUF file calls its mixture of types."""
     code = contents.metadata.get("general.file_type")
     if code is None:
         return None
@@ -139,7 +139,7 @@ def _file_type(contents: Contents) -> str | None:
 
 
 def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The config groups of compressed-tensors."""
+    """Return the config groups of compressed-tensors."""
     groups = config.get("config_groups")
     return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
 
@@ -155,14 +155,13 @@ def _symmetric(contents: Contents) -> bool | None:
 
 
 def activations(config: Mapping[str, Any]) -> str | None:
-    """How inputs of linears, and keys and values, are rounded as a model of this `quantization_config` runs;
-    None where they are not."""
+    """Describe how inputs of linears, keys and values are quantized at run time; None where they are not."""
     cached = "keys and values float8, by stored scales" if config.get("kv_cache_scheme") else None
     return "; ".join(filter(None, (_inputs(config), cached))) or None
 
 
 def _inputs(config: Mapping[str, Any]) -> str | None:
-    """How inputs of linears are rounded; None where they are not."""
+    """Describe how inputs of linears are quantized; None where they are not."""
     if config.get("load_in_8bit"):
         threshold = _positive(config.get("llm_int8_threshold", 6.0))
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
@@ -176,7 +175,7 @@ def _inputs(config: Mapping[str, Any]) -> str | None:
 
 
 def _scaled(told: Mapping[str, Any]) -> str:
-    """What a config group says of activations: their type, and what of them has one scale."""
+    """Describe the activations of a config group: type, and granularity of scales."""
     kind = f"{told.get('type', 'int')}{told.get('num_bits', 8)}"
     if told.get("strategy") == "token":
         return f"{kind}, each token by itself"
@@ -192,7 +191,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
 
 
 def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
-    """What the rules of clients ask for."""
+    """Return the facts that rules of clients.yaml test."""
     coded = [weight.codes for weight in weights if weight.codes]
     config = contents.quantization
     infos = contents.infos
@@ -228,12 +227,12 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
 
 
 def _language(weights: Sequence[Weight]) -> str | None:
-    """The stack of the language model's blocks; None where that is not clear."""
+    """Return the stack of the language model's blocks; None where that is not clear."""
     return language_stack([weight.name for weight in weights])
 
 
 def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
-    """Parameters and bytes by part, in the order in which a model uses them."""
+    """Return parameters and bytes by part, in the order in which a model uses them."""
     order = ("embeddings", "attention", "mlp", "norms", "head", "other")
     rows = {part: Counter() for part in order}
     for weight in weights:
@@ -246,9 +245,9 @@ def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
 def _tensors(
     weights: Sequence[Weight], language: str | None, reasons: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Like kinds over blocks and experts in one row: name inside the block, shape, how it is stored; with
-    `reasons`, by name, why a linear was kept. Blocks beside the language model's, such as those of a tower,
-    have names that begin with their stack: `visual.blocks.*.attn.qkv`."""
+    """Return a row for tensors of one kind in all blocks and experts: name, blocks, shape, storage; with
+    `reasons`, by name, why a linear was kept. Names outside the language model begin with their stack:
+    `visual.blocks.*.attn.qkv`."""
     rows: dict[tuple, dict[str, Any]] = {}
     for weight in sorted(weights, key=lambda weight: _place(weight, language)):
         block, local = split(weight.name)
@@ -269,7 +268,7 @@ def _tensors(
 
 
 def _place(weight: Weight, language: str | None) -> tuple:
-    """Embeddings, then the language model's blocks in order, then what follows them, other stacks last."""
+    """Return a sort key: embeddings, the language model's blocks in order, their successors, other stacks."""
     block, local = split(weight.name)
     outside = -1 if part_of(weight.name) == "embeddings" else math.inf
     other = block is not None and language is not None and stack_of(weight.name) != language
@@ -277,7 +276,7 @@ def _place(weight: Weight, language: str | None) -> tuple:
 
 
 def _written(contents: Contents) -> list[dict[str, Any]]:
-    """What quantkit's manifest says of each linear."""
+    """Return the rows of quantkit's manifest, one for each linear."""
     rows = (contents.manifest or {}).get("linears")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
@@ -286,7 +285,7 @@ def _written(contents: Contents) -> list[dict[str, Any]]:
 
 
 def _provenance(contents: Contents) -> dict[str, Any] | None:
-    """From quantkit's manifest; without one, what other tools leave."""
+    """Return the origin by quantkit's manifest, or by the marks of other tools."""
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}

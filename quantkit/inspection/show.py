@@ -15,7 +15,7 @@ ROWS = 500  # of tensors that are printed: a model has a few dozen kinds
 
 
 def print_record(record: dict[str, Any]) -> None:
-    """Facts, then bytes by part, tensors and clients."""
+    """Print facts, then bytes by part, tensors and clients."""
     console = Console(highlight=False, markup=False)
     print_facts(console, _facts(record))
     for warning in record["integrity"]["warnings"]:
@@ -68,7 +68,7 @@ def _quantized(found: dict[str, Any] | None) -> str:
 
 
 def _kept(found: dict[str, Any] | None) -> str:
-    """Linears of blocks that are not quantized, by what they are stored as and why."""
+    """Return linears of blocks that are not quantized, by what they are stored as and why."""
     groups: dict[tuple, list[str]] = {}
     for row in found["kept"] if found else ():
         key = ranges(row["blocks"]), row["stored"], row["why"]
@@ -148,7 +148,7 @@ def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
 
 
 def _print_integrity(console: Console, found: dict[str, Any]) -> None:
-    """What was looked at, and what is wrong with it."""
+    """Print the extent of the checks, and the problems."""
     looked = f"headers of {count(found['tensors'], 'tensor')}, configuration and sizes"
     looked += " and every value" if found["deep"] else " (values: --deep)"
     wrong = count(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
@@ -158,7 +158,7 @@ def _print_integrity(console: Console, found: dict[str, Any]) -> None:
 
 
 def print_comparison(record: dict[str, Any], top: int = 10) -> None:
-    """The facts in which two checkpoints differ, and their largest relative differences."""
+    """Print the facts in which two checkpoints differ, and their largest relative differences."""
     console = Console(highlight=False, markup=False)
     sides = [_facts(model) for model in record["models"]]
     rows = make_table("", "A", "B")

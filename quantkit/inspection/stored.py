@@ -26,8 +26,8 @@ UNPACKED = {"U8": "B", "I64": "q"}  # of small tensors that say something of oth
 
 @dataclass(frozen=True)
 class Codes:
-    """How a weight is quantized. bits: of one code. group_size: columns that share a scale, None for a row
-    or what headers do not tell. problem: why its layout would not decode it."""
+    """The quantization of a weight. bits: of one code. group_size: columns that share a scale, None for a row
+    or where headers lack it. problem: why its layout cannot decode it."""
 
     form: str
     bits: int
@@ -37,7 +37,7 @@ class Codes:
     problem: str = ""
 
     def describe(self) -> str:
-        """`4 bit, groups of 128`; the name alone where it says it all."""
+        """Return `4 bit, groups of 128`; the name alone where it says it all."""
         if self.form.isupper() or self.form == "nf4":  # the former: a ggml type
             return self.form
         form = f"{self.bits} bit" if self.form in ("gptq", "awq", "pack-quantized") else self.form
@@ -65,7 +65,7 @@ class Weight:
 
     @property
     def stored(self) -> str:
-        """How it is stored, in words."""
+        """Describe the storage: `4 bit, groups of 128`, or a dtype."""
         return self.codes.describe() if self.codes else self.dtype
 
 
@@ -85,7 +85,7 @@ class _Part:
         return self.info.shape
 
     def tolist(self) -> list[int]:
-        """The values of a small tensor. Raises OutOfReach where they lie on the hub."""
+        """Return the values of a small tensor. Raises OutOfReach where they lie on the hub."""
         data = self.contents.small_tensor(self.info.name)
         if data is None or self.dtype not in UNPACKED:
             raise OutOfReach
@@ -93,7 +93,7 @@ class _Part:
 
 
 def layout_of(contents: Contents) -> Layout | None:
-    """The layout that decodes a folder's linears; None where there is none."""
+    """Return the layout that decodes a folder's linears; None where there is none."""
     try:
         return layouts.detect(contents.config)
     except QuantkitError:
@@ -101,7 +101,7 @@ def layout_of(contents: Contents) -> Layout | None:
 
 
 def weights_of(contents: Contents) -> list[Weight]:
-    """Every parameter, in the order of the file."""
+    """Return every parameter, in the order of the file."""
     if contents.container == "gguf":
         return list(_of_gguf(contents.infos))
     found, taken = [], set()
@@ -131,7 +131,7 @@ Coded = tuple[str, str, Codes, list[TensorInfo]]  # linear, type, codes; tensors
 
 
 def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
-    """Every linear that lies in a known layout."""
+    """Yield every linear that lies in a known layout."""
     for linear, names in layouts.group_by_linear(layout, contents.infos).items():
         infos = {part: contents.infos[name] for part, name in names.items()}
         own, codes = layout, Codes(layout.label, 0)
@@ -148,7 +148,7 @@ def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
 
 
 def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
-    """What a layout makes of a linear's headers. Raises KeyError and QuantkitError as its decoder does."""
+    """Check a linear's headers with its layout. Raises KeyError and QuantkitError as its decoder does."""
     told = layout.numbers
     try:
         spec = layout.believed(parts)
@@ -161,8 +161,8 @@ def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
 
 
 def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
-    """Linears that no layout here decodes: gpt-oss's experts `blocks [experts, out, groups, 16]`; floats with
-    `weight_scale`, of 8 bits or two of 4 bits a byte, as modelopt writes them."""
+    """Yield linears that no layout here decodes: gpt-oss's experts `blocks [experts, out, groups, 16]`;
+    floats with `weight_scale`, of 8 bits or two of 4 bits a byte, as modelopt writes them."""
     for name, info in infos.items():
         linear, scales = name.removesuffix("_blocks"), infos.get(f"{name.removesuffix('_blocks')}_scales")
         if linear != name and scales:
@@ -182,7 +182,7 @@ def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
 
 
 def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
-    """Every tensor of a GGUF file; scales of NVFP4 matrices, tensors of their own, count with these."""
+    """Yield every tensor of a GGUF file; scales of NVFP4 matrices count with their matrix."""
     owners = {name: _scaled_by(name, infos) for name in infos}
     beside = Counter()
     for name, owner in owners.items():
@@ -193,14 +193,15 @@ def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
 
 
 def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
-    """The matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something else."""
+    """Return the matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something
+    else."""
     owner = infos.get(re.sub(r"\.(input_)?scale$", ".weight", name))
     return owner.name if owner is not None and owner.name != name and owner.dtype == "NVFP4" else None
 
 
 def _of_ggml(info: TensorInfo, beside: int) -> Weight:
-    """A tensor of a GGUF file; codes and scales of its blocks lie side by side. beside: bytes of scales in
-    tensors of their own."""
+    """Return a tensor of a GGUF file; codes and scales of its blocks lie side by side. beside: bytes of
+    scales in tensors of their own."""
     weight = _plain(info)
     if PLAIN.match(info.dtype):
         return weight

@@ -12,7 +12,8 @@ GGUF_KINDS = {"gpt2": "BPE", "llama": "SentencePiece", "bert": "WordPiece", "t5"
 
 
 def describe(contents: Contents) -> dict[str, Any] | None:
-    """kind, tokens (the largest id, and one) and sha256 of the chat template; None without a tokenizer."""
+    """Return kind, tokens (the largest id, and one) and sha256 of the chat template; None without a
+    tokenizer."""
     found = _of_metadata(contents) if contents.container == "gguf" else _of_files(contents)
     if found is None:
         return None
@@ -37,7 +38,7 @@ def _of_files(contents: Contents) -> tuple[str, int | None, Any] | None:
 
 
 def _tokens(whole: dict[str, Any]) -> int | None:
-    """The largest id of tokenizer.json, and one."""
+    """Return the largest id of tokenizer.json, and one."""
     model, added = whole.get("model"), whole.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids: list[Any] = list(vocabulary.values()) if isinstance(vocabulary, dict) else []

@@ -1,4 +1,4 @@
-"""What the values say: every weight is read and decoded, one at a time."""
+"""Check all values: read and decode every weight, one at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _errors_of(read: Callable[[], Any]) -> list[str]:
 
 
 def _check_scales(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Which of a packed linear's tensors hold values that are no numbers."""
+    """Report tensors of a packed linear with NaN or infinite values."""
     if not checkpoint.is_quantized(name):
         return []
     linear = name.removesuffix(".weight")

@@ -36,7 +36,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # that jobs com
 def verify(
     source: str, base: str | None, listen: Listener, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """The record of a folder or GGUF file: `problems` are what is wrong. base: the checkpoint it was made of.
+    """Return the record of a folder or GGUF file: `problems` are what is wrong. base: the checkpoint it was
+    made of.
 
     Raises QuantkitError where there is nothing to verify, or the base is another model.
     """
@@ -81,14 +82,14 @@ def verify(
 
 
 def _was_written(place: Path) -> bool:
-    """Whether a checkpoint was there, whatever is left of it now."""
+    """Return whether a checkpoint was written here, however damaged."""
     return place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()
 
 
 def _files(
     contents: Contents, manifest: Mapping[str, Any], found: dict[str, Any], listen: Listener
 ) -> Iterator[dict[str, Any]]:
-    """Of every file that has a sum: `same`, `was changed` or `is absent`."""
+    """Yield the state of each file with a checksum: `same`, `was changed` or `is absent`."""
     place, read, whole = contents.path, 0, sum(contents.files.values())
     assert place is not None
 
@@ -129,7 +130,7 @@ def _linears(
     found: dict[str, Any],
     listen: Listener,
 ) -> Iterator[dict[str, Any]]:
-    """The error of every linear measured again, beside what the manifest says."""
+    """Yield the error of every linear, measured again, with the manifest's."""
     job = manifest.get("job", {})
     if job.get("rotation"):
         found["notes"].append("errors were not measured: the weights are rotated, the source's are not")
@@ -165,13 +166,13 @@ def _linears(
 
 
 def _told(row: Mapping[str, Any]) -> str | None:
-    """Which measure a row of the manifest has."""
+    """Return the name of the measure in a row of the manifest."""
     known = [kind for kind in ERRORS if isinstance(row.get(kind), (int, float))]
     return known[0] if known and isinstance(row.get("name"), str) else None
 
 
 def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
-    """Every weight by the stored name of its linear: its name in the model and its shape."""
+    """Return the name in the model and the parameter of every weight, by the stored name of its linear."""
     return {
         skeleton.names.stored[name].removesuffix(".weight"): (name, parameter)
         for name, parameter in skeleton.held().items()
@@ -179,7 +180,7 @@ def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
 
 
 def _same_source(base: Checkpoint, manifest: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Say so where the base is not what the manifest calls the source."""
+    """Report a base whose sha256 is not the source's in the manifest."""
     told = (manifest.get("source") or {}).get("sha256")
     if isinstance(told, str) and base.sha256() != told:
         found["problems"].append(

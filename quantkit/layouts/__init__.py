@@ -78,7 +78,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Width:
-    """What sizes depend on of a grid; it stands for one where nothing is computed, in a LinearSpec."""
+    """Bits, group size and symmetry of a grid: enough for sizes, where nothing is computed."""
 
     bits: int
     group_size: int
@@ -86,12 +86,12 @@ class Width:
 
 
 def table_bytes(table: Table) -> int:
-    """Bytes of all tensors of a table."""
+    """Return bytes of all tensors of a table."""
     return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in table.values())
 
 
 class OutOfReach(LookupError):
-    """A header's values are asked for, and they lie on the hub."""
+    """Raised for values of a tensor of which only the header was fetched."""
 
 
 class Layout(ABC):
@@ -121,15 +121,15 @@ class Layout(ABC):
     texts: tuple[str, ...] = ()
 
     def at(self, linear: str) -> Layout:
-        """The layout as it is for one linear of a stored checkpoint; itself where all are alike."""
+        """Return the layout as it is for one linear of a stored checkpoint; itself where all are alike."""
         return self
 
     @abstractmethod
     def check(self, spec: LinearSpec) -> str | None:
-        """Why this layout cannot hold `spec`, with the fix; None when it can."""
+        """Return why this layout cannot hold `spec`, with the fix; None when it can."""
 
     def check_experts(self, linears: int) -> str | None:
-        """Why no client reads experts of so many linears each in this layout; None where one does."""
+        """Return why no client reads experts of so many linears each in this layout; None where one does."""
         return None
 
     @abstractmethod
@@ -147,32 +147,32 @@ class Layout(ABC):
         return None
 
     def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return what stored tensors, or their headers, say of a linear (see the function)."""
+        """Return shape, bits and groups of a linear after checking its tensors or headers."""
         return believed(parts, self)
 
     def nbytes(self, spec: LinearSpec) -> int:
-        """Bytes that one quantized linear takes on disk."""
+        """Return bytes that one quantized linear takes on disk."""
         return table_bytes(self.tensors(spec))
 
     @abstractmethod
     def encode(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:
-        """Suffix -> tensor, as the client wants it."""
+        """Return the tensors of one linear as the client expects them: {suffix: tensor}."""
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """The weight that the stored tensors hold."""
+        """Return the weight that the stored tensors hold."""
 
     def refilled(
         self, tensors: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """A linear's stored tensors with other `floats`, by the names of its grid, rounded to what can
+        """Return a linear's stored tensors with other `floats`, by the names of its grid, rounded to what can
         be stored; all else stays byte for byte, and nothing changes its size."""
         weight = self.decode(tensors)
         encoded = self.encode(weight.with_floats(weight.grid.storable(floats)))
         return {part: encoded[part] if part in self.floats else tensors[part] for part in tensors}
 
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The dequantized weight, float32 `[out, in]`: `decode(tensors).values()`, or the same faster."""
+        """Return the dequantized weight, float32 `[out, in]`, as `decode(tensors).values()`."""
         return self.decode(tensors).values()
 
     def module(
@@ -182,7 +182,7 @@ class Layout(ABC):
         values: torch.Tensor | None = None,
         products: bool = False,
     ) -> nn.Module | None:
-        """A module that computes as clients do where the result is more than the decoded weight times
+        """Return a module that computes as clients do where the result is more than the decoded weight times
         the input, because activations are quantized too; None elsewhere. values: of these tensors, in the
         precision of the input, where they have been decoded already. products: whether the processor
         multiplies int8 fast."""
@@ -190,11 +190,11 @@ class Layout(ABC):
 
     @abstractmethod
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config` of config.json. beside: names of modules outside the language model, such as
-        towers of other modalities, which are not quantized."""
+        """Return `quantization_config` of config.json. beside: names of modules outside the language model,
+        such as towers of other modalities, which are not quantized."""
 
     def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
-        """Further JSON files that clients look for, by file name."""
+        """Return further JSON files that clients look for, by file name."""
         return {}
 
 
@@ -206,36 +206,36 @@ class WeightsOnly:
     rounds_inputs = False
 
     def at(self, linear: str) -> WeightsOnly:
-        """As it is for one linear."""
+        """Return the layout of one linear."""
         return WeightsOnly(self.layout.at(linear))
 
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The decoded weight."""
+        """Return the decoded weight."""
         return self.layout.values(tensors)
 
     def module(self, *linear: Any) -> None:
-        """None: the decoded weight says it all."""
+        """Return None: only the decoded weight counts."""
 
 
 def available() -> list[str]:
-    """Names of the layouts, from the files of this package; `_` begins what several of them share."""
+    """Return names of the layouts, from the files of this package; `_` begins what several of them share."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What config.json says of quantization; {} where that is nothing."""
+    """Return `quantization_config` of config.json; {} without one."""
     stored = config.get("quantization_config")
     return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 
 
 def modules() -> list[ModuleType]:
-    """All of them."""
+    """Return the modules of all layouts."""
     return [importlib.import_module(f"{__name__}.{name}") for name in available()]
 
 
 def detect(config: dict) -> Layout | None:
-    """The layout of a stored checkpoint; None when it is a plain one.
+    """Return the layout of a stored checkpoint; None when it is a plain one.
 
     Raises QuantkitError (exit code 4) for a quantization that no layout here understands.
     """
@@ -253,7 +253,8 @@ def detect(config: dict) -> Layout | None:
 
 
 def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Stored names of each packed linear: `{"model.layers.0.mlp.up_proj": {"qweight": …, "scales": …}}`."""
+    """Return stored names of each packed linear: `{"model.layers.0.mlp.up_proj": {"qweight": …, "scales":
+    …}}`."""
     if layout is None:
         return {}
     names = set(names)
@@ -285,8 +286,8 @@ def refuse_headless(layout: Layout | None, names: Iterable[str]) -> None:
 
 @contextmanager
 def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Say of whatever decoding the stored tensors of a linear runs into whose they are: files of strangers
-    hold any types and shapes. Memory that runs out stays what it is."""
+    """Name the linear and its tensors in any error of decoding: downloaded files may hold any types and
+    shapes. Errors of memory pass."""
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -301,7 +302,7 @@ def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Non
 
 
 def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
-    """Return the error of a linear whose stored tensors cannot be meant."""
+    """Return the error for a linear with invalid stored tensors."""
     linear = getattr(tensors, "linear", "")
     return QuantkitError(
         f"{linear}: {why}" if linear else why,
@@ -310,13 +311,13 @@ def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
 
 
 def stored_as(part: Any) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape, as tables have them, of a tensor or of what a header says of one."""
+    """Return dtype and shape of a tensor or header as tables spell them."""
     dtype = part.dtype if isinstance(part.dtype, str) else DTYPES[str(part.dtype).removeprefix("torch.")]
     return dtype, tuple(part.shape)
 
 
 def misfits(parts: Mapping[str, Any], table: Table) -> dict[str, str]:
-    """Return what is wrong with those of a linear's tensors, or headers, that its table names.
+    """Return, by part, where a linear's tensors or headers differ from its table.
 
     A number of any floating-point type stands for one of another; a scalar for a tensor of one number.
     """
@@ -330,7 +331,7 @@ def misfits(parts: Mapping[str, Any], table: Table) -> dict[str, str]:
 
 
 def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
-    """Return what a linear's stored tensors say of it, once they are those of its table, and no others.
+    """Return shape, bits and groups of a linear after checking its stored tensors against its table.
 
     holder: a layout, or a form of one. Decoders rely on this alone. Raises QuantkitError for other tensors,
     and for numbers that the configuration contradicts.
@@ -356,13 +357,13 @@ def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
 
 
 def unlike(told: Numbers, found: Numbers, columns: int) -> bool:
-    """Whether bits, or the groups that rows of so many columns make, differ."""
+    """Return whether bits, or the number of groups in a row of `columns` columns, differ."""
     groups = [-(-columns // size) if size else 1 for _, size in (told, found)]
     return told[0] != found[0] or groups[0] != groups[1]
 
 
 def in_words(numbers: Numbers) -> str:
-    """`4 bit in groups of 128`, or in whole rows."""
+    """Return `4 bit in groups of 128`, or in whole rows."""
     bits, size = numbers
     return f"{bits} bit in groups of {size}" if size else f"{bits} bit in whole rows"
 
@@ -373,7 +374,7 @@ def sized(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec
 
 
 def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """What an engine fuses, by the name it has there: `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
+    """Return fused linears by engine name: `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
     by_name = {spec.name: spec for spec in specs}
     found = {}
     for name in by_name:

@@ -17,17 +17,17 @@ WORD = 32  # bits
 
 
 def words(count: int, bits: int) -> int:
-    """Words of 32 bits that hold `count` codes."""
+    """Return the number of words of 32 bits that hold `count` codes."""
     return -(-count * bits // WORD)
 
 
 def whole_words(bits: int) -> int:
-    """The least number of codes that fills whole words."""
+    """Return the least number of codes that fills whole words."""
     return WORD // math.gcd(bits, WORD)
 
 
 def no_whole_words(spec: LinearSpec, *sides: str) -> str | None:
-    """Why the codes along these sides of a linear would not fill words; None where they do."""
+    """Return why the codes along these sides of a linear would not fill words; None where they do."""
     bits = spec.grid.bits
     for side in sides:
         if (size := getattr(spec, side)) * bits % WORD:
@@ -37,12 +37,12 @@ def no_whole_words(spec: LinearSpec, *sides: str) -> str | None:
 
 
 def _placement(bits: int) -> list[tuple[int, int, int]]:
-    """For each value of a period: (value, word, shift). Periods are the least whole number of words."""
+    """Return (value, word, shift) for each value of a period, the least whole number of words."""
     return [(k, *divmod(k * bits, WORD)) for k in range(whole_words(bits))]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Codes `[n, m]` to int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
+    """Pack codes `[n, m]` into int32 `[n * bits / 32, m]`, a little-endian bit stream down dimension 0."""
     import torch
 
     period = _placement(bits)
@@ -59,7 +59,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Inverse of `pack`: uint8 `[count, m]`. The last words may stop short of a whole period."""
+    """Invert `pack`: uint8 `[count, m]`. The last words may stop short of a whole period."""
     import torch
     from torch.nn.functional import pad
 
@@ -77,8 +77,9 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
-    """Codes `[n, m]` to int32 `[n * bits / 32, m]` in planes of so many bits each, from the lowest: of every
-    32 codes first the words of one plane, then those of the next. A single plane is what `pack` makes."""
+    """Pack codes `[n, m]` into int32 `[n * bits / 32, m]` in planes of so many bits each, from the
+    lowest: of every 32 codes first the words of one plane, then those of the next. A single plane is what
+    `pack` makes."""
     import torch
 
     if len(widths) == 1:
@@ -92,7 +93,7 @@ def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
-    """Inverse of `pack_planes`: uint8 `[count, m]`. Several planes come in whole blocks of 32 codes."""
+    """Invert `pack_planes`: uint8 `[count, m]`. Several planes come in whole blocks of 32 codes."""
     import torch
 
     if len(widths) == 1:

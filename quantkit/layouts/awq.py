@@ -40,7 +40,7 @@ class AwqLayout(Layout):
     floats = ("scales",)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """The configuration has one width, one group size and one kind of zero point for all linears."""
+        """Return why a linear differs from the one width, group size and kind of zero point; None if not."""
         if spec.conv1d:
             return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
@@ -54,7 +54,7 @@ class AwqLayout(Layout):
         return no_whole_words(spec, "out_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The three tensors of one linear."""
+        """Return the three tensors of one linear."""
         columns, groups = (
             words(spec.out_features, spec.grid.bits),
             -(-spec.in_features // spec.grid.group_size),
@@ -66,7 +66,7 @@ class AwqLayout(Layout):
         }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The three tensors of one linear."""
+        """Return the three tensors of one linear."""
         assert weight.column_group is None, "awq stores no g_idx"
         return {
             "qweight": _pack(weight.codes),
@@ -75,7 +75,7 @@ class AwqLayout(Layout):
         }
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Groups divide the rows."""
+        """Return shape and group size; groups divide the rows."""
         groups, out_features = parts["scales"].shape
         in_features, columns = parts["qweight"].shape
         if in_features % groups or columns * PER_WORD != out_features:
@@ -84,11 +84,11 @@ class AwqLayout(Layout):
 
     @property
     def numbers(self) -> Numbers:
-        """Of all linears."""
+        """Bits and group size of all linears."""
         return BITS, max(0, self.group_size) or None
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit one another."""
+        """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit one another."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
@@ -99,9 +99,8 @@ class AwqLayout(Layout):
         return QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config`. Clients leave the head alone when `modules_to_not_convert` is null;
-        transformers 4.49 to 4.51 does not when it is a list without it.
-        """
+        """Return `quantization_config`. Clients leave the head alone when `modules_to_not_convert` is null;
+        transformers 4.49 to 4.51 does not when it is a list without it."""
         kept = [*beside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
         return {
             "quant_method": "awq",
@@ -114,7 +113,7 @@ class AwqLayout(Layout):
 
 
 def detect(config: dict) -> AwqLayout | None:
-    """The layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the layout that a stored `quantization_config` describes, if it is this one."""
     if config.get("quant_method") != "awq":
         return None
     version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")
@@ -133,13 +132,13 @@ def detect(config: dict) -> AwqLayout | None:
 
 
 def _pack(values: Tensor) -> Tensor:
-    """`[out, n]` to int32 `[n, out / 8]`."""
+    """Convert `[out, n]` to int32 `[n, out / 8]`."""
     ordered = values.reshape(-1, PER_WORD, values.shape[1])[:, ORDER].flatten(0, 1)
     return pack(ordered, BITS).t().contiguous()
 
 
 def _unpack(words: Tensor, out_features: int) -> Tensor:
-    """Inverse of `_pack`: uint8 `[out, n]`."""
+    """Invert `_pack`: uint8 `[out, n]`."""
     ordered = unpack(words.t(), BITS, out_features).view(-1, PER_WORD, len(words))
     places = [ORDER.index(column) for column in range(PER_WORD)]
     return ordered[:, places].flatten(0, 1)

@@ -46,20 +46,20 @@ class Int8Layout(Layout):
     rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Every linear fits."""
+        """Return None: every linear fits."""
         return None
 
     def check_experts(self, linears: int) -> str | None:
-        """vLLM's loader (model_loader/bitsandbytes_loader.py) refuses what it did not quantize itself."""
+        """Return the reason: vLLM's bitsandbytes_loader.py refuses linears quantized before."""
         return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The three tensors of one linear."""
+        """Return the three tensors of one linear."""
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "SCB": ("F32", shape[:1]), "weight_format": ("U8", ())}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The three tensors of one linear."""
+        """Return the three tensors of one linear."""
         import torch
 
         return {
@@ -69,12 +69,12 @@ class Int8Layout(Layout):
         }
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Those of the weight."""
+        """Return the shape of the weight."""
         rows, columns = parts["weight"].shape
         return sized(rows, columns, Width(8, columns))
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`."""
+        """Invert `encode` exactly."""
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
@@ -85,13 +85,13 @@ class Int8Layout(Layout):
         return QuantizedWeight(Int8Grid(codes.shape[1]), codes.view(torch.uint8) ^ 128, params)
 
     def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """`decode(tensors).values()` from the codes as they lie there."""
+        """Return `decode(tensors).values()` from the codes as they lie there."""
         from quantkit.grids.int8 import restored
 
         return restored(*self._stored(tensors))
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
+        """Return codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
         self.believed(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not understood"
@@ -102,13 +102,13 @@ class Int8Layout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """A linear that rounds its inputs to int8 as it runs."""
+        """Return a linear that rounds its inputs to int8 as it runs."""
         from quantkit.grids.int8 import Int8Linear
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config`. Clients spare the head unless a list of exceptions leaves it out."""
+        """Return `quantization_config`. Clients spare the head unless a list of exceptions leaves it out."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_8bit": True,
@@ -136,17 +136,17 @@ class Nf4Layout(Layout):
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Blocks of 64 lie inside rows: the grid's group size has been checked."""
+        """Return None: the check of the grid's group size keeps blocks of 64 inside rows."""
         return None
 
     def check_experts(self, linears: int) -> str | None:
-        """vLLM's loader makes one tensor of gate, up and down of all experts, and knows no others."""
+        """Return why no client reads experts: vLLM's loader fuses gate, up and down, and knows no others."""
         if linears == EXPERT_LINEARS:
             return None
         return f"no client reads such experts in nf4: {FUSES}, and vLLM takes those of gate, up and down"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The tensors of one linear; the JSON text within a few digits."""
+        """Return the tensors of one linear; the length of the JSON text is close."""
         blocks, offset = spec.weights // BLOCK, None
         table: Table = {
             "weight": ("U8", (spec.weights // 2, 1)),
@@ -161,7 +161,7 @@ class Nf4Layout(Layout):
         return table | {STATE: ("U8", (len(text),))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of one linear."""
+        """Return the tensors of one linear."""
         import torch
 
         from quantkit.grids.nf4 import dynamic_map, pack, table
@@ -185,14 +185,14 @@ class Nf4Layout(Layout):
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     def refilled(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The offset of nested scales is a number in a text, whose length stays."""
+        """See `Layout.refilled`; the offset of nested scales is a number in a text of fixed length."""
         found = super().refilled(tensors, floats)
         if "offset" in floats:
             found[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
         return found
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`. Raises QuantkitError for sizes that do not fit or another table."""
+        """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit or another table."""
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
@@ -203,23 +203,23 @@ class Nf4Layout(Layout):
         return QuantizedWeight(Nf4Grid(isinstance(params, NestedParams)), codes, params)
 
     def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """`decode(tensors).values()` without unpacking the codes."""
+        """Return `decode(tensors).values()` without unpacking the codes."""
         from quantkit.grids.nf4 import unpack
 
         packed, params = self._stored(tensors)
         return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
-        """What the JSON text says."""
+        """Return the shape in the JSON text."""
         return sized(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
 
     def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """As `Layout.believed`, with single or double quantization as the tensors have it."""
+        """See `Layout.believed`; the tensors decide between single and double quantization."""
         nested = stored_as(parts["weight.absmax"])[0] == "U8"
         return super(Nf4Layout, replace(self, double_quant=nested)).believed(parts)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
-        """Packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
+        """Return packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
         import torch
 
         from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
@@ -239,7 +239,7 @@ class Nf4Layout(Layout):
         return packed, NestedParams(absmax.view(shape), expanded, offset.expand(shape))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config`."""
+        """Return `quantization_config`."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_8bit": False,
@@ -253,7 +253,7 @@ class Nf4Layout(Layout):
 
 
 def detect(config: dict) -> Layout | None:
-    """The layout that a stored `quantization_config` describes, if it is one of these."""
+    """Return the layout that a stored `quantization_config` describes, if it is one of these."""
     if config.get("quant_method") != "bitsandbytes" and not {"load_in_8bit", "load_in_4bit"} & config.keys():
         return None
     if config.get("load_in_8bit"):
@@ -280,7 +280,7 @@ def _skipped(specs: Sequence[LinearSpec], beside: Sequence[str]) -> list[str] | 
 
 
 def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
-    """The JSON text of an NF4 weight's quantization state; offset: of nested scales."""
+    """Return the JSON text of an NF4 weight's quantization state; offset: of nested scales."""
     state = {
         "quant_type": "nf4",
         "blocksize": BLOCK,
@@ -293,8 +293,8 @@ def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
 
 
 def _with_offset(text: Tensor, offset: float) -> Tensor:
-    """The stored text with another offset: as it is where that is the old one; else in as many digits as tell
-    its float32 and find room, spaces after the text."""
+    """Return the stored text with another offset: as it is where that is the old one; else in as many digits
+    as tell its float32 and find room, spaces after the text."""
     import torch
 
     state, stored = json.loads(bytes(text.tolist())), torch.tensor(offset)
@@ -308,7 +308,7 @@ def _with_offset(text: Tensor, offset: float) -> Tensor:
 
 
 def _read_state(tensor: Tensor) -> dict:
-    """The state, with what the decoder relies on checked."""
+    """Return the state, with what the decoder relies on checked."""
     try:
         state = json.loads(bytes(tensor.tolist()))
         out_features, in_features = state["shape"]

@@ -37,7 +37,7 @@ class Fp8Layout(Layout):
     rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Whole blocks: of what is left over transformers makes smaller ones, without a word."""
+        """Return why a linear does not fit: transformers makes smaller blocks of a remainder, silently."""
         if spec.conv1d:
             return "its clients replace nn.Linear, not Conv1D"
         if spec.out_features % self.block:
@@ -45,22 +45,22 @@ class Fp8Layout(Layout):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The two tensors of one linear."""
+        """Return the two tensors of one linear."""
         table = FloatQuantized(self.block).tensors(spec)
         return {"weight": table["weight"], "weight_scale_inv": ("F32", table["weight_scale"][1])}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The two tensors of one linear."""
+        """Return the two tensors of one linear."""
         assert weight.column_group is None, "columns reordered across groups are not written"
         tensors = FloatQuantized(self.block).encode(weight)
         return {"weight": tensors["weight"], "weight_scale_inv": tensors["weight_scale"]}
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Those of the weight."""
+        """Return the shape of the weight."""
         return FloatQuantized(self.block).sizes(parts)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`. Raises QuantkitError for tensors that do not fit one another."""
+        """Invert `encode` exactly. Raises QuantkitError for tensors that do not fit one another."""
         spec = self.believed(tensors)
         parts = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}
         return FloatQuantized(self.block).decode(parts, spec)
@@ -69,7 +69,7 @@ class Fp8Layout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """A linear that rounds its inputs to e4m3 as it runs."""
+        """Return a linear that rounds its inputs to e4m3 as it runs."""
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
         from quantkit.layouts.compressed_tensors.forms import Numbers
 
@@ -79,7 +79,7 @@ class Fp8Layout(Layout):
         return QuantizedInputLinear(weight, bias, numbers, exact=True)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config`."""
+        """Return `quantization_config`."""
         kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         return {
             "quant_method": NAME,
@@ -91,7 +91,7 @@ class Fp8Layout(Layout):
 
 
 def detect(config: dict) -> Fp8Layout | None:
-    """The layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the layout that a stored `quantization_config` describes, if it is this one."""
     if config.get("quant_method") != NAME:
         return None
     block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")

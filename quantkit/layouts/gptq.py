@@ -63,16 +63,16 @@ class GptqLayout(Layout):
         return 1 if self.version == 1 else 0
 
     def planes(self, bits: int) -> tuple[int, ...]:
-        """How codes of so many bits are split."""
+        """Return the bits of each plane into which codes of `bits` bits are split."""
         return PLANES[bits] if bits in SPLIT or (bits == 3 and self.version == 3) else (bits,)
 
     def at(self, linear: str) -> GptqLayout:
-        """With the bits and the group size that the stored configuration gives one linear."""
+        """Return a copy with the bits and the group size that the stored configuration gives one linear."""
         found = rule_of(self.rules or (), linear)
         return replace(self, **found) if found else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Whole words only: `in * bits` and `out * bits` must be multiples of 32; of planes both sides."""
+        """Return why codes do not fill words: `in * bits` and `out * bits` must be multiples of 32."""
         if len(self.planes(spec.grid.bits)) > 1:
             for side in ("in_features", "out_features"):
                 if (size := getattr(spec, side)) % WORD:
@@ -80,7 +80,7 @@ class GptqLayout(Layout):
         return no_whole_words(spec, "in_features", "out_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The four tensors of one linear."""
+        """Return the four tensors of one linear."""
         bits, groups = spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
         return {
             "qweight": ("I32", (words(spec.in_features, bits), spec.out_features)),
@@ -90,7 +90,7 @@ class GptqLayout(Layout):
         }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The four tensors of one linear."""
+        """Return the four tensors of one linear."""
         import torch
 
         planes = self.planes(weight.grid.bits)
@@ -104,7 +104,7 @@ class GptqLayout(Layout):
         }
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Bits and group size by the shapes, so that linears with overrides are read, too."""
+        """Return bits and group size by the shapes, so that linears with overrides are read, too."""
         groups, out_features = parts["scales"].shape
         bits = parts["qzeros"].shape[1] * WORD // out_features if "qzeros" in parts else self.bits
         rows, columns = parts["qweight"].shape
@@ -117,11 +117,11 @@ class GptqLayout(Layout):
 
     @property
     def numbers(self) -> Numbers | None:
-        """Of a stored configuration."""
+        """Bits and group size of a stored configuration; None for a new layout."""
         return (self.bits, max(0, self.group_size) or None) if self.rules is not None else None
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`. A missing g_idx means the trivial one."""
+        """Invert `encode` exactly. A missing g_idx means the trivial one."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
@@ -137,9 +137,9 @@ class GptqLayout(Layout):
         return QuantizedWeight(grid, codes, AffineParams(scales.t().float(), zero.t().float()), group)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel and
-        vLLM; optimum knows none, and packs the names that end with what `modules_in_block_to_quantize` lists.
-        """
+        """Return `quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel
+        and vLLM; optimum knows none, and packs the names that end with what `modules_in_block_to_quantize`
+        lists."""
         config = {
             "quant_method": "gptq",
             "bits": self.bits,
@@ -167,7 +167,7 @@ class GptqLayout(Layout):
         return config
 
     def _rule(self, spec: LinearSpec) -> tuple[str, dict] | None:
-        """How a linear differs from the rest: not quantized, or with other bits or groups."""
+        """Return the sign and values of a `dynamic` rule for a linear; None where the defaults apply."""
         if spec.grid is None:
             return "-", {}
         whole = spec.grid.group_size == spec.in_features and self.group_size == -1
@@ -177,13 +177,13 @@ class GptqLayout(Layout):
         return "+", {"bits": spec.grid.bits, "group_size": group_size}
 
     def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
-        """`quantize_config.json`, which AutoGPTQ requires."""
+        """Return `quantize_config.json`, which AutoGPTQ requires."""
         legacy = {"static_groups": False, "model_name_or_path": None, "model_file_base_name": "model"}
         return {"quantize_config.json": self.config(specs, beside) | legacy}
 
 
 def detect(config: dict) -> GptqLayout | None:
-    """The layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the layout that a stored `quantization_config` describes, if it is this one."""
     if config.get("quant_method") != "gptq":
         return None
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
@@ -209,9 +209,9 @@ def detect(config: dict) -> GptqLayout | None:
 
 
 def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
-    """GPTQModel's `dynamic`: `{"+:pattern": {"bits": …, "group_size": …}}`; without a sign it is a plus.
+    """Parse GPTQModel's `dynamic`: `{"+:pattern": {"bits": …, "group_size": …}}`; no sign means plus.
 
-    Raises QuantkitError for what is no such thing.
+    Raises QuantkitError for anything else.
     """
     stored = config.get("dynamic") or {}
     if not isinstance(stored, dict):
@@ -233,5 +233,5 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
-    """What the first rule that matches says of one linear; {} where none does."""
+    """Return the values of the first rule that matches a linear; {} without one."""
     return next((rule for pattern, rule in rules if pattern.match(linear)), {})

@@ -1,4 +1,4 @@
-"""What ggml's block types share: parameters as they are stored, rounding on them, the walk over a matrix."""
+"""The base of ggml's block types: stored parameters, rounding on them, the walk over a matrix."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ class Blocks:
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """`[group_size, blocks]` to `[size, sub-blocks * blocks]`: sub-blocks of `size` weights as columns."""
+    """Convert `[group_size, blocks]` to `[size, sub-blocks * blocks]`: sub-blocks of `size` weights as
+    columns."""
     return x.unflatten(0, (-1, size)).transpose(0, 1).reshape(size, -1)
 
 
 def join(x: Tensor, blocks: int) -> Tensor:
-    """Inverse of `split`."""
+    """Invert `split`."""
     return x.unflatten(1, (-1, blocks)).transpose(0, 1).reshape(-1, blocks)
 
 
@@ -57,20 +58,20 @@ class BlockGrid(WholeLevels):
     scale_range = 0, 0
 
     def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
-        """Parameters, blocks first, and codes `[group_size, blocks]`."""
+        """Return parameters, blocks first, and codes `[group_size, blocks]`."""
         raise NotImplementedError
 
     def _level(self, codes: Tensor) -> Tensor:
-        """What codes (float32) are multiplied with: `value = step * level - low`."""
+        """Return the levels of codes (float32): `value = step * level - low`."""
         return codes - self.offset
 
     def _nearest(self, level: Tensor) -> Tensor:
-        """Codes (float32) of the nearest levels; `level` is used up."""
+        """Return codes (float32) of the nearest levels; `level` is used up."""
         return level.round_().add_(self.offset).clamp_(0, 2**self.bits - 1)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Any]:
-        """Codes uint8 `[out, in]` and parameters `[out, in / group_size]` for `weight [out, in]` (float32),
-        byte for byte ggml's (quantize_row_*_ref, and *_impl with importance).
+        """Return codes uint8 `[out, in]` and parameters `[out, in / group_size]` for `weight [out, in]`
+        (float32), byte for byte ggml's (quantize_row_*_ref, and *_impl with importance).
 
         importance: `[in]` or `[out, in]`, what a squared error costs in each column; llama.cpp's imatrix.
         """
@@ -94,20 +95,20 @@ class BlockGrid(WholeLevels):
         return weight.reshape(-1, self.group_size).t().contiguous()
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Any:
-        """Parameters for blocks `weight [rows, group_size]`, found as ggml does; every block is taken
+        """Return parameters for blocks `weight [rows, group_size]`, found as ggml does; every block is taken
         for a row of its own where ggml looks at the mean square of a row."""
         return group(self.fit_matrix(weight, importance), 0)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
-        """Parameters `[out, groups]` for `weight [out, in]`."""
+        """Return parameters `[out, groups]` for `weight [out, in]`."""
         return self.quantize(weight, importance)[1]
 
     def describe(self) -> str:
-        """`Q4_K, blocks of 256`."""
+        """Return `Q4_K, blocks of 256`."""
         return f"{self.name}, blocks of {self.group_size}"
 
     def round(self, weight: Tensor, params: Any) -> Tensor:
-        """Codes of the nearest values, uint8 `[rows, group_size]`."""
+        """Return codes of the nearest values, uint8 `[rows, group_size]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor, low: Tensor) -> Tensor:
@@ -118,15 +119,16 @@ class BlockGrid(WholeLevels):
         return by_rows(work, codes, weight, torch.where(step == 0, torch.inf, step), low)
 
     def steps(self, params: Any) -> tuple[Tensor, Tensor]:
-        """Step, and what is subtracted from its multiples by a code, `[sub-blocks, rows]`."""
+        """Return step, and what is subtracted from its multiples by a code, `[sub-blocks, rows]`."""
         return self.in_levels(*(part.t() for part in params.steps()))
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """The same for values `step * (code - offset) - low`."""
+        """Return step and low in levels for values `step * (code - offset) - low`."""
         return usable(step), low + step * self.offset
 
     def refit(self, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
-        """`params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size, rows]`.
+        """Return `params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size,
+        rows]`.
 
         Of the present scale and its neighbours the one with the least squared error, by importance
         `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
@@ -151,7 +153,7 @@ class BlockGrid(WholeLevels):
         return replace(params, **fields)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
-        """Values, float32 `[rows, group_size]`, bit for bit ggml's (dequantize_row_*)."""
+        """Return values, float32 `[rows, group_size]`, bit for bit ggml's (dequantize_row_*)."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
 
         def work(rows: Tensor, step: Tensor, low: Tensor) -> Tensor:
@@ -161,33 +163,33 @@ class BlockGrid(WholeLevels):
         return by_rows(work, values, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
-        """Float16 parameters times `factor [rows]`."""
+        """Return float16 parameters times `factor [rows]`."""
         return replace(params, **{n: stored.half(part * factor) for n, part in stored.halves(params).items()})
 
     def clipped(self, params: Any) -> int:
-        """How many of d, dmin and m lie at the ends of float16's range."""
+        """Count values of d, dmin and m at the ends of float16's range."""
         sizes = [part.abs() for part in stored.halves(params).values()]
         return sum(int(((size >= stored.HALF_MAX) | (size == stored.HALF_MIN)).sum()) for size in sizes)
 
     def floats(self, params: Any) -> dict[str, Tensor]:
-        """d, dmin and m of every block; the scales and mins of sub-blocks are integers."""
+        """Return d, dmin and m of every block; the scales and mins of sub-blocks are integers."""
         return stored.halves(params)
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """float16."""
+        """Round to float16."""
         return {
             name: stored.half(part.clamp(-stored.HALF_MAX, stored.HALF_MAX)) for name, part in floats.items()
         }
 
     def traced(self, codes: Tensor, params: Any) -> Tensor:
-        """Values, float32 `[rows, group_size]`."""
+        """Return values, float32 `[rows, group_size]`."""
         step, low = params.steps()
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))
         return (level * step[..., None] - low[..., None]).flatten(1)
 
 
 def _errors(grid: Grid, weight: Tensor, step: Tensor, low: Tensor) -> Tensor:
-    """What the nearest values lie above `weight`, `[candidates, sub_size, rows]`."""
+    """Return the nearest values minus `weight`, `[candidates, sub_size, rows]`."""
     unit, bottom = grid.in_levels(step, low)
     level = (weight + bottom).div(unit)
     grid.snap(level, level)

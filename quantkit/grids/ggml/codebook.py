@@ -22,7 +22,7 @@ AT_ONCE = 1 << 20  # distances that are looked at together
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Where to look for points that are not in the book: those of point p are `ids[start[p]:][:count[p]]`,
+    """Neighbours of points that are not in the book: those of point p are `ids[start[p]:][:count[p]]`,
     near ones first and of equals the first in the book. int64 `[points]` and `[all]`."""
 
     start: Tensor
@@ -48,22 +48,22 @@ class CodeBook:
 
     @property
     def base(self) -> int:
-        """How many magnitudes there are."""
+        """Number of magnitudes."""
         return len(self.magnitudes)
 
     def to(self, device: torch.device) -> CodeBook:
-        """The same there."""
+        """Return the book on another device."""
         return _on_device(self, device) if device.type != "cpu" else self
 
     def number(self, digits: Tensor) -> Tensor:
-        """Numbers `[...]` of vectors `[vector_size, ...]`."""
+        """Return numbers `[...]` of vectors `[vector_size, ...]`."""
         number = digits[-1].clone()
         for digit in reversed(digits[:-1].unbind()):
             number.mul_(self.base).add_(digit)
         return number
 
     def neighbours(self) -> Neighbours:
-        """Of every point: the vectors in the book at the `wanted` smallest distances."""
+        """Return for every point the vectors in the book at the `wanted` smallest distances."""
         return _neighbours(self)
 
     def __hash__(self) -> int:
@@ -75,7 +75,7 @@ class CodeBook:
 
 @cache
 def named(type_name: str, wanted: int = 1) -> CodeBook:
-    """The code book of a ggml type; see CodeBook."""
+    """Return the code book of a ggml type; see CodeBook."""
     from gguf import quants
 
     kind = getattr(quants, type_name)
@@ -123,8 +123,8 @@ def _neighbours(book: CodeBook) -> Neighbours:
 def nearest_neighbour(
     book: CodeBook, values: Tensor, points: Tensor, x: Tensor, weights: Tensor, scale: Tensor
 ) -> Tensor:
-    """Places in the book, int64 `[n]`, of those neighbours of `points [n]`, their numbers, that are nearest
-    to `x [vector_size, n]`: `Σ weights (scale value - x)²` is least, and of equals the first counts.
+    """Return places in the book, int64 `[n]`, of those neighbours of `points [n]`, their numbers, that are
+    nearest to `x [vector_size, n]`: `Σ weights (scale value - x)²` is least, and of equals the first counts.
 
     values: `[vector_size, vectors]`, what the book's vectors stand for, in units of `scale [n]`. Points go in
     order of how many neighbours they have, so that at each rank those that have one more stand first.
@@ -156,7 +156,8 @@ def _compare_rest(
     ids: Tensor, start: Tensor, count: Tensor, rank: int, best: Tensor, place: Tensor,
     x: Tensor, weights: Tensor, scale: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Neighbours from `rank` on of the few points that have so many; `best` and `place` change in place."""
+    """Compare neighbours from `rank` on of the few points that have so many; `best` and `place` change in
+    place."""
     n, ranks = len(start), torch.arange(rank, int(count[0]), device=start.device)
     there = ranks < count[:, None]
     ids = ids[torch.where(there, start[:, None] + ranks, start[:, None])]  # [points, ranks]

@@ -40,10 +40,10 @@ class E4m3Scales:
 
 
 class Fp4Blocks(Fp4Levels, BlockGrid):
-    """What both have in common: codes are e2m1's bits, a step is half a scale."""
+    """Base of MXFP4 and NVFP4: codes are e2m1's bits, a step is half a scale."""
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """A step is two UNITS."""
+        """Return step and low in levels: a step is two UNITS."""
         return usable(step / (fp4.UNITS * HALF)), low
 
     def _level(self, codes: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Fp4Blocks(Fp4Levels, BlockGrid):
         return _codes(level, level.new_ones(1))
 
     def clipped(self, params: Any) -> int:
-        """None: what is cut off is chosen."""
+        """Return 0: the search chooses to cut off."""
         return 0
 
 
@@ -61,11 +61,11 @@ class Mxfp4Blocks(Fp4Blocks):
     """MXFP4: d is half of a power of two."""
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Scale:
-        """Of three powers of two the best."""
+        """Return the best of three powers of two for each block."""
         return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
 
     def floats(self, params: Scale) -> dict[str, Tensor]:
-        """Raises QuantkitError: a power of two can only be doubled."""
+        """Raise QuantkitError: a power of two can only be doubled."""
         raise QuantkitError(
             f"{self.describe()}: its scales are powers of two, too far apart to be trained",
             "choose another type for what is to be distilled",
@@ -73,7 +73,7 @@ class Mxfp4Blocks(Fp4Blocks):
         )
 
     def scaled(self, params: Scale, factor: Tensor) -> Scale:
-        """The nearest power of two."""
+        """Return the nearest power of two."""
         found = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
         return Scale(found.scale * HALF)
 
@@ -100,11 +100,11 @@ class Nvfp4Blocks(Fp4Blocks):
         return self.divisor is None
 
     def together(self, weights: Sequence[Tensor]) -> Nvfp4Blocks:
-        """With a divisor that suits all of `weights`."""
+        """Return a copy with a divisor that suits all of `weights`."""
         return replace(self, divisor=NvFp4Grid(divisor=self.divisor).together(weights).divisor)
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
-        """Of every 16 weights the best scale about that which fits the largest."""
+        """Return for every 16 weights the best scale near the one that fits the largest."""
         grid = NvFp4Grid(divisor=self.together([weight]).divisor)
         weights = [None] * 4 if importance is None else importance.split(self.sub_size)
         parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
@@ -112,7 +112,7 @@ class Nvfp4Blocks(Fp4Blocks):
         return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
-        """Parameters `[out, in / 64]`, with one divisor."""
+        """Return parameters `[out, in / 64]`, with one divisor."""
         return super(Nvfp4Blocks, self.together([weight])).fit_matrix(weight, importance)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
@@ -120,21 +120,21 @@ class Nvfp4Blocks(Fp4Blocks):
         return super(Nvfp4Blocks, self.together([weight])).quantize(weight, importance)
 
     def refit(self, weight: Tensor, params: E4m3Scales, k: int, importance: Tensor) -> E4m3Scales:
-        """Parameters whose k-th scale suits `weight [16, rows]`."""
+        """Return parameters whose k-th scale suits `weight [16, rows]`."""
         scales = params.scales.clone()
         scales[:, k] = NvFp4Grid(divisor=self.divisor).fit_columns(weight.contiguous(), importance).scale
         return replace(params, scales=scales)
 
     def scaled(self, params: E4m3Scales, factor: Tensor) -> E4m3Scales:
-        """All four times `factor [rows]`, the nearest of e4m3."""
+        """Return all four scales times `factor [rows]`, the nearest of e4m3."""
         return replace(params, **self.storable({"scales": params.scales * factor[:, None]}))
 
     def floats(self, params: E4m3Scales) -> dict[str, Tensor]:
-        """The scales, as they are before the division."""
+        """Return the scales, as they are before the division."""
         return {"scales": params.scales}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """e4m3 above 0."""
+        """Round scales to e4m3 above 0."""
         limits = E4M3_MIN, fp4.E4M3_MAX
         return {name: scales.clamp(*limits).to(FLOAT8).float() for name, scales in floats.items()}
 
@@ -148,8 +148,8 @@ class Nvfp4Blocks(Fp4Blocks):
 
 
 def _codes(x: Tensor, d: Tensor) -> Tensor:
-    """Codes (float32) of the values nearest to `x` in units of `d`, which have few digits: compared exactly,
-    as if by all sixteen distances, of which the first of equals counts."""
+    """Return codes (float32) of the values nearest to `x` in units of `d`, which have few digits: compared
+    exactly, as if by all sixteen distances, of which the first of equals counts."""
     codes, size = torch.zeros_like(x), x.abs()
     for midpoint in MIDPOINTS:
         codes += size > midpoint * d
@@ -157,7 +157,7 @@ def _codes(x: Tensor, d: Tensor) -> Tensor:
 
 
 def _ue4m3(scale: Tensor) -> Tensor:
-    """The nearest of e4m3 without a sign, halves going up; 0 for what is less than half of the least."""
+    """Return the nearest of e4m3 without a sign, halves going up; 0 below half of the least."""
     _, exponent = torch.frexp(scale)
     unit = torch.ldexp(torch.ones_like(scale), (exponent - 4).clamp(min=-9))
     found = (scale / unit + 0.5).floor_().mul_(unit)

@@ -20,26 +20,27 @@ TRIES = 7
 
 @cache
 def _codes_by_half() -> Tensor:
-    """Code of the nearest value for every `floor(2 x)`, -256 to 255: midpoints lie on halves, and go up."""
+    """Return code of the nearest value for every `floor(2 x)`, -256 to 255: midpoints lie on halves, and go
+    up."""
     values = torch.tensor(VALUES)
     twice = torch.arange(-256, 256)
     return torch.bucketize(twice, values[1:] + values[:-1], right=True).to(torch.float32)
 
 
 def nearest_codes(x: Tensor) -> Tensor:
-    """Codes (float32) of the nearest of VALUES; `x` is used up. Not a number gets the last, as in C."""
+    """Return codes (float32) of the nearest of VALUES; `x` is used up. NaN gets the last, as in C."""
     halves = x.mul_(2).floor_().clamp_(-256, 255).add_(256).nan_to_num_(nan=511.0).to(torch.int32)
     return _codes_by_half().to(x.device).index_select(0, halves.flatten()).view(x.shape)
 
 
 def levels(codes: Tensor) -> Tensor:
-    """VALUES of codes, float32."""
+    """Return VALUES of codes, float32."""
     values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
     return values.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
 def search(x: Tensor, weights: Tensor) -> Tensor:
-    """Scale of every column of `x [32, groups]`: of sixteen around the one that just holds the largest
+    """Return scale of every column of `x [32, groups]`: of sixteen around the one that just holds the largest
     weight, that whose values q have the largest `(Σ weights q x)² / Σ weights q²`, refitted to them."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
@@ -68,7 +69,8 @@ class TableGrid(TableLevels, BlockGrid):
     level_table = tuple(2.0 * (value - 1) for value in VALUES)
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Half a step, and what lies from the value 1 down to 0, for values `step * VALUES[code] - low`."""
+        """Return half a step, and what lies from the value 1 down to 0, for values `step * VALUES[code] -
+        low`."""
         return usable(step / 2), low - step
 
     def _level(self, codes: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class TableGrid(TableLevels, BlockGrid):
         return nearest_codes(level)
 
     def _weights(self, blocks: Blocks) -> Tensor:
-        """What errors cost: x², or importance times the root of x² and twice the block's mean square."""
+        """Return error weights: x², or importance times the root of x² plus twice the block's mean square."""
         if blocks.importance is None:
             return blocks.x * blocks.x
         power = total(blocks.x * blocks.x) * (2 / self.group_size)

@@ -28,7 +28,7 @@ RANGES = (0.6, 0.75, 0.9, 1.05, 1.2)  # shares of the largest level that the lar
 
 @dataclass(frozen=True)
 class Search:
-    """How C looks for the scale of a sub-block, whose magnitudes are 1, 3, 5 … scales.
+    """Settings of C's search for the scale of a sub-block, whose magnitudes are 1, 3, 5 … scales.
 
     tries, step: scales with which the largest weight is `2 base - 1 + step k`, k = -tries .. tries. epsilon:
     a sub-block without a larger weight is zero. fitted: what make_qp finds stands for the largest weight.
@@ -70,19 +70,19 @@ class CodeBookGrid(BlockGrid):
     vector_size = SIGNS
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Signed magnitudes of codes."""
+        """Return signed magnitudes of codes."""
         return self._level(codes)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Codes of signed magnitudes, into `out`."""
+        """Write codes of signed magnitudes, into `out`."""
         book = self.book.to(levels.device)
         middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> SubHalves:
-        """Parameters `[out, groups]` for `weight [out, in]`, found faster than ggml does: scales that suit
-        the magnitudes, whatever vectors the book has. (With the encoder's own scales, which take ten times
-        as long, error feedback ends with the same loss.)"""
+        """Return parameters `[out, groups]` for `weight [out, in]`, found faster than ggml does: scales that
+        suit the magnitudes, whatever vectors the book has. (With the encoder's own scales, which take ten
+        times as long, error feedback ends with the same loss.)"""
         blocks = weight.reshape(-1, self.sub_size).abs()
         weights = torch.ones_like(blocks[:1]) if importance is None else importance.reshape(-1, self.sub_size)
         weights = weights.repeat(len(blocks) // len(weights), 1)
@@ -94,7 +94,7 @@ class CodeBookGrid(BlockGrid):
         return SubHalves(d, scales)
 
     def _steps_of(self, x: Tensor, weights: Tensor) -> Tensor:
-        """For every row of magnitudes the step that rounding each by itself suits best, `[rows]`."""
+        """Return for every row the best step for rounding magnitudes one by one, `[rows]`."""
         table = (self.book.magnitudes * self.unit).to(x.device)
         middles = (table[1:] + table[:-1]) / 2
         largest = x.amax(1)
@@ -110,11 +110,12 @@ class CodeBookGrid(BlockGrid):
         return found
 
     def search_in(self, metric: Tensor) -> VectorSearch:
-        """How to find the vectors nearest in the metric `[vector_size, vector_size]`."""
+        """Return the search for the nearest vectors in the metric `[vector_size, vector_size]`: `nearest(y,
+        start)` and `cost(missed)`, all `[vector_size, n]` in levels."""
         return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
 
     def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
-        """Parameters whose sub-block k has the present scale, or one up to `reach` beside it."""
+        """Return parameters whose sub-block k has the present scale, or one up to `reach` beside it."""
         found = []
         for change in range(-reach, reach + 1):
             scales = params.scales.clone()
@@ -123,20 +124,20 @@ class CodeBookGrid(BlockGrid):
         return found
 
     def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
-        """Parameters whose sub-block k has the scale that comes nearest to `step [rows]`."""
+        """Return parameters whose sub-block k has the scale that comes nearest to `step [rows]`."""
         scales = params.scales.clone()
         unit = torch.where(params.d == 0, torch.inf, params.d)
         scales[:, k] = (step / unit).sub_(0.5).round_().clamp_(*self.scale_range).nan_to_num_(0.0)
         return SubHalves(params.d, scales)
 
     def chosen(self, candidates: list[SubHalves], which: Tensor) -> SubHalves:
-        """Of every row the candidate `which [rows]`."""
+        """Return for every row the candidate `which [rows]`."""
         scales = torch.stack([each.scales for each in candidates])
         index = which[None, :, None].expand(1, -1, scales.shape[2])
         return SubHalves(candidates[0].d, scales.gather(0, index)[0])
 
     def round(self, weight: Tensor, params: SubHalves) -> Tensor:
-        """Codes of vectors nearest by squared error, uint8 `[rows, group_size]`."""
+        """Return codes of vectors nearest by squared error, uint8 `[rows, group_size]`."""
         search = self.search_in(torch.eye(SIGNS, device=weight.device))
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
@@ -165,7 +166,7 @@ class CodeBookGrid(BlockGrid):
         return SubHalves(half(d * self.search.fudge), scales.t()), join(digits.mul_(2).add_(negative), n)
 
     def _weights(self, blocks: Blocks) -> Tensor:
-        """What errors cost: x², or importance times the root of x² and the block's mean square."""
+        """Return error weights: x², or importance times the root of x² plus the block's mean square."""
         x, importance = blocks.x, blocks.importance
         power = total(x * x).mul_(self.search.power / SUPER_BLOCK)
         if importance is None and self.unweighted:
@@ -174,8 +175,8 @@ class CodeBookGrid(BlockGrid):
 
 
 def _make_even(size: Tensor, negative: Tensor, cost: Tensor) -> None:
-    """Of every eight weights in a column with an odd number of negative ones, the cheapest gets the other
-    sign, its `size` below 0; in place."""
+    """Flip the sign of the cheapest of every eight weights with an odd number of negative ones: its `size`
+    goes below 0; in place."""
     cost, signs, sizes = (part.unflatten(0, (-1, SIGNS)) for part in (cost, negative, size))
     odd = signs.sum(1, keepdim=True) % 2 == 1
     cheapest = (cost == cost.amin(1, keepdim=True)).cumsum(1)
@@ -197,7 +198,8 @@ class _SubBlocks:
         self.weighted = weights * size
 
     def fit(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Signed scale `[n]` and digits `[sub_size, n]`, and which sub-blocks are zero: both are 0 there."""
+        """Return signed scale `[n]` and digits `[sub_size, n]`, and which sub-blocks are zero: both are 0
+        there."""
         search, book = self.search, self.book
         largest = self.size.amax(0)
         empty = largest < search.epsilon
@@ -231,14 +233,14 @@ class _SubBlocks:
         return scale.masked_fill_(empty, 0), digits.masked_fill_(empty, 0), empty
 
     def _as_vectors(self, x: Tensor) -> Tensor:
-        """`[sub_size, n]` to `[vector_size, vectors of a sub-block * n]`."""
+        """Convert `[sub_size, n]` to `[vector_size, vectors of a sub-block * n]`."""
         return split(x, self.book.size)
 
     def _beside(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x) // self.book.size, x.shape[1], dtype=torch.bool)
 
     def _choose(self, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Digits for sizes `factor` times as large, and which vectors are not in the book if rounded,
+        """Return digits for sizes `factor` times as large, and which vectors are not in the book if rounded,
         `[vectors, n]`; a neighbour in it is taken for them, at `scale`."""
         book, count = self.book, len(self.size) // self.book.size
         digits = (self.size * finite(factor)).sub_(1).mul_(0.5).round_().clamp_(0, book.base - 1)
@@ -253,7 +255,7 @@ class _SubBlocks:
         return join(digits, factor.shape[0]), beside.view(count, -1)
 
     def _sums(self, digits: Tensor) -> tuple[Tensor, Tensor]:
-        """Σ w q x and Σ w q² over sub-blocks, q = 1, 3, 5 …"""
+        """Return Σ w q x and Σ w q² over sub-blocks, q = 1, 3, 5 …"""
         q = digits * 2 + 1
         return total(self.weighted * q), total((self.weights * q).mul_(q))
 

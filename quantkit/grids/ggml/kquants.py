@@ -31,7 +31,7 @@ SUPER_BLOCK = 256
 
 
 def error_weights(x: Tensor, importance: Tensor, power: Tensor) -> Tensor:
-    """What an error costs in the searches with importance: `importance * sqrt(power + x²)`."""
+    """Return error weights of the searches with importance: `importance * sqrt(power + x²)`."""
     return square_root((x * x).add_(power)).mul_(importance)
 
 
@@ -39,7 +39,7 @@ class SuperBlockGrid(BlockGrid):
     """256 weights a block."""
 
     def _mean_square(self, x: Tensor, factor: float) -> Tensor:
-        """`factor` times the mean square of every super-block of `x [256, blocks]`."""
+        """Return `factor` times the mean square of every super-block of `x [256, blocks]`."""
         return total(x * x).mul_(factor).div_(SUPER_BLOCK)
 
 
@@ -85,13 +85,14 @@ class MinGrid(SuperBlockGrid):
         return SubScalesAndMins(d, dmin, scales.t(), mins.t()), join(codes, n)
 
     def _own_weights(self, x: Tensor) -> Tensor:
-        """What errors cost without importance: |x|, and but in Q2_K the sub-block's root mean square."""
+        """Return error weights without importance: |x|, plus the sub-block's RMS except in Q2_K."""
         if self.bits == 2:
             return x.abs()
         return x.abs().add_(square_root(total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest integer."""
+        """Return unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest
+        integer."""
         largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
         factor = finite(over(self.scale_max, largest))
         return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
@@ -104,7 +105,7 @@ class SignedGrid(SuperBlockGrid):
     def _finish(
         self, x: Tensor, d: Tensor, scales: Tensor, searched: Callable[[Tensor], Tensor]
     ) -> tuple[SubScales, Tensor]:
-        """Codes rounded on the parameters as stored. Where every code has the same value C keeps what
+        """Return codes rounded on the parameters as stored. Where every code has the same value C keeps what
         the search had: `searched(columns)`."""
         d = half(d)
         step = (d * scales).flatten()
@@ -115,7 +116,7 @@ class SignedGrid(SuperBlockGrid):
         return SubScales(d, scales.t()), join(codes, len(d))
 
     def _make_qx(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Scale of every column, and how to come by the codes that the search had for some."""
+        """Return scale of every column, and how to come by the codes that the search had for some."""
 
         def searched(columns: Tensor) -> Tensor:
             return make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]
@@ -124,8 +125,8 @@ class SignedGrid(SuperBlockGrid):
 
 
 def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Unit and integers for `parts [sub-blocks, blocks]`, that of largest magnitude being `lowest` units;
-    and that part."""
+    """Return unit and integers for `parts [sub-blocks, blocks]`, that of largest magnitude being `lowest`
+    units; and that part."""
     largest = extreme(parts)
     factor = over(lowest, largest.masked_fill(largest == 0, 1))
     return over(1, factor), (parts * factor).round_().clamp_(lowest, -lowest - 1).add_(0.0), largest

@@ -17,19 +17,20 @@ BELOW_HALF = 0.5 - 2.0**-25  # the float32 before 0.5: with that itself, the one
 
 
 def row_weights(blocks: Blocks) -> Tensor:
-    """What an error costs, from the mean square of the whole row that a block belongs to."""
+    """Return error weights from the mean square of the whole row of each block."""
     rows = (blocks.x * blocks.x).unflatten(1, (-1, blocks.per_row)).permute(2, 0, 1).flatten(0, 1)
     power = total(rows.contiguous()) / len(rows)
     return error_weights(blocks.x, blocks.importance, power.repeat_interleave(blocks.per_row))
 
 
 def inverse(d: Tensor) -> Tensor:
-    """`1 / d`; 0 for a block of zeros."""
+    """Return `1 / d`; 0 for a block of zeros."""
     return torch.where(d == 0, 0.0, over(1, d))
 
 
 def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
-    """`x / d` as C has it, by the inverse; `overflow` where that is infinite: C's codes are 0 there (x86)."""
+    """Return `x / d` as C has it, by the inverse; `overflow` where that is infinite: C's codes are 0 there
+    (x86)."""
     factor = inverse(d)
     product = x * factor
     if factor.isinf().any():
@@ -38,7 +39,7 @@ def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
 
 
 def halves_away(x: Tensor) -> Tensor:
-    """The nearest whole numbers, halves away from zero; `x` is used up."""
+    """Return the nearest whole numbers, halves away from zero; `x` is used up."""
     return x.add_(torch.full((), BELOW_HALF, device=x.device).copysign(x)).trunc_()
 
 

@@ -44,7 +44,7 @@ class VectorSearch:
             self.squares_alone = self.both.flatten(1) * self.alone.flatten() @ outer
 
     def nearest(self, y: Tensor, start: Tensor | None = None) -> Tensor:
-        """Levels `[8, n]` near `y [8, n]`, and no farther than those of `start`."""
+        """Return levels `[8, n]` near `y [8, n]`, and no farther than those of `start`."""
         out = torch.empty_like(y)
         width = max(1, elements_at_once(y.device) // max(len(self.magnitudes), len(self.patterns)))
         for low in range(0, y.shape[1], width):
@@ -55,11 +55,11 @@ class VectorSearch:
         return torch.where(self.cost(y - out) < self.cost(y - start), out, start)
 
     def cost(self, missed: Tensor) -> Tensor:
-        """`e M eᵀ` of `missed [8, n]`."""
+        """Return `e M eᵀ` of `missed [8, n]`."""
         return (self.metric @ missed).mul_(missed).sum(0)
 
     def _nearest(self, y: Tensor) -> Tensor:
-        """As `nearest`, for `y [n, 8]`."""
+        """Return the nearest levels `[n, 8]` for `y [n, 8]`."""
         pull = y @ self.metric
         signs = self._signs_of(y)
         q = torch.zeros_like(y)
@@ -75,7 +75,7 @@ class VectorSearch:
         return q
 
     def _choose(self, k: int, q: Tensor, pull: Tensor, signs: Tensor) -> None:
-        """The best magnitudes of part k for these signs and the other part of q, into q."""
+        """Return the best magnitudes of part k for these signs and the other part of q, into q."""
         part = self.parts[k]
         h = pull[:, part]
         for other in self.parts[:k] + self.parts[k + 1 :]:
@@ -83,20 +83,20 @@ class VectorSearch:
         q[:, part] = self._magnitudes(h, signs[:, part], self.squares[k])
 
     def _magnitudes(self, h: Tensor, signs: Tensor, squares: Tensor) -> Tensor:
-        """The best magnitudes for these signs, with them `[n, size]`."""
+        """Return the best magnitudes for these signs, with them `[n, size]`."""
         pattern = ((signs < 0) * self.bits).sum(1)
         cost = squares.index_select(0, pattern).addmm_(h * signs, self.magnitudes.t(), alpha=-2)
         return self.magnitudes.index_select(0, least(cost)).mul_(signs)
 
     def _signs(self, pull: Tensor, magnitudes: Tensor) -> Tensor:
-        """The best signs for these magnitudes, `[n, 8]`."""
+        """Return the best signs for these magnitudes, `[n, 8]`."""
         outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1)
         cost = outer @ (self.both_patterns * self.metric.flatten()).t()
         cost.addmm_(pull * magnitudes, self.patterns.t(), alpha=-2)
         return self.patterns.index_select(0, least(cost))
 
     def _signs_of(self, y: Tensor) -> Tensor:
-        """The signs of y; where they have to be even and are not, the cheapest is another."""
+        """Return the signs of y; where they have to be even and are not, the cheapest is another."""
         signs = torch.where(y < 0, -1.0, 1.0)
         if self.even:
             cheapest = least(self.metric.diagonal() * y * y)[:, None]
@@ -107,7 +107,8 @@ class VectorSearch:
 
 
 def least(cost: Tensor) -> Tensor:
-    """Where each row of `cost [n, m]` is least, int64 `[n]`. (torch on a CPU takes twenty times as long.)"""
+    """Return the place of the least cost in each row of `cost [n, m]`, int64 `[n]`. (torch on a CPU takes
+    twenty times as long.)"""
     if cost.device.type == "cpu":
         return torch.from_numpy(cost.numpy().argmin(1))
     return cost.argmin(1)
@@ -115,8 +116,8 @@ def least(cost: Tensor) -> Tensor:
 
 @cache
 def _tables(book: CodeBook, unit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Magnitudes `[vectors, size]`, their products with one another `[size * size, vectors]`, and those of
-    signs `[2 ** size, size, size]`."""
+    """Return magnitudes `[vectors, size]`, their products with one another `[size * size, vectors]`, and
+    those of signs `[2 ** size, size, size]`."""
     magnitudes = (book.magnitudes * unit)[book.digits].t().contiguous()
     outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1).t().contiguous()
     signs = _all_signs(book.size, magnitudes.device)
@@ -125,7 +126,7 @@ def _tables(book: CodeBook, unit: float) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def _patterns(even: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Signs of eight weights, `[patterns, 8]`, and their products `[patterns, 64]`."""
+    """Return signs of eight weights, `[patterns, 8]`, and their products `[patterns, 64]`."""
     signs = _all_signs(SIGNS, device)
     signs = signs[signs.prod(1) > 0] if even else signs
     return signs, (signs[:, :, None] * signs[:, None]).flatten(1)

@@ -73,10 +73,10 @@ class SubScalesAndMins:
 
 
 def half(x: Tensor) -> Tensor:
-    """Rounded to float16, in float32."""
+    """Round to float16, in float32."""
     return x.half().float()
 
 
 def halves(params: Any) -> dict[str, Tensor]:
-    """d, dmin and m, those there are."""
+    """Return d, dmin and m, those there are."""
     return {name: getattr(params, name) for name in ("d", "dmin", "m") if hasattr(params, name)}

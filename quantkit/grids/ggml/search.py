@@ -21,7 +21,7 @@ FEW = 8  # columns below which numpy may not sum row by row
 
 
 def total(terms: Tensor) -> Tensor:
-    """Sum over dimension 0 of `[size, ...]`, term after term."""
+    """Return sum over dimension 0 of `[size, ...]`, term after term."""
     if terms.device.type == "cpu" and terms[0].numel() >= FEW:
         return torch.from_numpy(np.add.reduce(terms.numpy(), axis=0))
     result = terms[0].clone()
@@ -31,17 +31,17 @@ def total(terms: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """Correctly rounded, which torch.sqrt on a CPU is not."""
+    """Return the correctly rounded root; torch.sqrt on a CPU is less exact."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 def over(numerator: float, x: Tensor) -> Tensor:
-    """`numerator / x`, correctly rounded; torch takes a number over a tensor times the reciprocal."""
+    """Return `numerator / x`, correctly rounded; torch takes a number over a tensor times the reciprocal."""
     return torch.full_like(x, numerator).div_(x)
 
 
 def single(*terms: float) -> float:
-    """Sum of constants as C adds them in float."""
+    """Return the sum of constants as C adds them in float."""
     result = np.float32(terms[0])
     for term in terms[1:]:
         result = np.float32(result + np.float32(term))
@@ -49,12 +49,12 @@ def single(*terms: float) -> float:
 
 
 def times(a: float, b: float) -> float:
-    """Product of constants in float."""
+    """Return the product of constants in float."""
     return float(np.float32(a) * np.float32(b))
 
 
 def extreme(x: Tensor) -> Tensor:
-    """The value of largest magnitude of each column; of equals the first."""
+    """Return the value of largest magnitude of each column; of equals the first."""
     high, low = x.amax(0), x.amin(0)
     found = torch.where(high > -low, high, low).add_(0.0)  # never -0
     tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
@@ -62,13 +62,13 @@ def extreme(x: Tensor) -> Tensor:
 
 
 def lowest(x: Tensor) -> Tensor:
-    """The least value of each column; of both zeros the first."""
+    """Return the least value of each column; of both zeros the first."""
     found = x.amin(0)
     return _first_of_equals(x, found, (found == 0).nonzero()[:, 0])
 
 
 def _first_of_equals(x: Tensor, found: Tensor, tied: Tensor) -> Tensor:
-    """`found`, in the columns `tied` the first value of x that has its magnitude."""
+    """Return `found`, in the columns `tied` the first value of x that has its magnitude."""
     if len(tied):
         columns = x[:, tied]
         places = (columns.abs() == found[tied].abs()).to(torch.uint8).argmax(0)
@@ -92,7 +92,7 @@ WITH_IMPORTANCE = Plan(-0.9, 0.05, 36)
 def make_qkx(
     x: Tensor, weights: Tensor, nmax: int, plan: Plan, codes: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scale and low `[groups]` for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
+    """Return scale and low `[groups]` for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
 
     Beginning with the range of x, finer and coarser scales round x; for the codes of each the scale and
     low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
@@ -140,7 +140,7 @@ def make_qkx(
 
 
 def finite(factor: Tensor) -> Tensor:
-    """C's rounding makes 0 of an infinite or undefined product; so does a factor of 0."""
+    """Return 0 for infinite or undefined factors: C rounds their products to 0."""
     return factor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -157,10 +157,9 @@ def _error(
 
 
 def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor, Tensor | None]:
-    """Signed scale `[groups]` (make_qx_quants): of 19 scales around the one that just holds the largest
-    weight, that whose codes l have the largest `(Σ weights x l)² / Σ weights l²`, refitted to them.
-    Codes come as they are stored, `l + nmax`, and 0 in a group of zeros.
-    """
+    """Return signed scale `[groups]` (make_qx_quants): of 19 scales around the one that just holds the
+    largest weight, that whose codes l have the largest `(Σ weights x l)² / Σ weights l²`, refitted to them.
+    Codes come as they are stored, `l + nmax`, and 0 in a group of zeros."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -192,17 +191,17 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor,
 
 
 def clear(code: Tensor, columns: Tensor) -> Tensor:
-    """`code` with 0 in some columns, `[groups]` bool; seldom any, so a look at them first saves a pass."""
+    """Return `code` with 0 in some columns, `[groups]` bool; seldom any, so a look at them first saves a
+    pass."""
     if columns.any():
         code[:, columns] = 0
     return code
 
 
 def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
-    """Signed scale and codes (make_q3_quants): rounds of choosing each code again, given the others, so
-    that `(Σ w x l)² / Σ w l²` grows; w = x². Codes come as they are stored, `l + nmax`, and 0 in a group of
-    zeros.
-    """
+    """Return signed scale and codes (make_q3_quants): rounds of choosing each code again, given the others,
+    so that `(Σ w x l)² / Σ w l²` grows; w = x². Codes come as they are stored, `l + nmax`, and 0 in a group
+    of zeros."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     weights = x * x
@@ -212,8 +211,9 @@ def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
 
 
 def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
-    """Scale `[groups]` and codes 0 .. nmax (make_qp_quants): the best of nine scales, then rounds as in
-    make_q3. x is not negative, but for a few values; C has bytes for codes, so -1 is taken for 255 there."""
+    """Return scale `[groups]` and codes 0 .. nmax (make_qp_quants): the best of nine scales, then rounds
+    as in make_q3. x is not negative, but for a few values; C has bytes for codes, so -1 is taken for 255
+    there."""
     largest = x.amax(0)
     zero = largest < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -236,7 +236,8 @@ def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
 
 
 def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_positive: bool) -> Tensor:
-    """The rounds of make_q3 and make_qp on `code`, in place; the scale `[groups]` of what they end with.
+    """Run the rounds of make_q3 and make_qp on `code`, in place; return the scale `[groups]` of what they end
+    with.
 
     squares_positive: a move needs `Σ w l²` of the other codes positive beforehand, not only with the new one.
     """
@@ -268,7 +269,7 @@ def _choose_again(
     bounds: tuple,
     squares_positive: bool,
 ) -> Tensor:
-    """One round: `code`, `Σ w x l` and `Σ w l²` change in place; which groups did, bool."""
+    """Run one round: change `code`, `Σ w x l` and `Σ w l²` in place; return the changed groups, bool."""
     changed = torch.zeros_like(sum_lx, dtype=torch.bool)
     for x_i, w_i, wx_i, l_i in zip(x, weights, weighted, code, strict=True):
         rest_lx = sum_lx - wx_i * l_i

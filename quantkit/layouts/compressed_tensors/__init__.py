@@ -69,7 +69,7 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether a stored configuration says so of any target, or any form that is written."""
+        """Whether any target of a stored configuration, or any form, quantizes inputs."""
         if self.targets:
             return any(scheme.activations for _, scheme in self.targets)
         return any(form.activations() for form in (self.form, *self.others))
@@ -81,60 +81,60 @@ class CompressedTensorsLayout(Layout):
         return own.union(*(form.needs for form in (self.form, *self.others)))
 
     def at(self, linear: str) -> CompressedTensorsLayout:
-        """With the scheme of one linear, where a stored configuration gives it one."""
+        """Return a copy with the scheme of one linear, where a stored configuration gives it one."""
         if not self.targets:
             return self
         scheme = schemes.find(self.targets, linear)
         return replace(self, scheme=scheme, form=scheme.form)
 
     def form_of(self, grid: Grid | Width) -> Form:
-        """How weights on a grid are written."""
+        """Return the form for weights on a grid."""
         return next((form for form in (self.form, *self.others) if form.holds(grid)), self.form)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """What its form cannot hold."""
+        """Return why the form cannot hold a linear; None when it can."""
         if spec.conv1d:
             return 'its target "Linear" misses Conv1D: use the gptq layout'
         return self.form_of(spec.grid).check(spec)
 
     def check_experts(self, linears: int) -> str | None:
-        """What its form says of them."""
+        """Return why no client reads experts in the form; None where one does."""
         return self.form.no_experts
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The tensors of one linear, in its form."""
+        """Return the tensors of one linear, in its form."""
         return self.form_of(spec.grid).tensors(spec)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The tensors of one linear, in its form."""
+        """Return the tensors of one linear, in its form."""
         assert weight.column_group is None, "columns reordered across groups are not written"
         return self.form_of(weight.grid).encode(weight)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`, and what else llm-compressor's presets make.
+        """Invert `encode` exactly, and what else llm-compressor's presets make.
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
         return self._form(tensors).decode(tensors, self.believed(tensors))
 
     def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """As `Layout.believed`, of a linear in its form."""
+        """See `Layout.believed`."""
         return believed(parts, self._form(parts))
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
-        """Of the tensors of one linear, in its form."""
+        """Return the shape, bits and groups of one linear in its form."""
         return self._form(parts).sizes(parts)
 
     @property
     def numbers(self) -> Numbers | None:
-        """Of packed integers, which its scheme names."""
+        """Bits and group size of packed integers in the scheme; None for other forms."""
         form = self.form if self.scheme else None
         if not isinstance(form, PackQuantized):
             return None
         return form.bits, form.group_size if form.group_size > 0 else None
 
     def _form(self, tensors: Mapping[str, Tensor]) -> Form:
-        """What a stored configuration says of a linear; of one just encoded, what its tensors show."""
+        """Return the form in the stored configuration; for a linear just encoded, the form of its tensors."""
         if self.scheme:
             return self.form
         for form in (self.form, *self.others):
@@ -147,7 +147,7 @@ class CompressedTensorsLayout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module | None:  # fmt: skip
-        """A linear that quantizes its input, where the scheme says so."""
+        """Return a linear that quantizes its input, where the scheme says so."""
         form = self.scheme.form if self.scheme else self._form(tensors)
         told = None if self.scheme else form.activations()
         numbers = self.scheme.activations if self.scheme else told and schemes.numbers("activations", told)
@@ -168,9 +168,9 @@ class CompressedTensorsLayout(Layout):
         return QuantizedInputLinear(weight, bias, numbers, scale if scale is None else scale.view(1))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """`quantization_config`. Linears unlike the rest are targets by their exact names, which clients
-        prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for that.
-        """
+        """Return `quantization_config`. Linears unlike the rest are targets by their exact names, which
+        clients prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for
+        that."""
         packed = [spec for spec in specs if spec.grid]
         forms = {name: self.form_of(s.grid).of(s) for s in packed for name in s.spellings}
         groups: dict[Form, list[str]] = {self.form: ["Linear"]} if self.form in forms.values() else {}
@@ -206,7 +206,7 @@ class CompressedTensorsLayout(Layout):
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
-    """A pattern for all that lies outside the blocks, such as a head of another name than lm_head."""
+    """Return a pattern for all that lies outside the blocks, such as a head of another name than lm_head."""
     spec = specs[0]
     container = spec.name.removesuffix(f".{spec.block}.{spec.local}")
     if container == spec.name:
@@ -215,7 +215,7 @@ def _outside(specs: Sequence[LinearSpec]) -> list[str]:
 
 
 def detect(config: dict) -> CompressedTensorsLayout | None:
-    """The layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the layout that a stored `quantization_config` describes, if it is this one."""
     if config.get("quant_method") != NAME:
         return None
     if (status := config.get("quantization_status", "compressed")) != "compressed":

@@ -37,7 +37,7 @@ class QuantizedInputLinear(nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., in]` to `[..., out]`."""
+        """Map `[..., in]` to `[..., out]`."""
         if self.weight.dtype != hidden.dtype:  # once: the precision is known from the first input only
             self.weight = self.weight.to(hidden.dtype)
         inputs = rounded(hidden.float() if self.exact else hidden, self.numbers, self.scale)
@@ -45,7 +45,7 @@ class QuantizedInputLinear(nn.Module):
 
 
 def rounded(hidden: Tensor, numbers: Numbers, scale: Tensor | None = None) -> Tensor:
-    """`hidden [..., in]` as it is after quantizing and scaling back, in its own precision."""
+    """Return `hidden [..., in]` as it is after quantizing and scaling back, in its own precision."""
     if numbers.is_fp4:
         groups = hidden.unflatten(-1, (-1, numbers.group_size))
         return _rounded_fp4(groups, scale).flatten(-2).to(hidden.dtype)
@@ -62,7 +62,7 @@ def _ends(numbers: Numbers) -> tuple[float, float]:
 
 
 def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
-    """Scale of each token or group, from the values."""
+    """Return scale of each token or group, from the values."""
     least, most = _ends(numbers)
     scale = hidden.abs().amax(-1, keepdim=True) / ((most - least) / 2)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
@@ -75,7 +75,8 @@ def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor) -> Tensor:
 
 
 def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
-    """`[..., groups, group_size]` as 4-bit floats. divisor: of NVFP4's e4m3 scales, `[1]`; None for MXFP4."""
+    """Return `[..., groups, group_size]` as 4-bit floats. divisor: of NVFP4's e4m3 scales, `[1]`; None for
+    MXFP4."""
     largest = groups.abs().amax(-1, keepdim=True)
     if divisor is None:  # a power of two by which the largest becomes 3.5 to 7, which is cut off at 6
         mantissa, exponent = torch.frexp(largest.float())
@@ -88,7 +89,7 @@ def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
 
 
 def to_fp4(x: Tensor) -> Tensor:
-    """The nearest values of e2m1, halves to even."""
+    """Return the nearest values of e2m1, halves to even."""
     size = x.abs()
     coarse = torch.where(size < 4, x.round(), (x / 2).round() * 2)
     return torch.where(size < 2, (x * 2).round() / 2, coarse).clamp(-FP4_MAX, FP4_MAX)

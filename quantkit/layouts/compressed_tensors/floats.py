@@ -42,7 +42,7 @@ class FloatQuantized(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> FloatQuantized | None:
-        """8 bits by tensor, row or square block."""
+        """Return 8 bits by tensor, row or square block."""
         rows, columns = weights.block or (None, None)
         known = (weights.bits, weights.kind, weights.symmetric) == (8, "float", True) and rows == columns
         known = known and weights.strategy in ("tensor", "channel", "block")
@@ -54,11 +54,11 @@ class FloatQuantized(Form):
         return frozenset({"peak"} if self.static else ())
 
     def holds(self, grid: Grid | Width) -> bool:
-        """Whether it is a grid of 8-bit floats, or one of 8 bits that has not been made yet."""
+        """Return whether a grid holds 8-bit floats, or is a Width of 8 bits."""
         return type(grid).__name__ in ("Float8Grid", "Width") and grid.bits == 8
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The two or three tensors of one linear."""
+        """Return the two or three tensors of one linear."""
         rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
         scales = (1,) if self.whole else (-(-spec.out_features // rows), -(-spec.in_features // columns))
         shape = spec.out_features, spec.in_features
@@ -66,12 +66,12 @@ class FloatQuantized(Form):
         return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Of the codes; groups are rows of a block."""
+        """Return the shape of the codes; a group is a row of a block."""
         rows, columns = tensors["weight"].shape
         return sized(rows, columns, Width(8, min(self.block or columns, columns)))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The two or three tensors of one linear."""
+        """Return the two or three tensors of one linear."""
         from quantkit.grids.float8 import FLOAT8, LARGEST
 
         grid = weight.grid
@@ -83,7 +83,7 @@ class FloatQuantized(Form):
         return tensors
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Codes and scales."""
+        """Return codes and scales."""
         import torch
 
         from quantkit.grids.float8 import LARGEST, Float8Grid, Float8Params
@@ -99,19 +99,19 @@ class FloatQuantized(Form):
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
 
     def weights(self) -> dict:
-        """`weights` of the config group."""
+        """Return `weights` of the config group."""
         block = [self.block, self.block] if self.block else None
         return described(8, "float", "block" if self.block else "channel", block_structure=block)
 
     def activations(self) -> dict:
-        """`input_activations` of the config group."""
+        """Return `input_activations` of the config group."""
         if self.static:
             return described(8, "float", "tensor")
         return described(8, "float", "group" if self.block else "token", self.block, True, None)
 
 
 def _input_scale(peak: Tensor | None, most: float) -> Tensor:
-    """As it is stored, `[1]`; that of inputs that were never anything but zero is any.
+    """Return the stored scale of inputs, `[1]`; any scale does for inputs that are always zero.
 
     Raises QuantkitError for a linear that no calibration text entered.
     """
@@ -148,28 +148,28 @@ class MxFp4Packed(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> MxFp4Packed | None:
-        """4-bit floats by its groups."""
+        """Return 4-bit floats by its groups."""
         known = weights.is_fp4 and (weights.strategy, weights.group_size) == (cls.STRATEGY, cls.GROUP)
         return cls(bool(inputs)) if known else None
 
     def holds(self, grid: Grid | Width) -> bool:
-        """Its groups of 4 bits."""
+        """Return whether a grid has groups of this size and 4 bits."""
         return (grid.bits, grid.group_size) == (4, self.GROUP)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Rows are whole groups."""
+        """Return why rows are not whole groups; None where they are."""
         if spec.in_features % self.GROUP:
             return f"in_features {spec.in_features} is no multiple of {self.GROUP}, the groups of {self.NAME}"
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Codes and scales."""
+        """Return codes and scales."""
         rows, columns = spec.out_features, spec.in_features
         scales = self.SCALE, (rows, columns // self.GROUP)
         return {"weight_packed": ("U8", (rows, columns // 2)), "weight_scale": scales}
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Two codes lie in a byte. Raises QuantkitError where they make no whole groups."""
+        """Return the shape; two codes lie in a byte. Raises QuantkitError where they make no whole groups."""
         rows, columns = tensors["weight_packed"].shape
         spec = sized(rows, 2 * columns, Width(4, self.GROUP))
         if why := self.check(spec):
@@ -177,7 +177,7 @@ class MxFp4Packed(Form):
         return spec
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Codes and scales."""
+        """Return codes and scales."""
         codes = weight.codes
         return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": self._scales(weight)}
 
@@ -187,7 +187,7 @@ class MxFp4Packed(Form):
         return (torch.frexp(weight.params.scale).exponent + MX_BIAS - 1).to(torch.uint8).contiguous()
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Codes and scales."""
+        """Return codes and scales."""
         import torch
 
         from quantkit.grids.fp4 import Fp4Params, MxFp4Grid
@@ -198,11 +198,11 @@ class MxFp4Packed(Form):
         return QuantizedWeight(MxFp4Grid(), _codes(tensors), Fp4Params(scale, torch.ones_like(scale)))
 
     def weights(self) -> dict[str, Any]:
-        """`weights` of the config group."""
+        """Return `weights` of the config group."""
         return described(4, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
 
     def activations(self) -> dict[str, Any] | None:
-        """`input_activations` of it."""
+        """Return `input_activations` of the config group."""
         if not self.quantize_inputs:
             return None
         numbers = 4, "float", self.STRATEGY, self.GROUP
@@ -210,7 +210,7 @@ class MxFp4Packed(Form):
 
 
 def _codes(tensors: Tensors) -> Tensor:
-    """Codes uint8 `[out, in]` of two in a byte."""
+    """Return codes uint8 `[out, in]` of two in a byte."""
     import torch
 
     packed = tensors["weight_packed"]
@@ -244,12 +244,12 @@ class NvFp4Packed(MxFp4Packed):
         return frozenset({"peak"} if self.quantize_inputs else ())
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Codes, scales and one or two divisors."""
+        """Return codes, scales and one or two divisors."""
         divisors = ["weight_global_scale"] + ["input_global_scale"] * self.quantize_inputs
         return super().tensors(spec) | dict.fromkeys(divisors, ("F32", (1,)))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Codes, scales and divisors."""
+        """Return codes, scales and divisors."""
         divisor = weight.params.divisor.flatten()[:1].float().clone()
         tensors = super().encode(weight) | {"weight_global_scale": divisor}
         if self.quantize_inputs:
@@ -263,7 +263,7 @@ class NvFp4Packed(MxFp4Packed):
         return weight.params.scale.to(torch.float8_e4m3fn).contiguous()
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Codes, scales and the divisor. Raises QuantkitError for one that is not above 0."""
+        """Return codes, scales and the divisor. Raises QuantkitError for one that is not above 0."""
         from quantkit.grids.fp4 import Fp4Params, NvFp4Grid
         from quantkit.grids.grid import QuantizedWeight
 

@@ -21,7 +21,7 @@ Tensors = Mapping[str, "Tensor"]
 
 @dataclass(frozen=True)
 class Numbers:
-    """How weights or activations become numbers of `bits` bits. kind: `int`, or `float` (e4m3 or e2m1).
+    """A number format of weights or activations. kind: `int`, or `float` (e4m3 or e2m1).
 
     group_size: columns of one group; None unless strategy is `group` or `tensor_group`, which has a scale of
     the tensor besides. block: rows and columns of strategy `block`. dynamic: scales follow from the values at
@@ -38,7 +38,7 @@ class Numbers:
 
     @property
     def is_fp4(self) -> bool:
-        """Whether they are NVFP4 or MXFP4."""
+        """Whether the format is NVFP4 or MXFP4."""
         return (self.bits, self.kind) == (4, "float")
 
 
@@ -52,7 +52,7 @@ def described(
 
 
 class Form:
-    """What is written of a linear, and said of it. A frozen dataclass, with the options of its method.
+    """The tensors and configuration of a linear. A frozen dataclass with the options of its method.
 
     A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `holds(grid)`,
     whether weights on this grid are written so; `tensors`, `encode` and `decode`, as layouts do; and
@@ -74,21 +74,21 @@ class Form:
     no_experts: str | None = None  # why no client reads experts in it
 
     def of(self, spec: LinearSpec) -> Form:
-        """The form of one linear, with its own bits and groups."""
+        """Return the form of one linear, with its own bits and groups."""
         return self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Why this form cannot hold `spec`, with the fix; None when it can."""
+        """Return why this form cannot hold `spec`, with the fix; None when it can."""
 
     def activations(self) -> dict[str, Any] | None:
-        """`input_activations` of the config group; None where inputs stay as they are."""
+        """Return `input_activations` of the config group; None where inputs stay as they are."""
         return None
 
     def fitting(self, tensors: Tensors) -> Form:
-        """With what a configuration would say of a linear just encoded."""
+        """Return a copy with what a configuration would say of a linear just encoded."""
         return self
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """What a linear's stored tensors say of it."""
+        """Return the shape of a linear from its stored tensors."""
         rows, columns = tensors[self.CODES[0]].shape
         return sized(rows, columns, Width(8, columns))

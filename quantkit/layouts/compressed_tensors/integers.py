@@ -41,25 +41,25 @@ class PackQuantized(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> PackQuantized | None:
-        """Integers by rows or groups."""
+        """Return the form of integers by rows or groups; None for other weights."""
         known = weights.kind == "int" and weights.bits in WIDTHS and weights.strategy in ("channel", "group")
         return cls(weights.bits, weights.group_size or -1, weights.symmetric) if known else None
 
     def holds(self, grid: Grid | Width) -> bool:
-        """Any that the method makes."""
+        """Return True: any grid of the method."""
         return True
 
     def of(self, spec: LinearSpec) -> PackQuantized:
-        """With bits and group size as the configuration names them."""
+        """Return a copy with bits and group size as the configuration names them."""
         whole = spec.grid.group_size == spec.in_features and self.group_size == -1
         return replace(self, bits=spec.grid.bits, group_size=-1 if whole else spec.grid.group_size)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Rows must fill whole words, columns too where zeros are packed."""
+        """Return why rows, or columns of packed zeros, fill no whole words; None where they do."""
         return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The three or four tensors of one linear."""
+        """Return the three or four tensors of one linear."""
         rows, bits, groups = spec.out_features, spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
         table: Table = {
             "weight_packed": ("I32", (rows, words(spec.in_features, bits))),
@@ -69,7 +69,7 @@ class PackQuantized(Form):
         return table | ({} if self.symmetric else {"weight_zero_point": ("I32", (words(rows, bits), groups))})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The three or four tensors of one linear."""
+        """Return the three or four tensors of one linear."""
         import torch
 
         bits = weight.grid.bits
@@ -83,7 +83,7 @@ class PackQuantized(Form):
         return tensors
 
     def fitting(self, tensors: Tensors) -> PackQuantized:
-        """With the bits, the groups and the kind of zero points that shapes show."""
+        """Return a copy with the bits, the groups and the kind of zero points that shapes show."""
         columns, groups = int(tensors["weight_shape"][1]), tensors["weight_scale"].shape[1]
         bits = tensors["weight_packed"].shape[1] * WORD // columns
         return replace(
@@ -91,7 +91,7 @@ class PackQuantized(Form):
         )
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """What `weight_shape` holds. Raises QuantkitError where that is no shape."""
+        """Return the shape in `weight_shape`. Raises QuantkitError for anything else there."""
         told, packed = tensors["weight_shape"], tensors["weight_packed"].shape
         try:
             shape = told.tolist()
@@ -103,7 +103,7 @@ class PackQuantized(Form):
         return sized(*shape, Width(self.bits, size, self.symmetric))
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Codes, scales and zero points."""
+        """Return codes, scales and zero points."""
         import torch
 
         from quantkit.grids.affine import AffineGrid, AffineParams
@@ -122,7 +122,7 @@ class PackQuantized(Form):
         return QuantizedWeight(grid, codes, AffineParams(scale, zero), group)
 
     def weights(self) -> dict:
-        """`weights` of the config group."""
+        """Return `weights` of the config group."""
         by = ("channel", None) if self.group_size == -1 else ("group", self.group_size)
         return described(self.bits, "int", *by, symmetric=self.symmetric)
 
@@ -138,34 +138,34 @@ class IntQuantized(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> IntQuantized | None:
-        """8 bits by rows; inputs as they run."""
+        """Return 8 bits by rows; inputs as they run."""
         told = weights.bits, weights.kind, weights.symmetric, weights.strategy
         known = told == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
         return cls() if known else None
 
     def holds(self, grid: Grid | Width) -> bool:
-        """Whether it is a symmetric grid of 8 bits, which has to have whole rows: see `check`."""
+        """Return whether a grid is symmetric with 8 bits; `check` demands whole rows."""
         return type(grid).__name__ in ("AffineGrid", "Width") and grid.bits == 8 and grid.symmetric
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Rows must be whole."""
+        """Return why rows are not whole; None where they are."""
         whole = spec.grid.group_size == spec.in_features
         return None if whole else "int8 engines take one scale for each row: leave out the group size"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Both tensors of one linear."""
+        """Return both tensors of one linear."""
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """The two tensors of one linear."""
+        """Return the two tensors of one linear."""
         import torch
 
         scale = weight.params.scale.half().contiguous()
         return {"weight": (weight.codes ^ HALF).view(torch.int8).contiguous(), "weight_scale": scale}
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Codes and scales."""
+        """Return codes and scales."""
         import torch
 
         from quantkit.grids.affine import AffineGrid, AffineParams
@@ -176,9 +176,9 @@ class IntQuantized(Form):
         return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, HALF)))
 
     def weights(self) -> dict:
-        """`weights` of the config group."""
+        """Return `weights` of the config group."""
         return described(8, "int", "channel")
 
     def activations(self) -> dict:
-        """`input_activations` of the config group."""
+        """Return `input_activations` of the config group."""
         return described(8, "int", "token", dynamic=True, observer=None)

@@ -1,4 +1,4 @@
-"""What a compressed-tensors configuration says of each linear.
+"""Parse a compressed-tensors configuration: the scheme of each linear.
 
 `config_groups` pair a scheme with targets: exact module names, patterns (`re:` before a regular expression
 that matches from the start), or class names. A linear's scheme is that of the best target in this order;
@@ -28,7 +28,7 @@ PRESETS = "quantkit reads what llm-compressor's presets make: W4A16, W8A16, W8A8
 
 @dataclass(frozen=True)
 class Scheme:
-    """What a config group says. activations: None where the inputs of a linear stay as they are."""
+    """A parsed config group. activations: None where inputs of linears are not quantized."""
 
     form: Form
     activations: Numbers | None = None
@@ -62,8 +62,8 @@ def parse(config: dict) -> Targets:
 
 
 def _is_float8_cache(told: object) -> bool:
-    """Whether keys and values are quantized as FLOAT8_CACHE says. What is computed here is without it:
-    `eval --kv-dtype fp8` measures such a cache."""
+    """Return whether a scheme is FLOAT8_CACHE. quantkit computes without such a cache: `eval --kv-dtype fp8`
+    measures one."""
     return isinstance(told, dict) and all(told.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
 
 
@@ -129,7 +129,7 @@ def numbers(what: str, entry: object) -> Numbers:
 
 
 def _computed(inputs: Numbers) -> bool:
-    """Whether inputs are rounded so here: by token or group at run time, or by a stored scale."""
+    """Return whether quantkit computes such inputs: by token or group at run time, or by a stored scale."""
     if inputs.is_fp4:
         return (inputs.strategy, inputs.group_size) in (("tensor_group", 16), ("group", 32))
     known = inputs.symmetric and inputs.bits == 8 and inputs.kind in ("int", "float")

@@ -31,7 +31,7 @@ class GgmlLayout(Layout):
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Only ggml's own grids, and whole blocks."""
+        """Return why a linear is not in whole blocks of a ggml grid; None where it is."""
         from quantkit.grids.ggml.block import BlockGrid
 
         if not isinstance(spec.grid, BlockGrid):
@@ -42,14 +42,14 @@ class GgmlLayout(Layout):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """The blocks; of NVFP4, too, what all of them is multiplied with."""
+        """Return the blocks, and the factor of all blocks in NVFP4."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
         blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
         return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
-        """Whole blocks of the type that stands beside them."""
+        """Return shape and grid by the stored type; rows are whole blocks."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         from quantkit.grids.ggml import TYPES, named
@@ -63,7 +63,8 @@ class GgmlLayout(Layout):
         return sized(rows, columns // nbytes * block, named(kind.name))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it all."""
+        """Return bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it
+        all."""
         import torch
         from gguf import GGMLQuantizationType
 
@@ -76,7 +77,7 @@ class GgmlLayout(Layout):
         return tensors
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Exact inverse of `encode`."""
+        """Invert `encode` exactly."""
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.layouts.ggml.blocks import unpack
 
@@ -84,10 +85,10 @@ class GgmlLayout(Layout):
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """None: a GGUF file says what every tensor is."""
+        """Return {}: a GGUF file has the type of every tensor."""
         return {}
 
 
 def detect(config: dict) -> None:
-    """Never: no checkpoint folder holds blocks, only staging does."""
+    """Return None: blocks lie in staging folders only."""
     return None

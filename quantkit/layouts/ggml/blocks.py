@@ -25,7 +25,7 @@ SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
 
 def row_bytes(type_name: str, in_features: int) -> int:
-    """Bytes of one row of `in_features` weights, of any type that gguf knows.
+    """Return bytes of one row of `in_features` weights, of any type that gguf knows.
 
     Raises QuantkitError for an unknown type and a row that is no whole number of blocks.
     """
@@ -63,13 +63,13 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
 
 
 def scale_beside(type_name: str, weight: Tensor) -> float | None:
-    """What the blocks of `encode_rows` are multiplied with; None where that is nothing."""
+    """Return the factor of all blocks of `encode_rows`; None without one."""
     grid = named(type_name).together([weight]) if type_name in TYPES else None
     return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
 
 
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
-    """Values, float32 `[rows, in]`, of bytes `[rows, row_bytes]` of any type that gguf can decode.
+    """Return values, float32 `[rows, in]`, of bytes `[rows, row_bytes]` of any type that gguf can decode.
 
     Raises QuantkitError for another type and where the bytes are not `in_features` weights.
     """
@@ -96,7 +96,7 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
 
 
 def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
-    """Bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
+    """Return bytes `[out, row_bytes]` of codes uint8 `[out, in]` and parameters `[out, groups, ...]`."""
     params = flat(params)
     grouped = codes.reshape(-1, grid.group_size)
     values = {field.name: getattr(params, field.name) for field in fields(params)}
@@ -109,7 +109,7 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
 
 
 def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Inverse of `pack`. scale: `[1]`, what all values are multiplied with; None: as they are."""
+    """Invert `pack`. scale: `[1]`, what all values are multiplied with; None: as they are."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
     parts = BLOCKS[grid.name]
     widths = [part.width(_counts(grid)) for part in parts]
@@ -134,7 +134,7 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
 
 
 def _counts(grid: BlockGrid) -> dict[str, int]:
-    """How many integers of each kind a block has."""
+    """Return the number of integers of each kind in a block."""
     sub_blocks = grid.group_size // grid.sub_size
     counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
     if isinstance(grid, CodeBookGrid):
@@ -143,8 +143,8 @@ def _counts(grid: BlockGrid) -> dict[str, int]:
 
 
 def _vectors(grid: CodeBookGrid, codes: Tensor) -> dict[str, Tensor]:
-    """Places of vectors in the code book, and signs, of eight a number, int64 `[blocks, n]` each, of codes
-    uint8 `[blocks, group_size]`. Of eight signs some types store seven: an even number is negative."""
+    """Return places of vectors in the code book, and signs, of eight a number, int64 `[blocks, n]` each, of
+    codes uint8 `[blocks, group_size]`. Of eight signs some types store seven: an even number is negative."""
     book = grid.book.to(codes.device)
     digits = (codes >> 1).long().unflatten(1, (-1, book.size)).permute(2, 0, 1)
     signs = (codes & 1).long().unflatten(1, (-1, SIGNS)) << torch.arange(SIGNS, device=codes.device)
@@ -152,7 +152,7 @@ def _vectors(grid: CodeBookGrid, codes: Tensor) -> dict[str, Tensor]:
 
 
 def _codes(grid: CodeBookGrid, places: Tensor, signs: Tensor) -> Tensor:
-    """Inverse of `_vectors`."""
+    """Invert `_vectors`."""
     bits = signs[..., None] >> torch.arange(SIGNS, device=places.device) & 1
     if grid.even:
         bits[..., -1] = bits[..., :-1].sum(-1) & 1
@@ -164,7 +164,7 @@ PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
 
 
 def _gguf() -> Any:
-    """Imported when first needed: every checkpoint that is opened imports all layouts."""
+    """Import gguf when first needed: opening a checkpoint imports all layouts."""
     import gguf
 
     return gguf

@@ -1,4 +1,4 @@
-"""What ggml's blocks are made of, part by part and bit by bit (llama.cpp, ggml-common.h).
+"""The parts of ggml's blocks, bit by bit (llama.cpp, ggml-common.h).
 
 BLOCKS has the parts of every type in order. A part packs what it needs of `values`, `[blocks, n]` each by
 name, into bytes `[blocks, width]`; `unpack` is the inverse, and bits that are stored elsewhere are 0. `width`
