@@ -62,7 +62,7 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 
 
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
-    """Return the results of `work` on slices of the rows of `weight [rows, in]`, a cacheful each, in order."""
+    """Return results of `work` on slices of the rows of `weight [rows, in]`, a cacheful each, in order."""
     rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
     parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     found: list = [None] * len(parts)
