@@ -41,7 +41,7 @@ def test_it_tells_what_is_here(make):
     assert rows["cpu"]["note"] == note
     assert ("cuda" in rows) != torch.cuda.is_available()
     assert {row["name"] for row in record["checks"]["optional"]} == doctor.OPTIONAL.keys()
-    assert rows["hub"]["value"] == "not asked" and "HF_HUB_OFFLINE" in rows["hub"]["note"]
+    assert rows["hub"]["value"] == "not contacted" and "HF_HUB_OFFLINE" in rows["hub"]["note"]
     assert "hf_" not in json.dumps(record["checks"]["hub"])
 
 

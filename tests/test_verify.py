@@ -61,7 +61,7 @@ def test_errors_are_those_of_the_manifest(tiny_model, make, tmp_path, family, me
     model, output = tiny_model(family, tokenizer="bos"), tmp_path / "out.gguf"
     make(method, model, "-o", output, *options)
     found = make("verify", output, "--base", model)
-    assert found["schema"] == "quantkit.verify/1" and found["problems"] == []
+    assert found["schema"] == "quantkit.verify/2" and found["problems"] == []
     rows = found["linears"]
     assert rows and all(row["agrees"] and row["error"] > 0 for row in rows)
     assert {row["state"] for row in found["files"]} == {"same"}

@@ -1,4 +1,4 @@
-"""Two checkpoints weight by weight, decoded and held one pair at a time."""
+"""Two checkpoints weight by weight, decoded one pair at a time."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def compare(
     """
     cpu = torch.device("cpu")
     skeletons = [Skeleton(checkpoint, torch.float32, cpu) for checkpoint in (left, right)]
-    held = [made.held() for made in skeletons]
-    both = [name for name in held[0] if name in held[1]]
-    unlike = [name for name in both if held[0][name].shape != held[1][name].shape]
-    if len(unlike) == len(both):
+    weights = [made.held() for made in skeletons]
+    both = [name for name in weights[0] if name in weights[1]]
+    reshaped = [name for name in both if weights[0][name].shape != weights[1][name].shape]
+    if len(reshaped) == len(both):
         raise QuantkitError(
             f"{left.source} and {right.source} have no weight of the same name and shape",
             hint="inspect them one by one: these are different models",
             exit_code=UNSUPPORTED,
         )
     rows = []
-    for done, name in enumerate((name for name in both if name not in unlike), start=1):
-        difference = _difference(*(made.read(name, held[k][name]) for k, made in enumerate(skeletons)))
+    for done, name in enumerate((name for name in both if name not in reshaped), start=1):
+        difference = _difference(*(made.read(name, weights[k][name]) for k, made in enumerate(skeletons)))
         rows.append({"name": skeletons[0].names.stored[name]} | difference)
-        listen("comparing weights", done, len(both) - len(unlike))
+        listen("comparing weights", done, len(both) - len(reshaped))
     rows.sort(key=lambda row: -row["relative"])
     return {
         "schema": SCHEMA,
@@ -51,9 +51,9 @@ def compare(
             "relative": _relation(sum(row.pop("lost") for row in rows), sum(row.pop("norm") for row in rows)),
             "differences": rows,
             "unlike": [
-                {"name": name, "shapes": [list(side[name].shape) for side in held]} for name in unlike
+                {"name": name, "shapes": [list(side[name].shape) for side in weights]} for name in reshaped
             ],
-            "only": [[name for name in held[side] if name not in held[1 - side]] for side in (0, 1)],
+            "only": [[name for name in weights[side] if name not in weights[1 - side]] for side in (0, 1)],
         },
     }
 

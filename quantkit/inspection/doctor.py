@@ -153,7 +153,7 @@ def _hub() -> Iterator[Finding]:
     token = get_token() is not None
     yield Finding("hub token", "found" if token else "none", None, "" if token else "gated models need one")
     if constants.HF_HUB_OFFLINE:
-        yield Finding("hub", "not asked", None, "HF_HUB_OFFLINE is set: only what is in the cache")
+        yield Finding("hub", "not contacted", None, "HF_HUB_OFFLINE is set: only what is in the cache")
         return
     try:
         get_session().head(constants.ENDPOINT, timeout=HUB_SECONDS)

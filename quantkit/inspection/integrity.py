@@ -94,16 +94,16 @@ def _number(config: dict[str, Any], *keys: str) -> int:
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
-def _blocks(config: dict[str, Any], held: set[int | None]) -> Iterator[str]:
+def _blocks(config: dict[str, Any], stored: set[int | None]) -> Iterator[str]:
     """Compare the blocks with the configuration."""
     depth = _number(config, "num_hidden_layers", "n_layer")
     if not 0 < depth < 10**5:
         return
-    absent = [str(block) for block in range(depth) if block not in held]
+    absent = [str(block) for block in range(depth) if block not in stored]
     if absent:
         yield f"of {count(depth, 'block')}, {len(absent)} without tensors: {name_all(absent)}"
     last = depth + _number(config, "num_nextn_predict_layers")  # these predict further tokens
-    if beyond := [str(block) for block in sorted(held) if block >= last]:
+    if beyond := [str(block) for block in sorted(stored) if block >= last]:
         yield f"the configuration says {depth} blocks, there are tensors of block {name_all(beyond)}"
 
 

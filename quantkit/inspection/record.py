@@ -29,12 +29,12 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 def describe(contents: Contents) -> dict[str, Any]:
     """Return the record of a checkpoint, without its values (see `values.check`)."""
     weights = weights_of(contents)
-    told = tokenizer.describe(contents)
+    tokens = tokenizer.describe(contents)
     config = contents.text_config
     places = _positions(config)
     total = sum(weight.nbytes for weight in weights)
     count = sum(weight.parameters for weight in weights)
-    damage = integrity.damage(contents, weights, told)
+    damage = integrity.damage(contents, weights, tokens)
     loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places["scaled"])}})
     return {
         "schema": SCHEMA,
@@ -55,7 +55,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "parts": _parts(weights),
         "tensors": _tensors(weights, _language(weights)),
         "positions": places,
-        "tokenizer": told,
+        "tokenizer": tokens,
         "provenance": _provenance(contents),
         "clients": clients.of_damaged(loaded_by) if damage else loaded_by,
         "integrity": {
@@ -150,8 +150,8 @@ def _symmetric(contents: Contents) -> bool | None:
         return bool(config["sym"])
     if "zero_point" in config:
         return not config["zero_point"]
-    told = [group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict)]
-    return all(weights.get("symmetric", True) for weights in told) if told else None
+    entries = [group["weights"] for group in _groups(config) if isinstance(group.get("weights"), dict)]
+    return all(weights.get("symmetric", True) for weights in entries) if entries else None
 
 
 def activations(config: Mapping[str, Any]) -> str | None:
@@ -166,22 +166,22 @@ def _inputs(config: Mapping[str, Any]) -> str | None:
         threshold = _positive(config.get("llm_int8_threshold", 6.0))
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
     for group in _groups(config):
-        if isinstance(told := group.get("input_activations"), dict):
-            return _scaled(told)
+        if isinstance(entry := group.get("input_activations"), dict):
+            return _scaled(entry)
     scheme, block = config.get("activation_scheme"), config.get("weight_block_size")
     if config.get("quant_method") == "fp8" and scheme == "dynamic" and isinstance(block, list) and block:
         return f"float8, groups of {block[-1]}"
     return str(scheme) if scheme else None
 
 
-def _scaled(told: Mapping[str, Any]) -> str:
+def _scaled(entry: Mapping[str, Any]) -> str:
     """Describe the activations of a config group: type, and granularity of scales."""
-    kind = f"{told.get('type', 'int')}{told.get('num_bits', 8)}"
-    if told.get("strategy") == "token":
+    kind = f"{entry.get('type', 'int')}{entry.get('num_bits', 8)}"
+    if entry.get("strategy") == "token":
         return f"{kind}, each token by itself"
-    if told.get("strategy") == "tensor" and told.get("dynamic") is False:
+    if entry.get("strategy") == "tensor" and entry.get("dynamic") is False:
         return f"{kind}, by stored scales"
-    size = told.get("group_size")
+    size = entry.get("group_size")
     return f"{kind}, groups of {size}" if isinstance(size, int) and size > 0 else kind
 
 

@@ -56,15 +56,15 @@ def _quantized(found: dict[str, Any] | None) -> str:
         stored if len(found["stored"]) == 1 else f"{number} of {stored}"
         for stored, number in found["stored"].items()
     )
-    told = [str(found["file_type"])] if found["file_type"] else []
-    told += [f"method {found['method']}"] if found["method"] else []
-    told += [f"layout {found['layout']}"] if found["layout"] not in (None, "gguf") else []
-    told += {True: ["symmetric"], False: ["with zero points"]}.get(found["symmetric"], [])
-    told += ["columns reordered"] if found["desc_act"] else []
+    details = [str(found["file_type"])] if found["file_type"] else []
+    details += [f"method {found['method']}"] if found["method"] else []
+    details += [f"layout {found['layout']}"] if found["layout"] not in (None, "gguf") else []
+    details += {True: ["symmetric"], False: ["with zero points"]}.get(found["symmetric"], [])
+    details += ["columns reordered"] if found["desc_act"] else []
     word = "matrix" if found["layout"] == "gguf" else "linear"  # embeddings among them
     bits = found["bits_per_weight"]  # None where the codes are not understood
     kinds += "" if bits is None else f", {bits:.2f} bits per weight"
-    return f"{count(found['linears'], word)}: {kinds} ({', '.join(told)})"
+    return f"{count(found['linears'], word)}: {kinds} ({', '.join(details)})"
 
 
 def _kept(found: dict[str, Any] | None) -> str:
@@ -104,8 +104,8 @@ def provenance(found: dict[str, Any] | None) -> str:
         parts.append(f"mean relative error {found['error']:#.2g}")
     if taught := found.get("distilled"):
         ends = [taught.get(key) for key in ("before", "after")]
-        told = " → ".join(f"{end:.5f}" if isinstance(end, float) else "?" for end in ends)
-        parts.append(f"distilled (held-out KL divergence {told})")
+        losses = " → ".join(f"{end:.5f}" if isinstance(end, float) else "?" for end in ends)
+        parts.append(f"distilled (held-out KL divergence {losses})")
     return ", ".join(parts)
 
 

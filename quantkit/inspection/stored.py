@@ -108,12 +108,12 @@ def weights_of(contents: Contents) -> list[Weight]:
     layout = layout_of(contents)
     coded = _packed(layout, contents) if layout else _foreign(contents.infos)
     for linear, dtype, codes, parts in coded:
-        held = sum(info.nbytes for info in parts)
+        nbytes = sum(info.nbytes for info in parts)
         code_bytes = parts[0].nbytes
         found.append(
             Weight(
                 f"{linear}.weight", dtype, codes.shape, codes.weights,
-                code_bytes=code_bytes, scale_bytes=held - code_bytes, codes=codes,
+                code_bytes=code_bytes, scale_bytes=nbytes - code_bytes, codes=codes,
             )
         )  # fmt: skip
         taken |= {info.name for info in parts}
@@ -149,13 +149,13 @@ def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
 
 def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
     """Check a linear's headers with its layout. Raises KeyError and QuantkitError as its decoder does."""
-    told = layout.numbers
+    configured = layout.numbers
     try:
         spec = layout.believed(parts)
     except OutOfReach:  # the shape of nf4 stands in a text
         return Codes(layout.label, 4, None, None, 2 * math.prod(parts[layout.code_part].shape))
-    size, columns = told[1] if told else spec.grid.group_size, spec.in_features
-    whole = size is None or size > columns or (told is None and size == columns)
+    size, columns = configured[1] if configured else spec.grid.group_size, spec.in_features
+    whole = size is None or size > columns or (configured is None and size == columns)
     shape = spec.out_features, columns
     return Codes(layout.label, spec.grid.bits, None if whole else size, shape, spec.weights)
 

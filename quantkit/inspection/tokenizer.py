@@ -49,9 +49,9 @@ def _tokens(whole: dict[str, Any]) -> int | None:
 
 
 def _of_metadata(contents: Contents) -> tuple[str, int | None, Any] | None:
-    told = contents.metadata
-    if "tokenizer.ggml.model" not in told:
+    metadata = contents.metadata
+    if "tokenizer.ggml.model" not in metadata:
         return None
-    model, tokens = str(told["tokenizer.ggml.model"]), told.get("tokenizer.ggml.tokens")
+    model, tokens = str(metadata["tokenizer.ggml.model"]), metadata.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else 0
-    return GGUF_KINDS.get(model, model), count or None, told.get("tokenizer.chat_template")
+    return GGUF_KINDS.get(model, model), count or None, metadata.get("tokenizer.chat_template")

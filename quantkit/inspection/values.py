@@ -29,17 +29,17 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         found["notes"] = [f"values were not read: {error.message}"]
         return
     checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
-    held = {stored[name]: (name, parameter) for name, parameter in skeleton.held().items()}
+    weights = {stored[name]: (name, parameter) for name, parameter in skeleton.held().items()}
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
-    for done, (name, parameter) in enumerate(held.items(), start=1):
+    for done, (name, parameter) in enumerate(weights.items(), start=1):
         problems += _check_scales(checkpoint, name) or _errors_of(partial(skeleton.read, *parameter))
-        listen("reading the weights", done, len(held))
+        listen("reading the weights", done, len(weights))
     if record["tokenizer"]:
         problems += _errors_of(lambda: checkpoint.tokenizer)
     if problems:
         record["clients"] = of_damaged(record["clients"])
     found["problems"] += [problem for problem in problems if problem not in found["problems"]]
-    unused = [name for name in checkpoint.names if name not in held]
+    unused = [name for name in checkpoint.names if name not in weights]
     found.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
 
 

@@ -21,7 +21,7 @@ from quantkit.models.files.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Con
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
-SCHEMA = "quantkit.verify/1"
+SCHEMA = "quantkit.verify/2"
 ERRORS = {
     "weight_error": weight_error,
     "weight_error_up_to_scales": error_up_to_scales,
@@ -60,7 +60,7 @@ def verify(
     found["problems"] += [
         problem
         for problem in made["integrity"]["problems"]
-        if not any(row["name"] in problem for row in odd)  # what follows from a file that was told
+        if not any(row["name"] in problem for row in odd)  # consequences of a file reported already
     ]
     if found["problems"]:  # what is known to be damaged is not decoded
         found["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
@@ -74,7 +74,7 @@ def verify(
         original = open_checkpoint(base, trust_remote_code=trust_remote_code)
         found["linears"] = list(_linears(checkpoint, original, manifest, found, listen))
         found["problems"] += [
-            f"{row['name']} is {row['error']:.4g} from its source, the manifest says {row['told']:.4g}"
+            f"{row['name']} is {row['error']:.4g} from its source, the manifest says {row['recorded']:.4g}"
             for row in found["linears"]
             if not row["agrees"]
         ]
@@ -99,26 +99,26 @@ def _files(
         listen("hashing", min(read, whole), whole)
 
     if contents.container == "gguf":
-        told = contents.metadata.get(checksums.IN_FILE)
-        if isinstance(told, str):
-            changed = checksums.of_tensors(place, heard) != told
+        recorded = contents.metadata.get(checksums.IN_FILE)
+        if isinstance(recorded, str):
+            changed = checksums.of_tensors(place, heard) != recorded
             yield {"name": place.name, "state": "was changed" if changed else "same"}
         else:
             found["notes"].append("it holds no sum of its tensors: quantkit 0.3 writes one")
         return
-    told = manifest.get("files")
-    if told is None:
+    recorded = manifest.get("files")
+    if recorded is None:
         why = "its manifest has none" if manifest else f"it has no {MANIFEST}"
         found["notes"].append(f"files were not compared with sums: {why}")
         return
-    for name, digest in told.items():
+    for name, digest in recorded.items():
         path = place / Path(name).name  # a manifest leads nowhere else
         if not path.is_file():
             yield {"name": name, "state": "is absent"}
         else:
             state = "same" if checksums.of_file(path, listen=heard) == digest else "was changed"
             yield {"name": name, "state": state}
-    added = sorted(contents.files.keys() - told.keys() - WRITTEN_LATER)
+    added = sorted(contents.files.keys() - recorded.keys() - WRITTEN_LATER)
     if added:
         found["notes"].append(f"{count(len(added), 'file')} came later: {name_all(added)}")
 
@@ -142,8 +142,8 @@ def _linears(
     _same_source(base, manifest, found)
     dtype = DTYPES.get(str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
     sides = [Skeleton(made, torch.float32, CPU) for made in (checkpoint, base)]
-    held = [_stored(side) for side in sides]
-    if lost := sorted(rows.keys() - (held[0].keys() & held[1].keys())):
+    stored = [_stored(side) for side in sides]
+    if lost := sorted(rows.keys() - (stored[0].keys() & stored[1].keys())):
         raise QuantkitError(
             f"{base.source} and {checkpoint.source} do not share {count(len(lost), 'linear')} of the "
             f"manifest: {name_all(lost, 3)}",
@@ -151,7 +151,7 @@ def _linears(
             UNSUPPORTED,
         )
     for done, (name, row) in enumerate(rows.items(), start=1):
-        decoded, weight = (side.read(*names[name]) for side, names in zip(sides, held, strict=True))
+        decoded, weight = (side.read(*names[name]) for side, names in zip(sides, stored, strict=True))
         if decoded.shape != weight.shape:
             raise QuantkitError(
                 f"{name} is {list(weight.shape)} in {base.source}, and {list(decoded.shape)} here",
@@ -159,9 +159,9 @@ def _linears(
                 USAGE,
             )
         kind = _told(row)
-        error, told = ERRORS[kind](weight, decoded.to(dtype)), float(row[kind])
-        agrees = abs(error - told) <= TOLERANCE * told + LEAST
-        yield {"name": name, "measure": kind, "error": error, "told": told, "agrees": agrees}
+        error, recorded = ERRORS[kind](weight, decoded.to(dtype)), float(row[kind])
+        agrees = abs(error - recorded) <= TOLERANCE * recorded + LEAST
+        yield {"name": name, "measure": kind, "error": error, "recorded": recorded, "agrees": agrees}
         listen("measuring errors again", done, len(rows))
 
 
@@ -181,9 +181,9 @@ def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
 
 def _same_source(base: Checkpoint, manifest: Mapping[str, Any], found: dict[str, Any]) -> None:
     """Report a base whose sha256 is not the source's in the manifest."""
-    told = (manifest.get("source") or {}).get("sha256")
-    if isinstance(told, str) and base.sha256() != told:
+    recorded = (manifest.get("source") or {}).get("sha256")
+    if isinstance(recorded, str) and base.sha256() != recorded:
         found["problems"].append(
-            f"{base.source} is not the source that the manifest names (sha256 {told[:12]}…): "
+            f"{base.source} is not the source that the manifest names (sha256 {recorded[:12]}…): "
             "it is another model, or was changed since"
         )

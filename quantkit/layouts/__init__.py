@@ -139,7 +139,7 @@ class Layout(ABC):
     @abstractmethod
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
         """Return what a linear's stored tensors, or their headers, say of it. Raises ValueError or
-        ArithmeticError for shapes that cannot be meant; `believed` compares the rest with `tensors`."""
+        ArithmeticError for impossible shapes; `believed` compares the rest with `tensors`."""
 
     @property
     def numbers(self) -> Numbers | None:
@@ -293,9 +293,9 @@ def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Non
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if "memory" in str(error):
             raise
-        told = ", ".join(f"{part} {str(t.dtype)[6:]} {list(t.shape)}" for part, t in tensors.items())
+        found = ", ".join(f"{part} {str(t.dtype)[6:]} {list(t.shape)}" for part, t in tensors.items())
         raise QuantkitError(
-            f"{linear} is not packed as its layout has it: {told}",
+            f"{linear} is not packed as its layout has it: {found}",
             "download it again, or ask its maker what this is",
             UNSUPPORTED,
         ) from error
@@ -341,25 +341,25 @@ def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
         table = holder.tensors(spec)
         shapes = {part: row for part, row in table.items() if part not in getattr(holder, "texts", ())}
     except (ArithmeticError, IndexError, ValueError) as error:
-        told = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
-        raise damaged(tensors, f"{told} do not fit one another") from error
+        shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
+        raise damaged(tensors, f"{shapes} do not fit one another") from error
     wrong = list(misfits(tensors, shapes).values())
     wrong += [f"{part} is not expected" for part in tensors.keys() - table.keys() - set(holder.optional)]
     if wrong:
         raise damaged(tensors, ", ".join(sorted(wrong)))
     for part in table.keys() - tensors.keys() - set(holder.optional):
         tensors[part]  # the mapping's own error
-    found, told = (spec.grid.bits, spec.grid.group_size), getattr(holder, "numbers", None)
-    if told and unlike(told, found, spec.in_features):
-        why = f"quantization_config says {in_words(told)}, the tensors have {in_words(found)}"
+    found, configured = (spec.grid.bits, spec.grid.group_size), getattr(holder, "numbers", None)
+    if configured and unlike(configured, found, spec.in_features):
+        why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(found)}"
         raise damaged(tensors, why)
     return spec
 
 
-def unlike(told: Numbers, found: Numbers, columns: int) -> bool:
+def unlike(configured: Numbers, found: Numbers, columns: int) -> bool:
     """Return whether bits, or the number of groups in a row of `columns` columns, differ."""
-    groups = [-(-columns // size) if size else 1 for _, size in (told, found)]
-    return told[0] != found[0] or groups[0] != groups[1]
+    groups = [-(-columns // size) if size else 1 for _, size in (configured, found)]
+    return configured[0] != found[0] or groups[0] != groups[1]
 
 
 def in_words(numbers: Numbers) -> str:

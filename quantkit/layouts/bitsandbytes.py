@@ -122,7 +122,7 @@ class Int8Layout(Layout):
 
 @dataclass(frozen=True)
 class Nf4Layout(Layout):
-    """double_quant: absmax in 8 bits. dtype: what the weights were, as clients are told to restore them."""
+    """double_quant: absmax are stored in 8 bits."""
 
     double_quant: bool = True
     marker = STATE
@@ -302,8 +302,8 @@ def _with_offset(text: Tensor, offset: float) -> Tensor:
         return text
     for digits in range(9, 0, -1):
         state["nested_offset"] = float(f"{offset:.{digits}g}")
-        if len(told := json.dumps(state).encode()) <= len(text):
-            return torch.frombuffer(bytearray(told.ljust(len(text))), dtype=torch.uint8).to(text.device)
+        if len(changed := json.dumps(state).encode()) <= len(text):
+            return torch.frombuffer(bytearray(changed.ljust(len(text))), dtype=torch.uint8).to(text.device)
     return text  # no digit has room
 
 

@@ -1,7 +1,7 @@
 """The compressed-tensors layout, read by vLLM, SGLang and transformers.
 
 A linear lies in one of several forms (`integers.py`, `floats.py`); all have `weight_scale`.
-What is said of linears in common stands here: config groups, their targets, what is ignored.
+Config groups, their targets and ignored modules are common to all forms, and handled here.
 Format: compressed-tensors 0.20 `quantization/quant_config.py`, `compressors`.
 """
 
@@ -138,8 +138,8 @@ class CompressedTensorsLayout(Layout):
         if self.scheme:
             return self.form
         for form in (self.form, *self.others):
-            held = set(tensors) <= {*form.SUFFIXES} and form.CODES[0] in tensors
-            if held and stored_as(tensors[form.CODES[0]])[0] == form.CODES[1]:
+            fits = set(tensors) <= {*form.SUFFIXES} and form.CODES[0] in tensors
+            if fits and stored_as(tensors[form.CODES[0]])[0] == form.CODES[1]:
                 return form.fitting(tensors)
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
@@ -149,8 +149,8 @@ class CompressedTensorsLayout(Layout):
     ) -> nn.Module | None:  # fmt: skip
         """Return a linear that quantizes its input, where the scheme says so."""
         form = self.scheme.form if self.scheme else self._form(tensors)
-        told = None if self.scheme else form.activations()
-        numbers = self.scheme.activations if self.scheme else told and schemes.numbers("activations", told)
+        entry = None if self.scheme else form.activations()
+        numbers = self.scheme.activations if self.scheme else entry and schemes.numbers("activations", entry)
         if numbers is None:
             return None
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear

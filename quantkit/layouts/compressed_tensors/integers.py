@@ -92,12 +92,12 @@ class PackQuantized(Form):
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
         """Return the shape in `weight_shape`. Raises QuantkitError for anything else there."""
-        told, packed = tensors["weight_shape"], tensors["weight_packed"].shape
+        stored, packed = tensors["weight_shape"], tensors["weight_packed"].shape
         try:
-            shape = told.tolist()
+            shape = stored.tolist()
         except OutOfReach:  # rows fill whole words, as far as headers tell
             shape = [packed[0], packed[1] * WORD // self.bits]
-        if len(told.shape) != 1 or len(shape) != 2 or not min(shape) >= 1:
+        if len(stored.shape) != 1 or len(shape) != 2 or not min(shape) >= 1:
             raise damaged(tensors, f"weight_shape is {shape}, no shape")
         size = shape[1] if self.group_size == -1 else min(self.group_size, shape[1])
         return sized(*shape, Width(self.bits, size, self.symmetric))
@@ -139,8 +139,8 @@ class IntQuantized(Form):
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> IntQuantized | None:
         """Return 8 bits by rows; inputs as they run."""
-        told = weights.bits, weights.kind, weights.symmetric, weights.strategy
-        known = told == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
+        numbers = weights.bits, weights.kind, weights.symmetric, weights.strategy
+        known = numbers == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
         return cls() if known else None
 
     def holds(self, grid: Grid | Width) -> bool:

@@ -61,10 +61,10 @@ def parse(config: dict) -> Targets:
     )
 
 
-def _is_float8_cache(told: object) -> bool:
+def _is_float8_cache(scheme: object) -> bool:
     """Return whether a scheme is FLOAT8_CACHE. quantkit computes without such a cache: `eval --kv-dtype fp8`
     measures one."""
-    return isinstance(told, dict) and all(told.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
+    return isinstance(scheme, dict) and all(scheme.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
 
 
 def find(targets: Targets, linear: str) -> Scheme:
