@@ -110,10 +110,10 @@ def test_other_floats_leave_codes_names_and_sizes(name):
     layout, grid = LAYOUTS[name]
     weight = quantized(GRIDS[grid])
     stored = layout.encode(weight)
-    same = layout.refilled(stored, layout.decode(stored).floats())
+    same = layout.with_floats(stored, layout.decode(stored).floats())
     assert all(torch.equal(same[part], stored[part]) for part in stored)
     floats = {key: value * 1.25 for key, value in weight.floats().items()}
-    found = layout.refilled(stored, floats)
+    found = layout.with_floats(stored, floats)
     assert list(found) == list(stored)
     for part, tensor in stored.items():
         assert (found[part].dtype, found[part].shape) == (tensor.dtype, tensor.shape)
@@ -137,7 +137,7 @@ def test_an_offset_takes_no_more_room_than_the_old_one(offset, others):
     params = replace(weight.params, offset=torch.full_like(weight.params.offset, offset))
     stored = layout.encode(replace(weight, params=params))
     for other in others:
-        told = layout.refilled(stored, layout.decode(stored).floats() | {"offset": torch.tensor([other])})
+        told = layout.with_floats(stored, layout.decode(stored).floats() | {"offset": torch.tensor([other])})
         assert len(told[STATE]) == len(stored[STATE])
         state = json.loads(bytes(told[STATE].tolist()))
         assert state["nested_offset"] == pytest.approx(other, rel=1e-7 if offset == 0.0123 else 0.5)

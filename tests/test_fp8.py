@@ -157,7 +157,7 @@ def test_layouts_are_read_as_they_were_written(name):
         assert found.grid == grid and torch.equal(found.codes, weight.codes)
         assert torch.equal(found.values(), weight.values())
         refuse_unlike(one, spec.name, tensors)  # what distill demands
-        again = one.refilled(tensors, {"scale": weight.floats()["scale"] * 2})
+        again = one.with_floats(tensors, {"scale": weight.floats()["scale"] * 2})
         assert torch.equal(one.decode(again).values(), 2 * weight.values())
         inputs = torch.randn(3, IN, generator=torch.Generator().manual_seed(2)) * 3
         wanted = literal(name, inputs) @ weight.values().T

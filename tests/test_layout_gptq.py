@@ -296,10 +296,10 @@ def test_stored_tensors_are_grouped_by_linear():
 def test_a_part_without_the_one_that_tells_is_named():
     layout = GptqLayout(4, 128)
     complete = ["a.b.qweight", "a.b.scales", "a.b.qzeros", "c.d.weight", "c.d.scales"]
-    layouts.refuse_headless(layout, complete)
-    layouts.refuse_headless(None, ["a.b.scales"])
+    layouts.refuse_missing_markers(layout, complete)
+    layouts.refuse_missing_markers(None, ["a.b.scales"])
     with pytest.raises(QuantkitError) as refused:
-        layouts.refuse_headless(layout, [*complete, "e.qzeros", "e.scales", "f.g.g_idx"])
+        layouts.refuse_missing_markers(layout, [*complete, "e.qzeros", "e.scales", "f.g.g_idx"])
     assert refused.value.message.endswith("of 2 quantized linears are absent: e.qweight, f.g.qweight")
 
 

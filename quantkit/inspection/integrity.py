@@ -52,7 +52,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
     try:
         layouts.detect(contents.config)
         if not contents.absent:  # else the rest may lie in a shard that could not be read
-            layouts.refuse_headless(layout, contents.infos)
+            layouts.refuse_missing_markers(layout, contents.infos)
     except QuantkitError as error:
         if error.exit_code != UNSUPPORTED:  # no damage: others may understand it
             yield error.message

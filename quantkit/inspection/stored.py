@@ -1,6 +1,6 @@
 """The weights of a checkpoint by their headers: shape, how each is stored, bytes of codes and of scales.
 
-Quantized linears are found and checked by the layout that decodes them (`Layout.believed`), on headers in
+Quantized linears are found and checked by the layout that decodes them (`Layout.checked_spec`), on headers in
 place of tensors. Of what no layout here decodes, gpt-oss's experts and floats with scales are counted.
 """
 
@@ -151,7 +151,7 @@ def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
     """Check a linear's headers with its layout. Raises KeyError and QuantkitError as its decoder does."""
     configured = layout.numbers
     try:
-        spec = layout.believed(parts)
+        spec = layout.checked_spec(parts)
     except OutOfReach:  # the shape of nf4 stands in a text
         return Codes(layout.label, 4, None, None, 2 * math.prod(parts[layout.code_part].shape))
     size, columns = configured[1] if configured else spec.grid.group_size, spec.in_features

@@ -139,16 +139,16 @@ class Layout(ABC):
     @abstractmethod
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
         """Return what a linear's stored tensors, or their headers, say of it. Raises ValueError or
-        ArithmeticError for impossible shapes; `believed` compares the rest with `tensors`."""
+        ArithmeticError for impossible shapes; `checked_spec` compares the rest with `tensors`."""
 
     @property
     def numbers(self) -> Numbers | None:
         """Bits and columns of a group, None for whole rows, that a stored configuration says of a linear."""
         return None
 
-    def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
         """Return shape, bits and groups of a linear after checking its tensors or headers."""
-        return believed(parts, self)
+        return checked_spec(parts, self)
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Return bytes that one quantized linear takes on disk."""
@@ -162,7 +162,7 @@ class Layout(ABC):
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
         """Return the weight that the stored tensors hold."""
 
-    def refilled(
+    def with_floats(
         self, tensors: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return a linear's stored tensors with other `floats`, by the names of its grid, rounded to what can
@@ -265,7 +265,7 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
     }
 
 
-def refuse_headless(layout: Layout | None, names: Iterable[str]) -> None:
+def refuse_missing_markers(layout: Layout | None, names: Iterable[str]) -> None:
     """Raise QuantkitError naming every linear that has parts of a packed one, but neither the part that
     tells so nor a plain weight."""
     if layout is None:
@@ -280,12 +280,12 @@ def refuse_headless(layout: Layout | None, names: Iterable[str]) -> None:
     if lost:
         raise QuantkitError(
             f"these tensors of {count(len(lost), 'quantized linear')} are absent: {name_all(lost)}",
-            hint="download it again",
+            hint="download the checkpoint again",
         )
 
 
 @contextmanager
-def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def naming_errors(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Name the linear and its tensors in any error of decoding: downloaded files may hold any types and
     shapes. Errors of memory pass."""
     try:
@@ -295,8 +295,8 @@ def understood(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[Non
             raise
         found = ", ".join(f"{part} {str(t.dtype)[6:]} {list(t.shape)}" for part, t in tensors.items())
         raise QuantkitError(
-            f"{linear} is not packed as its layout has it: {found}",
-            "download it again, or ask its maker what this is",
+            f"tensors of {linear} do not fit its layout: {found}",
+            "download the checkpoint again",
             UNSUPPORTED,
         ) from error
 
@@ -306,7 +306,7 @@ def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
     linear = getattr(tensors, "linear", "")
     return QuantkitError(
         f"{linear}: {why}" if linear else why,
-        "the file is damaged, or config.json belongs to another one: download it again",
+        "the file is damaged, or config.json belongs to another checkpoint: download both again",
     )
 
 
@@ -330,7 +330,7 @@ def misfits(parts: Mapping[str, Any], table: Table) -> dict[str, str]:
     return found
 
 
-def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
+def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
     """Return shape, bits and groups of a linear after checking its stored tensors against its table.
 
     holder: a layout, or a form of one. Decoders rely on this alone. Raises QuantkitError for other tensors,
@@ -350,13 +350,13 @@ def believed(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
     for part in table.keys() - tensors.keys() - set(holder.optional):
         tensors[part]  # the mapping's own error
     found, configured = (spec.grid.bits, spec.grid.group_size), getattr(holder, "numbers", None)
-    if configured and unlike(configured, found, spec.in_features):
+    if configured and differ(configured, found, spec.in_features):
         why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(found)}"
         raise damaged(tensors, why)
     return spec
 
 
-def unlike(configured: Numbers, found: Numbers, columns: int) -> bool:
+def differ(configured: Numbers, found: Numbers, columns: int) -> bool:
     """Return whether bits, or the number of groups in a row of `columns` columns, differ."""
     groups = [-(-columns // size) if size else 1 for _, size in (configured, found)]
     return configured[0] != found[0] or groups[0] != groups[1]
@@ -368,7 +368,7 @@ def in_words(numbers: Numbers) -> str:
     return f"{bits} bit in groups of {size}" if size else f"{bits} bit in whole rows"
 
 
-def sized(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec:
+def spec_of_shape(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec:
     """Return a linear without a name: what tables depend on."""
     return LinearSpec("", 0, "", out_features, in_features, grid)
 

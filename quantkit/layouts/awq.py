@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, sized
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, spec_of_shape
 from quantkit.layouts._packing import no_whole_words, pack, unpack, words
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class AwqLayout(Layout):
         in_features, columns = parts["qweight"].shape
         if in_features % groups or columns * PER_WORD != out_features:
             raise ValueError
-        return sized(out_features, in_features, Width(BITS, in_features // groups))
+        return spec_of_shape(out_features, in_features, Width(BITS, in_features // groups))
 
     @property
     def numbers(self) -> Numbers:
@@ -92,7 +92,7 @@ class AwqLayout(Layout):
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
-        spec = self.believed(tensors)
+        spec = self.checked_spec(tensors)
         grid = AffineGrid(BITS, spec.grid.group_size, symmetric=not self.zero_point)
         zero = _unpack(tensors["qzeros"], spec.out_features).float()
         params = AffineParams(tensors["scales"].t().float(), zero)

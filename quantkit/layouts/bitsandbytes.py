@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table, Width, sized, stored_as
+from quantkit.layouts import Layout, LinearSpec, Table, Width, spec_of_shape, stored_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -71,7 +71,7 @@ class Int8Layout(Layout):
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
         """Return the shape of the weight."""
         rows, columns = parts["weight"].shape
-        return sized(rows, columns, Width(8, columns))
+        return spec_of_shape(rows, columns, Width(8, columns))
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Invert `encode` exactly."""
@@ -92,7 +92,7 @@ class Int8Layout(Layout):
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
-        self.believed(tensors)
+        self.checked_spec(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not understood"
             raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
@@ -184,9 +184,9 @@ class Nf4Layout(Layout):
         text = _state(*weight.codes.shape, offset)
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
-    def refilled(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `Layout.refilled`; the offset of nested scales is a number in a text of fixed length."""
-        found = super().refilled(tensors, floats)
+    def with_floats(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See `Layout.with_floats`; the offset of nested scales is a number in a text of fixed length."""
+        found = super().with_floats(tensors, floats)
         if "offset" in floats:
             found[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
         return found
@@ -211,12 +211,12 @@ class Nf4Layout(Layout):
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
         """Return the shape in the JSON text."""
-        return sized(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
+        return spec_of_shape(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
 
-    def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """See `Layout.believed`; the tensors decide between single and double quantization."""
+    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """See `Layout.checked_spec`; the tensors decide between single and double quantization."""
         nested = stored_as(parts["weight.absmax"])[0] == "U8"
-        return super(Nf4Layout, replace(self, double_quant=nested)).believed(parts)
+        return super(Nf4Layout, replace(self, double_quant=nested)).checked_spec(parts)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
         """Return packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
@@ -224,7 +224,7 @@ class Nf4Layout(Layout):
 
         from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
 
-        spec, nested = self.believed(tensors), tensors["weight.absmax"].dtype == torch.uint8
+        spec, nested = self.checked_spec(tensors), tensors["weight.absmax"].dtype == torch.uint8
         _expect(tensors["weight.quant_map"], table())
         absmax = tensors["weight.absmax"]
         packed = tensors["weight"].view(spec.out_features, spec.in_features // 2)

@@ -61,7 +61,7 @@ class Fp8Layout(Layout):
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Invert `encode` exactly. Raises QuantkitError for tensors that do not fit one another."""
-        spec = self.believed(tensors)
+        spec = self.checked_spec(tensors)
         parts = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}
         return FloatQuantized(self.block).decode(parts, spec)
 

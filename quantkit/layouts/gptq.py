@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, fusions, sized
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, fusions, spec_of_shape
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack_planes, unpack_planes, words
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class GptqLayout(Layout):
             raise ValueError
         if size < 1 or -(-in_features // size) != groups:
             size = -(-in_features // groups)
-        return sized(out_features, in_features, Width(bits, min(size, in_features)))
+        return spec_of_shape(out_features, in_features, Width(bits, min(size, in_features)))
 
     @property
     def numbers(self) -> Numbers | None:
@@ -125,7 +125,7 @@ class GptqLayout(Layout):
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
-        spec = self.believed(tensors)
+        spec = self.checked_spec(tensors)
         bits, planes = spec.grid.bits, self.planes(spec.grid.bits)
         qweight, scales = tensors["qweight"], tensors["scales"]
         group = column_groups(tensors, "g_idx", tensors.get("g_idx"), spec, qweight.device)

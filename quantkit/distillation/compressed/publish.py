@@ -72,7 +72,7 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
             for local, layout in block.layouts.items():
                 stored = names.stored_of(index, f"{local}.weight")
                 parts = checkpoint.parts(stored)
-                found = layout.refilled(parts, block.of_linear(local, inside))
+                found = layout.with_floats(parts, block.of_linear(local, inside))
                 if isinstance(checkpoint, GgufCheckpoint):
                     yield _patch(checkpoint, stored, found["ggml"])
                     continue

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import Layout, understood
+from quantkit.layouts import Layout, naming_errors
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
@@ -110,7 +110,7 @@ class Student:
             if index not in self._checked:
                 refuse_unlike(layouts[local], stored, parts)
             placed = {part: tensor.to(skeleton.device) for part, tensor in parts.items()}
-            with understood(stored, placed):
+            with naming_errors(stored, placed):
                 weights[local] = layouts[local].decode(placed)
             if layouts[local].module(placed, None) is not None:
                 rounding.add(local)
@@ -181,7 +181,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:
     """Raise QuantkitError unless the layout, given a linear's own floats, stores what is stored already."""
-    again = layout.refilled(parts, layout.decode(parts).floats())
+    again = layout.with_floats(parts, layout.decode(parts).floats())
     unlike = [name for name, old in parts.items() if not _equal(old, again[name])]
     if unlike:
         raise QuantkitError(

@@ -18,7 +18,7 @@ from quantkit.layouts import (
     LinearSpec,
     Numbers,
     Table,
-    believed,
+    checked_spec,
     damaged,
     fusions,
     stored_as,
@@ -115,11 +115,11 @@ class CompressedTensorsLayout(Layout):
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
-        return self._form(tensors).decode(tensors, self.believed(tensors))
+        return self._form(tensors).decode(tensors, self.checked_spec(tensors))
 
-    def believed(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """See `Layout.believed`."""
-        return believed(parts, self._form(parts))
+    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """See `Layout.checked_spec`."""
+        return checked_spec(parts, self._form(parts))
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
         """Return the shape, bits and groups of one linear in its form."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import LinearSpec, Table, Width, damaged, sized
+from quantkit.layouts import LinearSpec, Table, Width, damaged, spec_of_shape
 from quantkit.layouts._packing import column_groups
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
 
@@ -68,7 +68,7 @@ class FloatQuantized(Form):
     def sizes(self, tensors: Tensors) -> LinearSpec:
         """Return the shape of the codes; a group is a row of a block."""
         rows, columns = tensors["weight"].shape
-        return sized(rows, columns, Width(8, min(self.block or columns, columns)))
+        return spec_of_shape(rows, columns, Width(8, min(self.block or columns, columns)))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return the two or three tensors of one linear."""
@@ -171,7 +171,7 @@ class MxFp4Packed(Form):
     def sizes(self, tensors: Tensors) -> LinearSpec:
         """Return the shape; two codes lie in a byte. Raises QuantkitError where they make no whole groups."""
         rows, columns = tensors["weight_packed"].shape
-        spec = sized(rows, 2 * columns, Width(4, self.GROUP))
+        spec = spec_of_shape(rows, 2 * columns, Width(4, self.GROUP))
         if why := self.check(spec):
             raise damaged(tensors, f"weight_packed is {[rows, columns]}: {why}")
         return spec

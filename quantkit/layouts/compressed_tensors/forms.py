@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.layouts import LinearSpec, Width, sized
+from quantkit.layouts import LinearSpec, Width, spec_of_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,4 +91,4 @@ class Form:
     def sizes(self, tensors: Tensors) -> LinearSpec:
         """Return the shape of a linear from its stored tensors."""
         rows, columns = tensors[self.CODES[0]].shape
-        return sized(rows, columns, Width(8, columns))
+        return spec_of_shape(rows, columns, Width(8, columns))

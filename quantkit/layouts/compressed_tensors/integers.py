@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import LinearSpec, OutOfReach, Table, Width, damaged, sized
+from quantkit.layouts import LinearSpec, OutOfReach, Table, Width, damaged, spec_of_shape
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack, unpack, words
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
 
@@ -100,7 +100,7 @@ class PackQuantized(Form):
         if len(stored.shape) != 1 or len(shape) != 2 or not min(shape) >= 1:
             raise damaged(tensors, f"weight_shape is {shape}, no shape")
         size = shape[1] if self.group_size == -1 else min(self.group_size, shape[1])
-        return sized(*shape, Width(self.bits, size, self.symmetric))
+        return spec_of_shape(*shape, Width(self.bits, size, self.symmetric))
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
         """Return codes, scales and zero points."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import Layout, LinearSpec, Table, damaged, sized
+from quantkit.layouts import Layout, LinearSpec, Table, damaged, spec_of_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ class GgmlLayout(Layout):
         (rows, columns), (block, nbytes) = parts["ggml"].shape, GGML_QUANT_SIZES[kind]
         if columns % nbytes:
             raise ValueError
-        return sized(rows, columns // nbytes * block, named(kind.name))
+        return spec_of_shape(rows, columns // nbytes * block, named(kind.name))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it
@@ -81,7 +81,7 @@ class GgmlLayout(Layout):
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.layouts.ggml.blocks import unpack
 
-        grid = self.believed(tensors).grid
+        grid = self.checked_spec(tensors).grid
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:

@@ -156,7 +156,7 @@ class Checkpoint:
         if self.is_quantized(name):
             linear = name.removesuffix(".weight")
             parts = self.parts(name)
-            with layouts.understood(linear, parts):
+            with layouts.naming_errors(linear, parts):
                 values = self.layout.at(linear).values(parts)
             return values if dtype is None else values.to(dtype)
         return self.load(name, dtype)

@@ -35,7 +35,7 @@ def open_checkpoint(
     layout = layouts.detect(raw)
     if layout is None:
         untrusted.refuse_codes(infos.values())
-    layouts.refuse_headless(layout, infos)
+    layouts.refuse_missing_markers(layout, infos)
     return Checkpoint(
         source=source,
         folder=folder,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from quantkit.errors import DamagedError, QuantkitError
 from quantkit.grids.grid import is_finite
-from quantkit.layouts import Layout, understood
+from quantkit.layouts import Layout, naming_errors
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine import processor
@@ -102,7 +102,7 @@ class Installer:
         for name, parts in fetched.parts.items():
             local = name.removesuffix(".weight")
             stored = fetched.stored[name]
-            with understood(stored.removesuffix(".weight"), parts):
+            with naming_errors(stored.removesuffix(".weight"), parts):
                 self.install(block, local, fetched.layout, self.placed(parts), stored)
 
     def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:

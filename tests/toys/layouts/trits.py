@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.layouts import Layout, LinearSpec, Table, Width, sized
+from quantkit.layouts import Layout, LinearSpec, Table, Width, spec_of_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ class TritsLayout(Layout):
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
         rows, columns = parts["trits"].shape
-        return sized(rows, 4 * columns, Width(2, self.group_size))
+        return spec_of_shape(rows, 4 * columns, Width(2, self.group_size))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         parts = weight.codes.view(len(weight.codes), -1, 4).unbind(2)
