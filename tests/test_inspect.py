@@ -417,9 +417,9 @@ def nan(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("gptq", replace(f"{Q}.scales", nan), f"{Q}.scales holds NaN"),
-        ("int8", replace(f"{Q}.SCB", nan), f"{Q}.SCB holds NaN"),
-        ("nf4", replace(f"{Q}.weight.nested_absmax", lambda t: t / 0), f"{Q}.weight.nested_absmax holds NaN"),
+        ("gptq", replace(f"{Q}.scales", nan), f"{Q}.weight holds NaN"),
+        ("int8", replace(f"{Q}.SCB", nan), f"{Q}.weight holds NaN"),
+        ("nf4", replace(f"{Q}.weight.nested_absmax", lambda t: t / 0), f"{Q}.weight holds NaN"),
         ("awq", replace("model.norm.weight", nan), "model.norm.weight holds NaN"),
         ("plain", remove(*PAIR), f"{PAIR[0]} is absent"),
         ("gptq", replace(f"{Q}.g_idx", lambda t: t + 1), f"{Q}: g_idx names groups 1 to 2, there are 2"),
@@ -437,7 +437,7 @@ def test_a_problem_is_in_the_json_with_all_the_rest(copy, quantkit):
     done = quantkit("inspect", copy("gptq", replace(f"{Q}.scales", nan)), "--deep", "--json", "-q")
     record = json.loads(done.out)
     assert done.code == record["error"]["exit_code"] == 1
-    assert record["integrity"]["problems"] == [f"{Q}.scales holds NaN or infinite values"]
+    assert record["integrity"]["problems"] == [f"{Q}.weight holds NaN or infinite values in float32"]
     assert record["error"]["message"] == record["integrity"]["problems"][0]
     assert record["integrity"]["deep"] and record["quantization"]["linears"] == 14
 

@@ -31,8 +31,8 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
     checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
     weights = {stored[name]: (name, parameter) for name, parameter in skeleton.held().items()}
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
-    for done, (name, parameter) in enumerate(weights.items(), start=1):
-        problems += _check_scales(checkpoint, name) or _errors_of(partial(skeleton.read, *parameter))
+    for done, parameter in enumerate(weights.values(), start=1):
+        problems += _errors_of(partial(skeleton.read, *parameter))
         listen("reading the weights", done, len(weights))
     if record["tokenizer"]:
         problems += _errors_of(lambda: checkpoint.tokenizer)
@@ -49,19 +49,3 @@ def _errors_of(read: Callable[[], Any]) -> list[str]:
     except QuantkitError as error:
         return [error.message]
     return []
-
-
-def _check_scales(checkpoint: Checkpoint, name: str) -> list[str]:
-    """Report tensors of a packed linear with NaN or infinite values."""
-    if not checkpoint.is_quantized(name):
-        return []
-    linear = name.removesuffix(".weight")
-    try:
-        parts = checkpoint.parts(name)
-    except QuantkitError as error:
-        return [error.message]
-    return [
-        f"{linear}.{part} holds NaN or infinite values"
-        for part, tensor in parts.items()
-        if tensor.is_floating_point() and not tensor.float().isfinite().all()
-    ]
