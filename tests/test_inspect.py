@@ -26,6 +26,7 @@ RTN = {"solver": "rtn"}
 NF4 = "weight.quant_state.bitsandbytes__nf4"
 PAIR = [f"model.layers.{block}.mlp.up_proj.weight" for block in (0, 1)]  # headers alone do not miss both
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+STRAY = "these tensors belong to no whole quantized linear"
 NORM = "model.layers.1.input_layernorm.weight"
 
 
@@ -252,7 +253,7 @@ def quantized(name: str, **changes):
     ("name", "change", "config", "problem"),
     [
         ("gptq", remove(f"{Q}.qzeros"), {}, f"{Q}: qzeros is absent"),
-        ("gptq", remove(f"{Q}.qweight"), {}, f"these tensors of 1 quantized linear are absent: {Q}.qweight"),
+        ("gptq", remove(f"{Q}.qweight"), {}, f"{STRAY}: {Q}.g_idx, {Q}.qzeros, {Q}.scales"),
         (
             "gptq", same, quantized("gptq", bits=8),
             ", ".join(f"model.layers.0.{name}_proj" for name in ("mlp.down", "mlp.gate", "mlp.up"))
@@ -275,8 +276,11 @@ def quantized(name: str, **changes):
             "nf4", replace(f"{Q}.weight.absmax", lambda t: t[:200].clone()), {},
             f"{Q}: weight.absmax is U8 [200] instead of U8 [256]",
         ),
-        ("nf4", remove(f"{Q}.{NF4}"), {}, f"these codes have no scales: {Q}.weight"),
-        ("int8", remove(f"{Q}.SCB"), {}, f"these codes have no scales: {Q}.weight"),
+        (
+            "nf4", remove(f"{Q}.{NF4}"), {},
+            f"{STRAY}: {Q}.weight, {Q}.weight.absmax, {Q}.weight.nested_absmax and 2 more",
+        ),
+        ("int8", remove(f"{Q}.SCB"), {}, f"{STRAY}: {Q}.weight, {Q}.weight_format"),
         ("ct", remove(f"{Q}.weight_shape"), {}, f"{Q}: weight_shape is absent"),
         ("plain", lambda t: t.clear(), {}, "there are no tensors"),
         ("gptq", same, quantized("gptq", group_size=0), "quantization_config says groups of 0"),

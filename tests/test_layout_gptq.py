@@ -293,16 +293,6 @@ def test_stored_tensors_are_grouped_by_linear():
     assert layouts.group_by_linear(None, names) == {}
 
 
-def test_a_part_without_the_one_that_tells_is_named():
-    layout = GptqLayout(4, 128)
-    complete = ["a.b.qweight", "a.b.scales", "a.b.qzeros", "c.d.weight", "c.d.scales"]
-    layouts.refuse_missing_markers(layout, complete)
-    layouts.refuse_missing_markers(None, ["a.b.scales"])
-    with pytest.raises(QuantkitError) as refused:
-        layouts.refuse_missing_markers(layout, [*complete, "e.qzeros", "e.scales", "f.g.g_idx"])
-    assert refused.value.message.endswith("of 2 quantized linears are absent: e.qweight, f.g.qweight")
-
-
 DYNAMIC = {"+:.*mlp": {"bits": 8}, r".*o_proj$": {"group_size": 32, "desc_act": True}, "-:.*lm_head": {}}
 
 

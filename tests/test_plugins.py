@@ -68,7 +68,9 @@ def test_damage_to_a_toy_is_found(model, make, quantkit, tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     done = quantkit("inspect", "toy", "--json")
     problems = json.loads(done.out)["integrity"]["problems"]
-    assert any("are absent: model.layers.0.self_attn.q_proj.trits" in words for words in problems)
+    assert any(
+        "no whole quantized linear: model.layers.0.self_attn.q_proj.trit_scale" in words for words in problems
+    )
 
 
 def test_error_feedback_takes_the_toy_grid(model, make, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
-from quantkit.inspection.stored import Weight, layout_of
+from quantkit.inspection.stored import Weight
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.headers import Contents
 
@@ -48,12 +48,10 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
         yield "there are no tensors"
     if contents.container == "gguf":
         return
-    layout = layout_of(contents)
     try:
-        layouts.detect(contents.config)
-        if not contents.absent:  # else the rest may lie in a shard that could not be read
-            layouts.refuse_missing_markers(layout, contents.infos)
+        layout = layouts.detect(contents.config)
     except QuantkitError as error:
+        layout = None
         if error.exit_code != UNSUPPORTED:  # no damage: others may understand it
             yield error.message
     wrong: dict[str, list[str]] = {}
@@ -61,12 +59,19 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
         if weight.codes and weight.codes.problem:
             wrong.setdefault(weight.codes.problem, []).append(weight.name.removesuffix(".weight"))
     yield from (f"{name_all(linears, 3)}: {problem}" for problem, linears in wrong.items())
-    bare = [w.name for w in weights if w.dtype in CODE_TYPES and not w.codes and len(w.shape or ()) == 2]
-    if bare and not contents.absent:
-        if not contents.quantization:
-            yield f"config.json says nothing of the codes in {name_all(bare, 3)}: no client decodes them"
-        elif layout:
-            yield f"these codes have no scales: {name_all(bare, 3)}"
+    parts = tuple(f".{part}" for part in layout.suffixes if part != "weight") if layout else ()
+    stray = sorted(weight.name for weight in weights if not weight.codes and _is_coded(weight, parts))
+    if not stray or contents.absent:  # in the latter case, the rest may lie in a shard that could not be read
+        return
+    if not contents.quantization:
+        yield f"config.json says nothing of the codes in {name_all(stray, 3)}: no client decodes them"
+    elif layout:
+        yield f"these tensors belong to no whole quantized linear: {name_all(stray, 3)}"
+
+
+def _is_coded(weight: Weight, parts: tuple[str, ...]) -> bool:
+    """Return whether a tensor is a matrix of codes, or ends like `parts` of a quantized linear."""
+    return weight.name.endswith(parts) or (weight.dtype in CODE_TYPES and len(weight.shape or ()) == 2)
 
 
 def model_problems(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError
 
 if TYPE_CHECKING:
     import torch
@@ -263,25 +263,6 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
         linear: {part: f"{linear}.{part}" for part in layout.suffixes if f"{linear}.{part}" in names}
         for linear in sorted(linears)
     }
-
-
-def refuse_missing_markers(layout: Layout | None, names: Iterable[str]) -> None:
-    """Raise QuantkitError naming every linear that has parts of a packed one, but neither the part that
-    tells so nor a plain weight."""
-    if layout is None:
-        return
-    names = set(names)
-    telling = [part for part in layout.suffixes if part not in ("weight", layout.marker)]
-    linears = {
-        name.removesuffix(f".{part}") for name in names for part in telling if name.endswith(f".{part}")
-    }
-    lost = [f"{linear}.{layout.marker}" for linear in sorted(linears)]
-    lost = [name for name in lost if not {name, f"{name.removesuffix(layout.marker)}weight"} & names]
-    if lost:
-        raise QuantkitError(
-            f"these tensors of {count(len(lost), 'quantized linear')} are absent: {name_all(lost)}",
-            hint="download the checkpoint again",
-        )
 
 
 @contextmanager

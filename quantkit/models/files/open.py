@@ -35,7 +35,6 @@ def open_checkpoint(
     layout = layouts.detect(raw)
     if layout is None:
         untrusted.refuse_codes(infos.values())
-    layouts.refuse_missing_markers(layout, infos)
     return Checkpoint(
         source=source,
         folder=folder,
