@@ -297,50 +297,35 @@ def stored_as(part: Any) -> tuple[str, tuple[int, ...]]:
     return dtype, tuple(part.shape)
 
 
-def misfits(parts: Mapping[str, Any], table: Table) -> dict[str, str]:
-    """Return, by part, where a linear's tensors or headers differ from its table.
-
-    A number of any floating-point type stands for one of another; a scalar for a tensor of one number.
-    """
-    found = {}
-    for part in parts.keys() & table.keys():
-        (dtype, shape), (wanted, size) = stored_as(parts[part]), table[part]
-        kind = dtype == wanted or {dtype, wanted} <= FLOATS
-        if not kind or (shape or (1,)) != (size or (1,)):
-            found[part] = f"{part} is {dtype} {list(shape)} instead of {wanted} {list(size)}"
-    return found
-
-
 def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
     """Return shape, bits and groups of a linear after checking its stored tensors against its table.
 
-    holder: a layout, or a form of one. Decoders rely on this alone. Raises QuantkitError for other tensors,
-    and for numbers that the configuration contradicts.
+    A float of any type may replace another, and a scalar a tensor of one number. holder: a layout, or a form
+    of one. Decoders rely on this alone. Raises QuantkitError for other tensors, and for numbers that the
+    configuration contradicts.
     """
     try:
         spec = holder.sizes(tensors)
         table = holder.tensors(spec)
-        shapes = {part: row for part, row in table.items() if part not in getattr(holder, "texts", ())}
     except (ArithmeticError, IndexError, ValueError) as error:
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
         raise damaged(tensors, f"{shapes} do not fit one another") from error
-    wrong = list(misfits(tensors, shapes).values())
-    wrong += [f"{part} is not expected" for part in tensors.keys() - table.keys() - set(holder.optional)]
+    wrong = [f"{part} is not expected" for part in tensors.keys() - table.keys() - set(holder.optional)]
+    for part in tensors.keys() & table.keys() - set(getattr(holder, "texts", ())):
+        (dtype, shape), (wanted, size) = stored_as(tensors[part]), table[part]
+        if (dtype != wanted and not {dtype, wanted} <= FLOATS) or (shape or (1,)) != (size or (1,)):
+            wrong.append(f"{part} is {dtype} {list(shape)} instead of {wanted} {list(size)}")
     if wrong:
         raise damaged(tensors, ", ".join(sorted(wrong)))
     for part in table.keys() - tensors.keys() - set(holder.optional):
         tensors[part]  # the mapping's own error
-    found, configured = (spec.grid.bits, spec.grid.group_size), getattr(holder, "numbers", None)
-    if configured and differ(configured, found, spec.in_features):
-        why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(found)}"
-        raise damaged(tensors, why)
+    if configured := getattr(holder, "numbers", None):
+        found, columns = (spec.grid.bits, spec.grid.group_size), spec.in_features
+        groups = [-(-columns // (size or columns)) for _, size in (configured, found)]
+        if configured[0] != found[0] or groups[0] != groups[1]:
+            why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(found)}"
+            raise damaged(tensors, why)
     return spec
-
-
-def differ(configured: Numbers, found: Numbers, columns: int) -> bool:
-    """Return whether bits, or the number of groups in a row of `columns` columns, differ."""
-    groups = [-(-columns // size) if size else 1 for _, size in (configured, found)]
-    return configured[0] != found[0] or groups[0] != groups[1]
 
 
 def in_words(numbers: Numbers) -> str:
