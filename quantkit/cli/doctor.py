@@ -1,4 +1,4 @@
-"""`quantkit doctor`: what this machine offers, and what is missing."""
+"""`quantkit doctor`: examine this machine and installation."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ EPILOG = """Examples:
 
   quantkit doctor
 
-  quantkit doctor --json     (for a report of a problem)"""
+  quantkit doctor --json     (to attach to a bug report)"""
 
 
 def command(
     as_json: flags.AS_JSON = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print what is wrong, and nothing else.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
 ) -> None:
-    """The function behind `quantkit doctor`."""
+    """Run `quantkit doctor`."""
     from quantkit.inspection import doctor
 
     found = doctor.examine()
@@ -42,7 +40,7 @@ def command(
 
 
 def _show(found: dict[str, list], quiet: bool) -> None:
-    """A finding a line, a mark before what is wrong."""
+    """Print one finding a line, problems with a mark."""
     from rich.console import Console
 
     from quantkit.tables import print_line

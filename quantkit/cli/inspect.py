@@ -1,4 +1,4 @@
-"""`quantkit inspect`: what is in a checkpoint, or how two differ."""
+"""`quantkit inspect`: describe a checkpoint, or compare two."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ EPILOG = """Examples:
 
   quantkit inspect ./model.gguf --deep        (reads every value, too)
 
-  quantkit inspect ./model ./model-gptq-w4g128     (where they differ most)"""
+  quantkit inspect ./model ./model-gptq-w4g128     (largest differences)"""
 
 
 def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
     other: Annotated[
-        str | None, typer.Argument(metavar="[PATH2]", help="Another, to be compared weight by weight.")
+        str | None,
+        typer.Argument(metavar="[PATH2]", help="Second checkpoint, for a comparison weight by weight."),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every value: decode all weights, find NaN and infinities.")
@@ -35,7 +36,7 @@ def command(
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """The function behind `quantkit inspect`."""
+    """Run `quantkit inspect`."""
     from quantkit.inspection import record, show
     from quantkit.models.files.headers import open_contents
 
@@ -68,7 +69,7 @@ def _with_values(
     deep: bool,
     options: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
-    """The record of one checkpoint with what its values say, or of the comparison of two.
+    """Return the record of one checkpoint after checking its values, or of the comparison of two.
 
     options: offline, trust_remote_code and quiet.
     """

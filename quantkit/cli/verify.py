@@ -1,4 +1,4 @@
-"""`quantkit verify`: is a checkpoint still what was written, and as near to its source as it says?"""
+"""`quantkit verify`: check files, values and errors of a checkpoint against its manifest."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="What it was made of: measure every linear's error again."),
+        typer.Option(metavar="MODEL", help="Original model: measure every linear's error again."),
     ] = None,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
 ) -> None:
-    """The function behind `quantkit verify`."""
+    """Run `quantkit verify`."""
     from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:

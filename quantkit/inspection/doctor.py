@@ -38,7 +38,7 @@ OPTIONAL = {  # package -> what it enables
 
 @dataclass(frozen=True)
 class Finding:
-    """ok: None for what is neither good nor bad. note: the reason, or what it is good for."""
+    """One line of the report. ok: None for neutral findings. note: the reason, or the use."""
 
     name: str
     value: str

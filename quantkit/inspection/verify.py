@@ -1,6 +1,6 @@
-"""Is a checkpoint still what quantkit wrote, and as near to its source as the manifest says?
+"""Verify a checkpoint against its manifest: files, values, and the distance of weights from their source.
 
-Nobody signs a manifest: it tells damage and mistakes, not forgery.
+A manifest is not signed: it shows damage and mistakes, not forgery.
 """
 
 from __future__ import annotations
