@@ -25,7 +25,7 @@ def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
     other: Annotated[
         str | None,
-        typer.Argument(metavar="[PATH2]", help="Second checkpoint, for a comparison weight by weight."),
+        typer.Argument(metavar="[PATH2]", help="Second checkpoint, compared weight by weight."),
     ] = None,
     deep: Annotated[
         bool, typer.Option("--deep", help="Read every value: decode all weights, find NaN and infinities.")
