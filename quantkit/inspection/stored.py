@@ -152,7 +152,7 @@ def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
     configured = layout.numbers
     try:
         spec = layout.checked_spec(parts)
-    except OutOfReach:  # the shape of nf4 stands in a text
+    except OutOfReach:  # nf4 stores the shape in a text
         return Codes(layout.label, 4, None, None, 2 * math.prod(parts[layout.code_part].shape))
     size, columns = configured[1] if configured else spec.grid.group_size, spec.in_features
     whole = size is None or size > columns or (configured is None and size == columns)

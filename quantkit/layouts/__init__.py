@@ -1,8 +1,8 @@
-"""Layouts: how one quantized linear lies on disk for a named client. One file each, found by name.
+"""Layouts: the tensors of one quantized linear for a client. One file each, found by name.
 
-A layout's file holds its class; NAME, as configurations spell it; and `detect(config)`, which makes one of a
-stored configuration. Who loads it stands in inspection/clients.yaml. torch is imported where tensors are
-encoded and decoded: plans do without.
+A file holds the class of a layout; NAME, its name in configurations; and `detect(config)`, which returns the
+layout of a stored configuration. inspection/clients.yaml lists the clients. torch is imported only where
+tensors are encoded and decoded, so that plans do without.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import Grid, QuantizedWeight
 
 
-DTYPE_BYTES = {  # as headers of safetensors files call them
+DTYPE_BYTES = {  # by names in headers of safetensors files
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-DTYPES = {  # the same by torch's names
+DTYPES = {  # by torch's names
     **{f"float{n}": f"F{n}" for n in (16, 32, 64)} | {"bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"},
     **{f"int{n}": f"I{n}" for n in (8, 16, 32, 64)} | {f"uint{n}": f"U{n}" for n in (8, 16, 32, 64)},
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
@@ -41,7 +41,7 @@ Numbers = tuple[int, int | None]  # bits, and columns of a group: None for whole
 FLOATS = {"F64", "F32", "F16", "BF16", "F8_E8M0"}  # a scale may be stored as any of them
 Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a linear's tensor
 
-# Linears that serving engines make one of, and the name of that one.
+# Linears that serving engines fuse, by the name of the fused linear.
 FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -49,11 +49,11 @@ FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 class LinearSpec:
     """One linear of a decoder block.
 
-    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and its
-    name inside it. kept: why it is kept in 16 bit; None when it is
-    quantized. grid: what a solver works on; None when it is kept, and where the output encodes it. conv1d:
-    the model itself has a Conv1D there (GPT-2), which some clients do not replace. module: what transformers
-    calls it inside a wrapper of other modalities, where engines keep to stored names and it does not.
+    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and name
+    in the block. kept: the reason for 16 bit; None for a quantized linear. grid: for the solver; None for a
+    kept linear, and where the output encodes. conv1d: the model has a Conv1D here (GPT-2), which some clients
+    do not replace. module: the name in transformers inside a multimodal wrapper, where engines keep stored
+    names.
     """
 
     name: str
@@ -95,16 +95,15 @@ class OutOfReach(LookupError):
 
 
 class Layout(ABC):
-    """One layout on disk, as a client expects it. `encode` and `decode` are exact inverses.
+    """The storage of a quantized linear for a client. `encode` and `decode` are exact inverses.
 
-    Linear X is packed where `X.<marker>` is stored; `suffixes` are all that may belong to it, `code_part` is
-    the one with codes. label: what `inspect` calls such codes. fused: its
-    engines make one linear of several. experts_note: what to know of experts that lie in it. takes_matrices:
-    they make linears of a block's other matrices, such as routers, unless `beside` names them. floats: of the
-    suffixes, those whose tensors hold what is stored in floating point. needs: which statistics of a
-    linear's inputs it stores something of (see SiteStatistics). rounds_inputs: some linears' inputs are
-    quantized, too, as `module` does. optional: of the suffixes, those that clients do without. texts: those
-    whose length tables estimate.
+    A linear X is packed where `X.<marker>` is stored; `suffixes` are all its parts, `code_part` holds the
+    codes. label: the name of such codes in `inspect`. fused: engines merge several linears into one.
+    experts_note: a note on experts in this layout. takes_matrices: engines treat other matrices of a block,
+    such as routers, as linears, unless `beside` names them. floats: the suffixes with floating-point
+    parameters. needs: statistics of inputs that are stored (see SiteStatistics). rounds_inputs: inputs of
+    some linears are quantized by `module`. optional: suffixes that clients can do without. texts: suffixes
+    with estimated lengths in tables.
     """
 
     marker: str
@@ -121,7 +120,7 @@ class Layout(ABC):
     texts: tuple[str, ...] = ()
 
     def at(self, linear: str) -> Layout:
-        """Return the layout as it is for one linear of a stored checkpoint; itself where all are alike."""
+        """Return the layout of one linear of a stored checkpoint; itself where all linears are equal."""
         return self
 
     @abstractmethod
@@ -200,7 +199,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class WeightsOnly:
-    """layout: one whose linears are to compute with the decoded weight alone."""
+    """A layout without quantized inputs: linears compute with the decoded weight only."""
 
     layout: Layout
     rounds_inputs = False

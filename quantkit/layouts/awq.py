@@ -1,7 +1,7 @@
 """The AWQ layout in its GEMM version, read by transformers (with GPTQModel), vLLM, SGLang, TGI and AutoAWQ.
 
 Per linear, `W[o, i] = scales[i // group_size, o] * (q[i, o] - z[i // group_size, o])`, 4 bit:
-`qweight` int32 `[in, out / 8]`, whose nibble n of word c holds column `8 c + ORDER[n]`;
+`qweight` int32 `[in, out / 8]`, nibble n of word c holds column `8 c + ORDER[n]`;
 `qzeros` int32 `[groups, out / 8]` in the same order, holding z itself; `scales` float16 `[groups, out]`.
 Format: AutoAWQ `WQLinear_GEMM.from_linear`.
 """

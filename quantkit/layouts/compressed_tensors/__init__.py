@@ -206,7 +206,7 @@ class CompressedTensorsLayout(Layout):
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
-    """Return a pattern for all that lies outside the blocks, such as a head of another name than lm_head."""
+    """Return a pattern for modules outside the blocks, such as a head with another name than lm_head."""
     spec = specs[0]
     container = spec.name.removesuffix(f".{spec.block}.{spec.local}")
     if container == spec.name:

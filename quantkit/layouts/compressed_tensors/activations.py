@@ -1,4 +1,4 @@
-"""Linears whose inputs are quantized, too, computed as compressed-tensors computes them.
+"""Linears with quantized inputs, computed as compressed-tensors computes them.
 
 Inputs are rounded and scaled back in the precision of the model ("fake quantization"), then multiplied with
 the decoded weight. Source: compressed-tensors 0.20 `quantization/utils/helpers.py: calculate_qparams`,
