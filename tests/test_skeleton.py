@@ -338,7 +338,10 @@ def test_inputs_of_several_calls_add_up():
     toy, batches = Toy(lambda toy, x: toy.b(toy.a(toy.a(x)))), [torch.ones(3, 8), torch.full((2, 8), 2.0)]
     with torch.no_grad():
         sites = [site for site in find_sites(toy, lambda: toy(batches[0])) if site.calls]
-        seen = [list(repeated(toy, site, lambda k: toy(batches[k]), 2)) for site in sites]
+        seen = [
+            list(repeated(toy.get_submodule(site.place), lambda k: toy(batches[k]), 2, whole=site.whole))
+            for site in sites
+        ]
         want = [part for x in batches for part in (x, toy.a(x))], [toy.a(toy.a(x)) for x in batches]
     for inputs, expected in zip(seen, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(inputs, expected, strict=True))
@@ -392,7 +395,7 @@ class Repeated:
     """The block runs again for every site."""
 
     def __init__(self, block, sites, run, count):
-        self.inputs = lambda site: repeated(block, site, run, count)
+        self.inputs = lambda site: repeated(block.get_submodule(site.place), run, count)
         self.outputs = lambda: map(run, range(count))
 
 

@@ -16,7 +16,7 @@ from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import walk
-from quantkit.quantize.calibrate.capture import Meant, Statistics
+from quantkit.quantize.calibrate.capture import Counterpart, Statistics
 from quantkit.quantize.calibrate.residual import find_writers
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, gptq
@@ -41,7 +41,7 @@ def site(signal: float, tokens: int = TOKENS, missing: bool = True):
     short = signal * inputs @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(tokens, ROWS, seed=6)
     sums = Statistics(WIDTH, torch.device("cpu"))
     for part in (slice(0, tokens // 3), slice(tokens // 3, tokens)):
-        sums.add(inputs[part], Meant(theirs[part], short[part] if missing else None))
+        sums.add(inputs[part], Counterpart(theirs[part], short[part] if missing else None))
     meant = theirs @ weight.T + (short if missing else 0)
     return weight, inputs, meant, sums.finish()
 

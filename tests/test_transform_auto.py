@@ -112,7 +112,7 @@ def test_a_loss_is_the_sum_of_pivots_times_squared_rounding_errors():
     weight, scale = torch.randn(5, 16, generator=generator), torch.rand(16, generator=generator) + 0.5
     grid, H, share = AffineGrid(3, 8), moments(16), torch.tensor([1.0, 0.5, 2.0])
     pivots = GptqSolver().pivots(H, grid)
-    reader = FedReader.of(Reader(weight, grid, H, share.repeat(2)[:5]), GptqSolver(), 2)
+    reader = FeedbackScore(GptqSolver()).reader(Reader(weight, grid, H, share.repeat(2)[:5]).every(2))
     expected = 0.0
     for row, count in zip(weight[::2], (1.0, 2.0, 0.5), strict=True):
         for low in (0, 8):
@@ -149,9 +149,9 @@ def test_the_block_computes_the_same_and_its_columns_are_alike(twin):
     transformed = ColumnScaling(FeedbackScore(GptqSolver())).apply(view)
     torch.testing.assert_close(bench.run(), before, rtol=1e-4, atol=1e-4)
     columns = bench.block.mlp.gate_proj.weight.square().mean(0).sqrt()
-    assert columns.max() / columns.min() < 6 and transformed.scaled["mlp.gate_proj"]["spread"] > 16
-    assert transformed.scaled["mlp.gate_proj"]["loss"] < 0.9
-    assert transformed.scaled["mlp.gate_proj"]["into"] == NORMS[1]
+    assert columns.max() / columns.min() < 6 and transformed.known["mlp.gate_proj"]["scaled"]["spread"] > 16
+    assert transformed.known["mlp.gate_proj"]["scaled"]["loss"] < 0.9
+    assert transformed.known["mlp.gate_proj"]["scaled"]["into"] == NORMS[1]
 
 
 # ---- whole jobs

@@ -93,7 +93,7 @@ def reader(weight: torch.Tensor, inputs: torch.Tensor, solver=None) -> SmoothRea
     hessian = 2 * inputs.T @ inputs / len(inputs)
     transform = SmoothScore(solver or GptqSolver(), rounded)
     plain = Reader(weight, AffineGrid(8, weight.shape[1]).plain(), hessian, inputs=inputs)
-    return SmoothReader.of(plain, transform, 1)
+    return transform.reader(plain)
 
 
 @pytest.mark.parametrize("fed", (True, False))

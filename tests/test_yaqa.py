@@ -29,7 +29,7 @@ def problem(out: int = OUT, width: int = IN) -> tuple[torch.Tensor, torch.Tensor
 
 def solved(weight, grid, hessian, curvature, refine=0):
     """Values and scales as the solver finds them."""
-    found = YaqaSolver(refine=refine).quantize(weight, grid, hessian.clone(), curvature.clone())
+    found = YaqaSolver(refine=refine).quantize_both_sides(weight, grid, hessian.clone(), curvature.clone())
     return found.values(), found.params.scale
 
 
@@ -70,7 +70,7 @@ def test_each_cycle_loses_less(grid):
     weight, hessian, curvature = problem(48, width)
     lost = []
     for cycles in range(4):
-        values = YaqaSolver(refine=cycles).quantize(weight, grid, hessian, curvature).values()
+        values = YaqaSolver(refine=cycles).quantize_both_sides(weight, grid, hessian, curvature).values()
         H, G = reference.damped(hessian, 0.01).float(), reference.damped(curvature, 0.03).float()
         lost.append(two_sided_loss(values - weight, H, G))
     assert lost[0] > lost[1] > lost[2] >= lost[3]
@@ -103,8 +103,8 @@ def test_without_a_gradient_it_is_gptq():
 def test_what_gptq_does_better_stays_gptqs(monkeypatch):
     weight, hessian, curvature = problem()
     grid = AffineGrid(3, GROUP)
-    worse = YaqaSolver().quantize(weight * 0.5, grid, hessian, curvature)
-    monkeypatch.setattr(YaqaSolver, "quantize", lambda *_: worse)
+    worse = YaqaSolver().quantize_both_sides(weight * 0.5, grid, hessian, curvature)
+    monkeypatch.setattr(YaqaSolver, "quantize_both_sides", lambda *_: worse)
     statistics = SiteStatistics(hessian, tokens=9, curvatures=(curvature,))
     (found,) = YaqaSolver().solve([weight], [grid], statistics)
     (plain,) = GptqSolver().solve([weight], [grid], statistics)
@@ -115,7 +115,7 @@ def test_what_gptq_does_better_stays_gptqs(monkeypatch):
 def test_groups_of_zeros_stay_zero():
     weight, hessian, curvature = problem(8, 32)
     weight[2:4, :16] = 0
-    found = YaqaSolver().quantize(weight, named("Q4_0"), hessian, curvature)
+    found = YaqaSolver().quantize_both_sides(weight, named("Q4_0"), hessian, curvature)
     assert torch.isfinite(found.values()).all()
 
 

@@ -29,7 +29,7 @@ def test_goes_on_with_the_gradients_of_the_run_before(tiny_model, quantkit, monk
     with monkeypatch.context() as patch:
         patch.setattr(loop._Loop, "_quantize", stop)
         assert quantkit("gptq", model, *OPTIONS, "-o", "out").code
-    monkeypatch.setattr(curvature._Pass, "run", None)  # nothing is gathered again
+    monkeypatch.setattr(curvature, "_pass", None)  # nothing is gathered again
     done = quantkit("gptq", model, *OPTIONS, "-o", "out", "--resume")
     assert done.code == 0, done.err
     whole, out = (tmp_path / name / "model.safetensors" for name in ("whole", "out"))
@@ -62,7 +62,7 @@ def test_experts_that_no_gradient_reached_say_so(tiny_model, quantkit, tmp_path)
     assert any(row.get("tokens") and UNREACHED not in row["notes"] for row in rows)
 
 
-def test_a_block_that_gradients_do_not_pass_is_refused_first(tiny_model, quantkit, monkeypatch, tmp_path):
+def test_a_block_that_gradients_do_not_pass_is_refused(tiny_model, quantkit, monkeypatch, tmp_path):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     forward = LlamaMLP.forward

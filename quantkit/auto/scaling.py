@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
-from quantkit.quantize.transforms import Transform
+from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Scales:
         return statistics if site not in self.columns else statistics.divided(self.columns[site])
 
 
-def of_block(block: Block, measuring: Measuring, transform: Transform | None) -> Scales:
+def of_block(block: Block, measuring: Measuring, transform: ColumnScaling | None) -> Scales:
     """Return the transform's scales for a block with these grids, without experts; the block itself is
     restored."""
     around = [site for site in block.wanted if site.linears and not site.pool]

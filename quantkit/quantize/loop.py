@@ -1,11 +1,11 @@
-"""The loop. Read this first: a checkpoint flows through it one decoder block at a time.
+"""The loop. Read this file first: a checkpoint flows through the loop one decoder block at a time.
 
     for each block:
         gather the statistics of its sites ▶ transform ▶ solve each site ▶ encode ▶ install what was encoded
         ▶ advance the hidden states through the block as it was written ▶ stage the block
 
-The next block sees the decoded codes, never the solver's private floats. What comes out is assembled,
-read back from disk, checked against the loop's own final hidden states, and renamed into place.
+The next block sees the decoded codes, never the solver's private floats. The output is assembled, read back
+from disk, checked against the loop's own final hidden states, and renamed into place.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from quantkit.models.files import unchanged
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, walk
-from quantkit.quantize.calibrate.cache_peaks import Peaks
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.expert_by_expert import ExpertByExpert
 from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
@@ -38,14 +36,15 @@ from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import Transform, Transformed
+from quantkit.quantize.transforms import Transformed
 from quantkit.quantize.transforms.probe import set_aside
+from quantkit.quantize.transforms.scaling import ColumnScaling
 
 UNREACHED = "no calibration token entered it"
 
 
 def run(job: Job, progress: Progress) -> Summary:
-    """Quantize the job's checkpoint into its output folder; `job.prepare` has checked all it could.
+    """Quantize the checkpoint of a job that `job.prepare` has checked.
 
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
@@ -61,8 +60,8 @@ def run(job: Job, progress: Progress) -> Summary:
 
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    """Several jobs of one command: one after another, or in one pass over the source where no solver is at
-    work in any block."""
+    """Run several jobs of one command: one after another, or in one pass over the source if none has a
+    solver."""
     if any(map(_has_solver, jobs)):
         summaries = []
         for job in jobs:
@@ -81,12 +80,12 @@ def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
 
 
 def _has_solver(job: Job) -> bool:
-    """Whether a solver works on any of a job's linears; otherwise the output encodes all as it is written."""
+    """Return True if a solver works on any of a job's linears; otherwise the output encodes all of them."""
     return any(row.grid for row in job.specs)
 
 
 class _Loop:
-    """One job on its way. execution: becomes more frugal where the device's memory runs out."""
+    """The run of one job."""
 
     def __init__(self, job: Job, progress: Progress):
         self.job, self.progress = job, progress
@@ -94,7 +93,10 @@ class _Loop:
         self.execution = job.plan.execution
         self.timings = Timings(job.skeleton.device)
         self.place = Place(self.execution.states, job.staging.folder)
-        self._announce()
+        if self.execution.states == "disk" and self.job.request.run.states != "disk":
+            note = "hidden states wait in a file beside the output: they do not fit into memory"
+            progress.warn(note)
+            self.timings.notes.append(note)
         with self.timings("load"), mapped():
             self.skeleton.load_rest()
             self.originals = self._entering() if "drift" in self.method.needs else None
@@ -105,20 +107,13 @@ class _Loop:
             )
         self.states = self._entering()
 
-    def _announce(self) -> None:
-        """Say and record that states wait in a file, where nobody asked for that."""
-        if self.execution.states == "disk" and self.job.request.run.states != "disk":
-            note = "hidden states wait in a file beside the output: they do not fit into memory"
-            self.progress.warn(note)
-            self.timings.notes.append(note)
-
     def _entering(self) -> States:
-        """What enters the first block."""
+        """Return the inputs of the first block."""
         entering = (self.skeleton.embed(ids) for ids in self.job.batches)
         return States(entering, self.skeleton.device, self.place)
 
     def _curvatures(self) -> Curvatures:
-        """Of the linears of all blocks that are not done."""
+        """Return the curvatures of the linears of all blocks that are not done."""
         left = {index: [] for index, done in enumerate(self._done()) if not done}
         for row in self.job.specs:
             if row.block in left and row.grid:
@@ -129,13 +124,13 @@ class _Loop:
         )
 
     def _done(self) -> list[bool]:
-        """Which blocks an earlier run has staged."""
+        """Return for each block whether an earlier run has staged it."""
         return distributed.broadcast(
             lambda: self.job.staging.done(len(self.skeleton.blocks), self.progress.warn)
         )
 
     def run(self) -> Summary:
-        """All blocks, then what they become."""
+        """Quantize all blocks, then finish the output."""
         skeleton, staging, done = self.skeleton, self.job.staging, self._done()
         self.progress.start(len(done), sum(done))
 
@@ -153,7 +148,10 @@ class _Loop:
                     skeleton.load_block(index, *written(index))
                 self._advance(skeleton.outputs(index, self.states))
             else:
-                self._quantize_with_room(index, module)
+                try:
+                    self._quantize(index, module)
+                except torch.OutOfMemoryError as error:
+                    raise placement.out_of_memory(self.execution, index) from error
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
@@ -177,7 +175,7 @@ class _Loop:
         with (
             self._original(block) as original,
             closing(self._measure(block, parts, original)) as measured,
-            self._watched(block) as caches,
+            cache_peaks.watched(module) if "cache" in self.method.needs else nullcontext({}) as caches,
         ):
             solving = Solving(
                 self.skeleton, self.method, self.timings, block, parts, measured.transformed, self.curvatures
@@ -200,14 +198,14 @@ class _Loop:
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
-        unchanged.check(self.job.checkpoint)  # what is staged is of the model that was opened
+        unchanged.check(self.job.checkpoint)  # before the block is staged
         with self.timings("write"):
             parts.finish(records)
         if self.curvatures:
-            self.curvatures.done_with(index - 1)  # which is on the disk by now
+            self.curvatures.done_with(index - 1)  # that block is on the disk by now
 
     def _block(self, index: int, module: nn.Module) -> Block:
-        """What is to be done to a block."""
+        """Return a loaded block with its rows and sites."""
         rows = {row.local: row for row in self.job.specs if row.block == index}
         if not self.method.needs:  # no inputs are gathered
             return Block(index, module, rows, fused_sites(rows))
@@ -216,7 +214,7 @@ class _Loop:
         return Block(index, module, rows, sites, probe)
 
     def _original(self, block: Block) -> AbstractContextManager[Original | None]:
-        """What the block's sites see in the original model, where the method asks for that."""
+        """Run the original model's block, if the method needs its inputs."""
         if not self.originals:
             return nullcontext()
         with self.timings("original"):
@@ -225,8 +223,8 @@ class _Loop:
             )
 
     def _measure(self, block: Block, parts: BlockParts, original: Original | None) -> Measured:
-        """Gather statistics, all before a transform; without one each site's when it is asked for, behind the
-        sites that were quantized before it."""
+        """Gather statistics: of all sites before a transform; without a transform of each site after the
+        sites before were quantized."""
         measuring = Measuring(
             self.skeleton,
             self.states,
@@ -240,24 +238,14 @@ class _Loop:
         transform = self.method.transform
         if transform is not None and transform.sample < 1:
             return self._transformed_first(measuring, block, transform)
-        if transform is not None and self.skeleton.away(block.index):
-            return ExpertByExpert(measuring, block, transform, parts).measured()
         if transform is not None:
-            statistics = measuring.at_once(block, block.wanted)
-            with self.timings("transform"):
-                transformed = transform.apply(measuring.view(block, statistics))
-            statistics = transformed.statistics
-            return Measured(
-                lambda site: statistics.pop(site, None),
-                lambda: measuring.outputs(block),
-                transformed=transformed,
-            )
+            return ExpertByExpert(measuring, block, transform, parts).measured()
         if not self.method.needs:
             return Measured(lambda site: None, lambda: measuring.outputs(block))
         return measuring.in_order(block)
 
-    def _transformed_first(self, measuring: Measuring, block: Block, transform: Transform) -> Measured:
-        """The transform goes by a sample of the tokens; then the block is measured in order, by all."""
+    def _transformed_first(self, measuring: Measuring, block: Block, transform: ColumnScaling) -> Measured:
+        """Transform a block by a sample of the tokens; then measure it in order, by all tokens."""
         around = [site for site in block.wanted if site.linears and not site.pool]
         if not around:
             return measuring.in_order(block)
@@ -273,43 +261,13 @@ class _Loop:
         return replace(measuring.in_order(block), transformed=transformed)
 
     def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
-        """Parameters that are not quantized but not the source's any more, either, as they are stored."""
+        """Stage parameters that are not quantized and not the source's any more."""
         packed = (row for row in block.rows.values() if not row.grid and self.job.material.is_packed(row))
         names = [*sorted(transformed.changed), *(f"{row.local}.weight" for row in packed)]
         for name in names:
             stored, tensor = self.skeleton.as_stored(block.index, name)
             parts.add({stored: tensor.contiguous()})
 
-    def _watched(self, block: Block) -> AbstractContextManager[dict[str, Peaks]]:
-        """What the block's attention hands to its cache, where the layout stores a scale of it."""
-        return cache_peaks.watched(block.module) if "cache" in self.method.needs else nullcontext({})
-
     def _advance(self, outputs: Iterable[Tensor]) -> None:
-        """The hidden states enter the next block."""
+        """Replace the hidden states by the block's outputs."""
         self.states.advance(self.timings.waiting("forward", outputs))
-
-    def _quantize_with_room(self, index: int, module: nn.Module) -> None:
-        """`_quantize`; where the device's memory runs out, once more in the most frugal way, in which the job
-        goes on then.
-
-        Raises QuantkitError (exit code 5) where that is not enough.
-        """
-        less, before = placement.frugal(self.execution), self.states.changes
-        try:
-            return self._quantize(index, module)
-        except torch.OutOfMemoryError as error:
-            alone = distributed.count() == 1  # others would wait for what this one does again
-            if less is None or self.states.changes != before or not alone:
-                raise placement.out_of_memory(self.execution, index) from error
-        # out of the handler: its traceback would keep the tensors of the first attempt alive
-        note = f"{self.execution.device} ran out of memory in block {index + 1}: goes on with --sequential "
-        note += "repeat --states host"
-        self.progress.warn(note)
-        self.timings.notes.append(note)
-        self.job.staging.wait()
-        self.states.move_to_host()
-        if self.originals:
-            self.originals.move_to_host()
-        give_back(self.skeleton.device)
-        self.execution = less
-        self._quantize_with_room(index, self.skeleton.load_block(index, decoded=True))

@@ -1,4 +1,4 @@
-"""What the loop tells the outside while it runs. This one says nothing; the command line's speak."""
+"""Listener that the loop reports to. This one is silent; those of the command line print."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Progress:
         """A step outside the loop began."""
 
     def start(self, blocks: int, done: int) -> None:
-        """The loop begins; `done` of `blocks` blocks are staged already and will only be replayed."""
+        """The loop begins; `done` of `blocks` blocks are staged already and are only run."""
 
     def linear(self, spec: LinearSpec, solved: Solved) -> None:
         """A linear was quantized."""
@@ -25,10 +25,10 @@ class Progress:
         """Block `index` is finished."""
 
     def warn(self, text: str) -> None:
-        """Something the user should know, whatever the verbosity."""
+        """Report something the user should know at any verbosity."""
 
     def counting(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` equal steps of `what` are behind us."""
+        """`done` of `total` equal steps of `what` are finished."""
 
     def evaluating(self, source: str, done: int, total: int) -> None:
         """A block of a model was evaluated."""

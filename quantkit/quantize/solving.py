@@ -1,6 +1,6 @@
-"""What becomes of a block's linears once their inputs are known: solve ▶ encode ▶ install ▶ measure.
+"""Solving a block's linears once their inputs are measured: solve ▶ encode ▶ install ▶ measure the error.
 
-Linears and experts are dealt to ranks: each solves its share, then all hold the whole result.
+Linears and experts are dealt to ranks: each rank solves its share, then all have the whole result.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import Transformed
 
-Solve = Callable[[Solver, Sequence[Tensor], Sequence[Grid], SiteStatistics | None], list[Solved]]
-
 
 @dataclass(frozen=True)
 class Solving:
-    """The linears of one block on their way. parts: takes what is to be written; transformed: what was done
-    to the block before; curvatures: at the outputs of its linears, if they were gathered."""
+    """Solver of the linears of one block. parts: takes the encoded tensors; transformed: the changes to the
+    block before; curvatures: at the outputs of its linears, if gathered."""
 
     skeleton: Skeleton
     method: Method
@@ -44,13 +42,20 @@ class Solving:
     def linears(
         self, found: Mapping[Site, SiteStatistics | None]
     ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
-        """Those of a site, or of several that do not depend on one another, with what is known of each. An
-        expert that comes back into memory is read from `parts` again."""
+        """Solve the linears of a site, or of several that do not depend on one another; `found`: statistics
+        of each. An expert that comes back into memory is read from `parts` again."""
         layout, index = self.method.layout, self.block.index
         known = {site: self._with_curvatures(site, statistics) for site, statistics in found.items()}
         weights: dict[str, Tensor] = {}
         with self.timings("solve"):
-            solved = each(list(known), lambda site, solve: self._solved(site, known[site], weights, solve))
+            if len(known) == 1:
+                by = partial(solve, self.method.solver)
+                solved = [self._solved(site, one, weights, by) for site, one in known.items()]
+            else:  # a rank solves some of the sites
+                own, by = distributed.dealt(list(known)), self.method.solver.solve
+                mine = {site.place: self._solved(site, known[site], weights, by) for site in own}
+                found = {place: one for part in distributed.all_gather(mine) for place, one in part.items()}
+                solved = [found[site.place] for site in known]
         for site, results in zip(known, solved, strict=True):
             for row, result in zip(self._rows(site), results, strict=True):
                 weight = weights.pop(row.local, None)
@@ -65,22 +70,22 @@ class Solving:
                 yield site, row, self.transformed.amend(row.local, measured)
 
     def _with_curvatures(self, site: Site, statistics: SiteStatistics | None) -> SiteStatistics | None:
-        """A site's statistics with the curvatures at the outputs of its linears."""
+        """Return a site's statistics with the curvatures at the outputs of its linears."""
         if self.curvatures is None or statistics is None:
             return statistics
-        names = [row.local for row in self._rows(site)]
-        found = (
-            self.transformed.curvature(name, self.curvatures.of(self.block.index, name)) for name in names
+        curvatures = (
+            self.transformed.curvature(row.local, self.curvatures.of(self.block.index, row.local))
+            for row in self._rows(site)
         )
-        return replace(statistics, curvatures=tuple(found))
+        return replace(statistics, curvatures=tuple(curvatures))
 
     def _weight(self, row: LinearSpec) -> Tensor:
-        """What is to be quantized, float32 `[out, in]`."""
+        """Return the weight to be quantized, float32 `[out, in]`."""
         exact = self.transformed.exact
         return exact.pop(row.local, self.skeleton.part(self.block.index, row.local).weight).float()
 
     def _rows(self, site: Site) -> list[LinearSpec]:
-        """Of a site's linears, those that are quantized."""
+        """Return the rows of a site's linears that are quantized."""
         return [self.block.rows[name] for name in site.linears if self.block.rows[name].grid]
 
     def _solved(
@@ -88,20 +93,20 @@ class Solving:
         site: Site,
         statistics: SiteStatistics | None,
         weights: dict[str, Tensor],
-        solve: Solve,
+        by: Callable[..., list[Solved]],
     ) -> list[Solved]:
-        """A site's linears, solved; `weights` becomes what they were."""
+        """Return a site's linears, solved by `by`; `weights` collects their weights."""
         rows = self._rows(site)
         own = [self._weight(row) for row in rows]
         weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
         grids = [row.grid.together(own) for row in rows]
-        solved = solve(self.method.solver, own, grids, statistics)
+        solved = by(own, grids, statistics)
         if statistics and "peak" in self.method.layout.needs:
             solved = [result.with_input_peak(statistics.peak) for result in solved]
         return solved
 
     def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
-        """With the error of what was stored, by which a checkpoint can be verified against its source."""
+        """Add the error of the stored values, by which a checkpoint can be verified against its source."""
         if solved.error is None or self.method.transform is None:
             plain = weight_error(weight, values)
             error = plain if solved.error is None else solved.error
@@ -126,27 +131,10 @@ def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
         yield group
 
 
-def each(sites: Sequence[Site], solved: Callable[[Site, Solve], list[Solved]]) -> list[list[Solved]]:
-    """Return what `solved(site, solve)` does for every site: one is solved by all ranks together, of several
-    each rank solves some."""
-    if len(sites) == 1:
-        return [solved(sites[0], solve)]
-    mine = {site.place: solved(site, alone) for site in distributed.dealt(sites)}
-    found = {place: results for part in distributed.all_gather(mine) for place, results in part.items()}
-    return [found[site.place] for site in sites]
-
-
-def alone(
-    solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
-) -> list[Solved]:
-    """Return what `solver.solve` does, on this rank."""
-    return solver.solve(weights, grids, statistics)
-
-
 def solve(
     solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
 ) -> list[Solved]:
-    """Return what `solver.solve` does, by all ranks: each solves some linears, largest first."""
+    """Return the results of `solver.solve`; each rank solves some linears, largest first."""
     if distributed.count() == 1:
         return solver.solve(weights, grids, statistics)
     largest = sorted(range(len(weights)), key=lambda k: -weights[k].numel())

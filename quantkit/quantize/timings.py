@@ -1,4 +1,4 @@
-"""Wall seconds by stage, kept apart from everything that must come out the same twice."""
+"""Wall seconds by stage, kept apart from everything that has to be the same in every run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quantkit.models.machine.device import synchronize
 class Timings:
     """`with timings("solve"):` adds the block's wall seconds to `seconds["solve"]`.
 
-    An accelerator works while the host goes on: what it is left with counts where it is next waited for,
-    which is at the end of a stage that says `wait`. notes: what the job did otherwise than planned.
+    An accelerator works while the host goes on: its remaining work counts at the end of the next stage with
+    `wait`. notes: deviations of the job from its plan.
     """
 
     device: torch.device = torch.device("cpu")
@@ -34,7 +34,7 @@ class Timings:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def waiting(self, stage: str, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The same batches; the seconds until each is there count for the stage."""
+        """Yield the same batches; the seconds until each is there count for the stage."""
         source = iter(batches)
         while True:
             with self(stage, wait=False):

@@ -1,4 +1,4 @@
-"""Backwards through a model block by block: what flows back, with one block's activations in memory.
+"""Backward pass through a model block by block, with the activations of one block in memory.
 
 Only what enters each block is kept on the way forward; on the way back a block is run again with autograd,
 for the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
@@ -17,15 +17,15 @@ CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many token
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Of how many tokens the logits are formed at a time."""
+    """Return the number of tokens whose logits are formed at a time."""
     return min(CHUNK_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))
 
 
 def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """The gradient, `[batch, tokens, hidden]`, of a loss that adds up over the tokens of `final`.
+    """Return the gradient `[batch, tokens, hidden]` of a loss that adds up over the tokens of `final`.
 
-    `loss(hidden, span)`: that of `hidden [n, hidden]`, tokens `span` of all rows one after another; called
-    for at most `size` tokens at a time.
+    `loss(hidden, span)` is the loss of `hidden [n, hidden]`, tokens `span` of all rows one after another, for
+    at most `size` tokens at a time.
     """
     gradient, tokens = torch.empty_like(final), final.flatten(0, 1)
     place = gradient.flatten(0, 1)
@@ -39,7 +39,7 @@ def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tenso
 
 
 def through_block(run: Callable[[Tensor], Tensor], entering: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient of what enters a block, for that of what leaves it; `run` makes the one of the other."""
+    """Return the gradient of a block's input for the gradient of its output; `run` computes the block."""
     entering = entering.detach().requires_grad_()
     with torch.enable_grad():
         run(entering).backward(gradient)

@@ -1,4 +1,4 @@
-"""Statistics of a block's inputs: the Hessian, and whatever else a method asks for, of each site."""
+"""Statistics of a block's inputs: the Hessian and other sums that a method needs, for each site."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ KEPT = 512  # inputs of a site that are kept as they are, at most
 
 
 @dataclass(frozen=True)
-class Meant:
-    """What a batch is in the original model. inputs: of the site, `[..., in]`; missing: float32, by how much
-    the hidden states that its linear's output is added to fall short there, `[..., out]`."""
+class Counterpart:
+    """A batch in the original model. inputs: of the site, `[..., in]`; missing: the difference of the hidden
+    states to which its linear's output is added, original minus quantized, float32 `[..., out]`."""
 
     inputs: Tensor
     missing: Tensor | None = None
 
 
 def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
-    """`sums [2, width, in]` and `shortᵀ rows` of the first and the second half of a batch."""
+    """Add `shortᵀ rows` of the first and the second half of a batch to `sums [2, width, in]`."""
     short = short.reshape(len(rows), -1)
     if sums is None:
         sums = rows.new_zeros(2, short.shape[1], rows.shape[1])
@@ -40,7 +40,7 @@ def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
 
 
 class Statistics:
-    """Sums over the inputs of one site, in float32, batch by batch; `needs` names what of SiteStatistics.
+    """Sums over the inputs of one site, in float32, batch by batch; `needs`: fields of SiteStatistics.
 
     H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
     rank-k update): little more than half of the products. Sums of squares of
@@ -61,7 +61,7 @@ class Statistics:
         self.drift: Tensor | None = None
         self.missing: Tensor | None = None
 
-    def add(self, inputs: Tensor, meant: Meant | None = None) -> None:
+    def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
         """Add a batch of inputs `[..., in]`; products and sums are float32."""
         rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
@@ -82,13 +82,13 @@ class Statistics:
                 self.hessian[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
         if self.magnitude is not None:
             self.magnitude += rows.abs().sum(0)
-        if meant is not None:
-            self.drift = _correlate(self.drift, meant.inputs.reshape(rows.shape).float() - rows, rows)
-        if meant is not None and meant.missing is not None:
-            self.missing = _correlate(self.missing, meant.missing, rows)
+        if counterpart is not None:
+            self.drift = _correlate(self.drift, counterpart.inputs.reshape(rows.shape).float() - rows, rows)
+        if counterpart is not None and counterpart.missing is not None:
+            self.missing = _correlate(self.missing, counterpart.missing, rows)
 
     def finish(self) -> SiteStatistics:
-        """Those of all ranks, symmetric and averaged; the accumulator is used up."""
+        """Return the statistics of all ranks, symmetric and averaged; the accumulator is used up."""
         if distributed.count() > 1:
             self._add_up()
         tokens = max(self.tokens, 1)
@@ -110,7 +110,7 @@ class Statistics:
         )  # fmt: skip
 
     def _add_up(self) -> None:
-        """Sum what all ranks have seen."""
+        """Add the sums of the other ranks."""
         self.tokens = sum(distributed.all_gather(self.tokens))
         if self.peak is not None:
             distributed.largest_(self.peak)
@@ -129,14 +129,14 @@ class Statistics:
         self.drift, self.missing = self._added(self.drift), self._added(self.missing)
 
     def _added(self, sums: Tensor | None) -> Tensor | None:
-        """The sum of what some ranks have, `[2, width, in]`; None where no rank has any."""
+        """Return the sum over ranks that have sums, `[2, width, in]`; None if no rank has."""
         width = max(distributed.all_gather(0 if sums is None else sums.shape[1]))
         if width and sums is None:
             sums = torch.zeros(2, width, self.in_features, device=self.device)
         return distributed.sum_(sums) if width else None
 
     def _keep(self, rows: Tensor) -> None:
-        """Every so many rows, so that KEPT are not exceeded."""
+        """Keep one of `every` rows, at most KEPT in all."""
         self.inputs = torch.cat([self.inputs, rows[:: self.every]])
         self._thin()
 
@@ -145,7 +145,7 @@ class Statistics:
             self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
 
     def _fourth(self) -> Tensor | None:
-        """Means over the first and the second half of all tokens, `[2, in]`."""
+        """Return the means over the first and the second half of all tokens, `[2, in]`."""
         if self.fourths is None:
             return None
         if not self.fourths:
@@ -154,7 +154,7 @@ class Statistics:
         return torch.stack([half.sum(0) for half in halves]) * (2 / self.tokens)
 
     def square_sums(self) -> Tensor | None:
-        """Σx² of each channel over all batches, float64 `[in]`, on the host: not every device has float64."""
+        """Return Σx² of each channel, float64 `[in]`, on the host: not every device has float64."""
         if not self.squares:
             return None if self.squares is None else torch.zeros(self.in_features, dtype=torch.float64)
         return torch.stack(self.squares).cpu().double().sum(0)
@@ -176,16 +176,16 @@ def gather(
     needs: Collection[str],
     device: torch.device,
     forward: Callable[[], object],
-    meant: Callable[[Site], Meant | None] = lambda site: None,
+    counterpart: Callable[[Site], Counterpart | None] = lambda site: None,
 ) -> dict[Site, Statistics]:
-    """Sums over the inputs of every site while `forward` runs the block on all batches. meant: what the batch
-    that has come to a site is in the original model."""
+    """Return sums over the inputs of every site while `forward` runs the block on all batches. counterpart:
+    gives the batch at a site in the original model."""
     gathered = {}
     with ExitStack() as stack:
         for site in sites:
             gathered[site] = sums = Statistics(site.in_features, device, needs)
             hook = block.get_submodule(site.place).register_forward_pre_hook(
-                lambda module, args, sums=sums, site=site: sums.add(args[0], meant(site))
+                lambda module, args, sums=sums, site=site: sums.add(args[0], counterpart(site))
             )
             stack.callback(hook.remove)
         forward()

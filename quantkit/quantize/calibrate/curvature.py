@@ -1,4 +1,4 @@
-"""What an error in a linear's outputs costs at the end of the model: the curvature on the output side.
+"""Curvature on the output side: the cost of an error in a linear's outputs at the end of the model.
 
 For a linear with outputs `y [tokens, out]` it is `G = Σ g gᵀ`, `[out, out]`, with g the gradient by y of the
 log-likelihood of a next token that is drawn from the model itself. That makes it Fisher information, by which
@@ -6,11 +6,10 @@ the KL divergence grows as `½ δᵀ F δ` for a small change δ. With `H = Σ x
 part of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), and the divergence
 that an error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
 
-One pass forward through the unquantized model, and one back, a block at a time (`backward`). What enters each
-block lies in files until it is needed again, so memory does not grow with the number of blocks; their pages
-stay in the system's cache while there is room. The curvatures of a block lie in a file of the staging
-folder until it is quantized; they are read from there even right after they were made, so that a job which is
-resumed computes with the same numbers.
+One pass forward through the unquantized model, and one back, a block at a time (`backward`). The inputs of
+each block wait in files, so memory does not grow with the number of blocks. The curvatures of a block wait
+in a file of the staging folder until the block is quantized; they are always read from there, so that a
+resumed job computes with the same numbers.
 """
 
 from __future__ import annotations
@@ -27,33 +26,32 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
 from quantkit.quantize.calibrate.capture import Statistics
-from quantkit.quantize.calibrate.sites import PROBE_TOKENS
-from quantkit.quantize.calibrate.states import Place, States, embedded
+from quantkit.quantize.calibrate.states import Place, Spill, States, embedded
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.timings import Timings
 
-STEPS = "gradients"  # what the progress calls it
-BACK = 3  # forward passes that a block takes on the way back: once more forward, twice as much for gradients
+STEPS = "gradients"  # name of the stage
+BACK = 3  # cost of a block on the way back, in forward passes: one forward, two for gradients
 SEED = 0  # of the tokens that are drawn
 
 
 class Curvatures:
-    """Of the linears of a job, by block, in the job's staging folder."""
+    """Curvatures of the linears of a job, by block, in files of the job's staging folder."""
 
     def __init__(self, scratch: Scratch, device: torch.device):
         self._scratch, self._device = scratch, device
         self._loaded: tuple[int, dict[str, Tensor]] = -1, {}
 
     def of(self, block: int, local: str) -> Tensor | None:
-        """G of one linear, float32 `[out, out]`, its mean diagonal 1; None where no gradient reached it."""
+        """Return G of one linear, float32 `[out, out]`, mean diagonal 1; None if no gradient reached it."""
         if self._loaded[0] != block:
             self._loaded = block, self._scratch.read(_file(block))
         found = self._loaded[1].get(local)
         return None if found is None else found.to(self._device).float()
 
     def done_with(self, block: int) -> None:
-        """Its curvatures are needed no more."""
+        """Delete the curvatures of a block."""
         self._loaded = -1, {}
         self._scratch.remove(_file(block))
 
@@ -67,8 +65,8 @@ def gather(
     progress: Progress,
     place: Place | None = None,
 ) -> Curvatures:
-    """The curvatures of the linears `wanted`, by block, unless an earlier run has made those of all of these
-    blocks. What lies outside the blocks is loaded, and none of them. place: where states and gradients wait.
+    """Compute the curvatures of the linears `wanted`, by block, unless an earlier run has computed them all.
+    The skeleton is loaded, its blocks are not. place: where states and gradients wait.
 
     Raises QuantkitError for a model that gradients do not flow back through.
     """
@@ -79,8 +77,8 @@ def gather(
     streams, skeleton.streams = skeleton.streams, False  # autograd keeps a block's weights until it is back
     try:
         with timings(STEPS):
-            _refuse_without_gradients(skeleton)
-            _Pass(skeleton, batches, scratch, progress, place).run(wanted)
+            states = embedded(batches, skeleton.embed, skeleton.device, place)
+            _pass(skeleton, wanted, states, scratch, progress)
         scratch.complete(map(_file, wanted))
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
@@ -91,79 +89,77 @@ def gather(
     return curvatures
 
 
-class _Pass:
-    """Forward, then back to the first block that is wanted."""
+def _pass(
+    skeleton: Skeleton,
+    wanted: Mapping[int, Sequence[str]],
+    states: States,
+    scratch: Scratch,
+    progress: Progress,
+) -> None:
+    """Run forward, then back to the first block that is wanted, and write the curvatures of each block."""
+    depth, first = len(skeleton.blocks), min(wanted)
+    total = depth + BACK * (depth - first)
+    entered: dict[int, Spill] = {}
+    for index, _ in walk.blocks(skeleton, _source):
+        progress.counting(STEPS, index, total)
+        if index >= first:
+            entered[index] = Spill(scratch.folder)
+            for hidden in states:
+                entered[index].append(hidden)
+        states.advance(skeleton.outputs(index, states))
+    _back_through_head(skeleton, states)
+    for index, block in walk.blocks(skeleton, _source, only=range(depth - 1, first - 1, -1)):
+        progress.counting(STEPS, total - BACK * (index + 1 - first), total)
+        run = partial(skeleton.trace_block, index, values={})
+        sums = _back(run, block, entered.pop(index), states, wanted.get(index, ()))
+        found = {name: _stored(name, part) for name, part in sums.items() if part.tokens}
+        scratch.write(_file(index), found)
+    progress.counting(STEPS, total, total)
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        batches: Sequence[Tensor],
-        scratch: Scratch,
-        progress: Progress,
-        place: Place | None,
-    ):
-        self.skeleton, self.batches, self.scratch, self.progress = skeleton, batches, scratch, progress
-        self.place = place
-        self.steps = self.total = 0
 
-    def run(self, names: Mapping[int, Sequence[str]]) -> None:
-        """names: of the linears that are wanted, by block."""
-        skeleton, depth = self.skeleton, len(self.skeleton.blocks)
-        first = min(names)
-        self.total = depth + BACK * (depth - first)
-        self._step(0)
-        states = embedded(self.batches, skeleton.embed, skeleton.device, self.place)
-        for index, _ in walk.blocks(skeleton, _source):
-            if index >= first:
-                for k, hidden in enumerate(states):
-                    self.scratch.write(_entering(index, k), {"states": hidden.cpu()})
-            states.advance(skeleton.outputs(index, states))
-            self._step(1)
-        self._back_through_head(states)
-        for index, block in walk.blocks(skeleton, _source, only=range(depth - 1, first - 1, -1)):
-            self._back(index, block, states, names.get(index, ()))
-            self._step(BACK)
+def _back_through_head(skeleton: Skeleton, states: States) -> None:
+    """Put the gradients of the final hidden states in their place."""
+    generator = torch.Generator().manual_seed(SEED)
+    size = chunk_tokens(skeleton.checkpoint.text_config.vocab_size)
 
-    def _step(self, steps: int) -> None:
-        self.steps += steps
-        self.progress.counting(STEPS, self.steps, self.total)
+    def loss(hidden: Tensor, span: slice) -> Tensor:
+        logits = skeleton.logits(hidden, {}).float()
+        drawn = draw(logits.detach(), generator)
+        return nn.functional.cross_entropy(logits, drawn, reduction="sum")
 
-    def _back_through_head(self, states: States) -> None:
-        """The gradients of the final hidden states take their place."""
-        generator = torch.Generator().manual_seed(SEED)
-        size = chunk_tokens(self.skeleton.checkpoint.text_config.vocab_size)
+    for k, hidden in enumerate(states):
+        states[k] = through_head(hidden, size, loss)
 
-        def loss(hidden: Tensor, span: slice) -> Tensor:
-            logits = self.skeleton.logits(hidden, {}).float()
-            drawn = draw(logits.detach(), generator)
-            return nn.functional.cross_entropy(logits, drawn, reduction="sum")
 
-        for k, hidden in enumerate(states):
-            states[k] = through_head(hidden, size, loss)
+def _back(
+    run: Callable[[Tensor], Tensor], block: nn.Module, entered: Spill, gradients: States, names: Sequence[str]
+) -> dict[str, Statistics]:
+    """Sum over the gradients of the outputs of linears `names`; those of what leaves the block become those
+    of what `entered`.
 
-    def _back(self, index: int, block: nn.Module, gradients: States, names: Sequence[str]) -> None:
-        """From the gradients of what leaves a block to those of what enters it, which take their place."""
-        linears = {name: block.get_submodule(name) for name in names}
-        sums = {
-            name: Statistics(linear.out_features, self.skeleton.device) for name, linear in linears.items()
-        }
-        run = partial(self.skeleton.trace_block, index, values={})
-        with ExitStack() as stack:
-            for name, linear in linears.items():
-                stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
-            for k, gradient in enumerate(gradients):
-                entered = self.scratch.read(_entering(index, k))
-                hidden = entered["states"].to(self.skeleton.device)
-                gradients[k] = _flowing(through_block, run, hidden, gradient, what=type(block).__name__)
-        self.scratch.write(
-            _file(index), {name: _stored(name, part) for name, part in sums.items() if part.tokens}
-        )
-        for k in range(len(gradients)):
-            self.scratch.remove(_entering(index, k))
+    Raises QuantkitError where no gradients flow back.
+    """
+    linears = {name: block.get_submodule(name) for name in names}
+    device = next(block.parameters()).device
+    sums = {name: Statistics(linear.out_features, device) for name, linear in linears.items()}
+    with ExitStack() as stack:
+        for name, linear in linears.items():
+            stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
+        for k, gradient in enumerate(gradients):
+            try:
+                found = through_block(run, entered[k].to(device), gradient)
+            except (RuntimeError, NotImplementedError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                raise _unfit(block, first_line(error)) from error
+            if found is None:
+                raise _unfit(block, "it has none")
+            gradients[k] = found
+    return sums
 
 
 def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
-    """A hook that adds the gradients of a linear's outputs."""
+    """Return a hook that adds the gradients of a linear's outputs."""
 
     def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
         if out.requires_grad and out.numel():
@@ -173,16 +169,15 @@ def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
 
 
 def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """A token of each row's distribution, int64 `[rows]`, for `logits [rows, vocabulary]`; the random numbers
-    are the host's, so that they are the same whatever computes."""
+    """Draw a token from each row's distribution, int64 `[rows]`, for `logits [rows, vocabulary]`; the random
+    numbers are the host's, so that they are the same on every device."""
     level = torch.rand(len(logits), 1, generator=generator).to(logits.device)
     below = torch.softmax(logits, -1).cumsum_(-1) < level
     return below.sum(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _stored(name: str, sums: Statistics) -> Tensor:
-    """G as it lies in the file, float16 with a mean diagonal of 1: what it is damped by is far above what
-    rounding it takes away."""
+    """Return G as it is stored, float16 with a mean diagonal of 1: damping is far above its rounding."""
     found = sums.finish().hessian
     mean = found.diagonal().mean()
     if not torch.isfinite(found).all():
@@ -194,43 +189,15 @@ def _stored(name: str, sums: Statistics) -> Tensor:
     return found.half().cpu()
 
 
-def _refuse_without_gradients(skeleton: Skeleton) -> None:
-    """Try a few tokens on one block of every kind, before the hours that may lie in front of the first."""
-    kinds: dict[tuple, int] = {}
-    for index, block in enumerate(skeleton.blocks):
-        kinds.setdefault(tuple(type(part) for part in block.modules()), index)
-    ids = torch.arange(PROBE_TOKENS)[None] % skeleton.checkpoint.text_config.vocab_size
-    for index, block in walk.blocks(skeleton, _source, only=list(kinds.values())):
-        hidden = skeleton.embed(ids)
-        run = partial(skeleton.trace_block, index, values={})
-        _flowing(through_block, run, hidden, torch.ones_like(hidden), what=type(block).__name__)
-
-
-def _flowing(step: Callable[..., Tensor | None], *arguments: object, what: str) -> Tensor:
-    """The gradient that a step gives. Raises QuantkitError where there is none."""
-    try:
-        found = step(*arguments)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, NotImplementedError) as error:
-        raise _unfit(f"gradients do not flow back through {what}: {first_line(error)}") from error
-    if found is None:
-        raise _unfit(f"no gradient flows back through {what}")
-    return found
-
-
 def _source(index: int) -> walk.Source:
-    """Where blocks are read from: as their weights are, whatever a layout does to activations."""
+    """Read blocks with their decoded weights alone: activations are not rounded."""
     return None, True
 
 
-def _unfit(message: str) -> QuantkitError:
+def _unfit(block: nn.Module, reason: str) -> QuantkitError:
+    message = f"gradients do not flow back through {type(block).__name__}: {reason}"
     return QuantkitError(message, "use --solver gptq, which needs no gradients", UNSUPPORTED)
 
 
 def _file(block: int) -> str:
     return f"curvature-{block:05d}"
-
-
-def _entering(block: int, batch: int) -> str:
-    return f"entering-{block:05d}-{batch:05d}"

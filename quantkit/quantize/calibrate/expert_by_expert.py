@@ -1,10 +1,9 @@
-"""A block that a transform rewrites while its experts are away: what surrounds them first, then each of them.
+"""Transform a block before it is solved: as a whole, or with streamed experts one by one after the others.
 
-One forward with the original weights gathers the statistics of what surrounds experts, and of all tokens that
-enter a layer of them; what enters is kept, and where it goes. With that, an expert's own statistics are what
-its original weights make of its tokens, whatever has been changed around it by then. So experts come one by
-one: statistics, what the transform does inside, solving; then the next. The results are those of a block that
-is in memory as a whole.
+One forward with the original weights gathers the statistics of the sites around experts and of all tokens
+that enter a layer of experts; these tokens and their routing are kept. An expert's own statistics follow from
+its tokens and its original weights. Experts come one by one: statistics, transform, solving. The results are
+those of a block that is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from quantkit.models.machine.expert_share import expert_of
@@ -25,13 +23,13 @@ from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.staging.parts import BlockParts
-from quantkit.quantize.transforms import Transform
+from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
 class ExpertByExpert:
-    """A block on its way. parts: where parameters go that were changed and stay in 16 bit."""
+    """A block and its transform. parts: takes changed parameters of experts that stay in 16 bit."""
 
-    def __init__(self, by: Measuring, block: Block, transform: Transform, parts: BlockParts):
+    def __init__(self, by: Measuring, block: Block, transform: ColumnScaling, parts: BlockParts):
         self._by, self._block, self._parts = by, block, parts
         self._away = by.skeleton.away(block.index)
         self._lent: str | None = None
@@ -39,19 +37,24 @@ class ExpertByExpert:
         around = [site for site in block.wanted if self._away.isdisjoint(site.linears)]
         with self._listening():
             gathered = by.at_once(block, around)
-        self._pools = {site.pool: found for site, found in gathered.items() if not site.linears}
+        pools = gathered if self._away else {}
+        self._pools = {site.pool: found for site, found in pools.items() if not site.linears}
         experts_alone = [site for site in block.wanted if not self._away.isdisjoint(site.linears)]
-        counted = {site: SiteStatistics(tokens=self._tokens(site)) for site in experts_alone}
+        counted = {}
+        for site in experts_alone:
+            layer, number = self._place(site)
+            tokens = sum(seen.count(number) for seen in self._seen[layer]) if site.pool else 0
+            counted[site] = SiteStatistics(tokens=tokens)
         with by.timings("transform"):
             self._done = transform.apply(by.view(block, {**gathered, **counted}))
         self._statistics = self._done.statistics
 
     def measured(self) -> Measured:
-        """Statistics of each site in `order`, of an expert's once those before it are quantized."""
+        """Return the block's statistics: of each site in `order`, once the sites before are quantized."""
         return Measured(self._of, self._outputs, self._give_back, self._done, self._order())
 
     def _order(self) -> list[Site]:
-        """Sites of one expert one after another."""
+        """Return the sites, those of one expert one after another."""
         found: dict[str, list[Site]] = {}
         for site in self._block.wanted:
             if site.linears:
@@ -62,11 +65,11 @@ class ExpertByExpert:
         return expert_of(site.linears[0]) if site.linears[0] in self._away else None
 
     def _listening(self) -> ExitStack:
-        """Until it is left, keep what enters layers of experts."""
+        """Keep the inputs of layers of experts until the stack is closed."""
         stack = ExitStack()
-        where = torch.device("cpu") if self._by.states.on_host else self._by.skeleton.device
+        where = self._by.states.home
         for name, layer in self._block.module.named_modules():
-            if isinstance(layer, Experts):
+            if self._away and isinstance(layer, Experts):
                 seen = self._seen[name] = []
 
                 def keep(module: Experts, args: tuple, kwargs: dict, seen: list[Routed] = seen) -> None:
@@ -76,13 +79,9 @@ class ExpertByExpert:
         return stack
 
     def _place(self, site: Site) -> tuple[str, int]:
-        """Layer and number of a site's expert."""
+        """Return layer and number of a site's expert."""
         layer, _, number = expert_of(site.linears[0]).rpartition(".")
         return layer, int(number)
-
-    def _tokens(self, site: Site) -> int:
-        layer, number = self._place(site)
-        return sum(seen.count(number) for seen in self._seen[layer]) if site.pool else 0
 
     def _of(self, site: Site) -> SiteStatistics:
         expert = self._expert(site)
@@ -91,7 +90,7 @@ class ExpertByExpert:
         return self._statistics.pop(site)
 
     def _lend(self, expert: str) -> None:
-        """Bring an expert into memory, and do to it what the transform has left to do."""
+        """Bring an expert into memory and finish its transform."""
         by, index = self._by, self._block.index
         linears = [name for name in self._block.rows if name in self._away and expert_of(name) == expert]
         by.skeleton.lend(index, linears)
@@ -105,14 +104,13 @@ class ExpertByExpert:
             stored, tensor = by.skeleton.as_stored(index, name)
             self._parts.add({stored: tensor.contiguous()})
             by.skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
-        self._done.rtn_errors.update(done.rtn_errors)
-        self._done.notes.update(done.notes)
+        for name, facts in done.known.items():
+            self._done.tell(name, **facts)
         self._done.row_factors.update(done.row_factors)
-        self._done.scaled.update(done.scaled)
         self._statistics.update(done.statistics)
 
     def _gathered(self, site: Site) -> SiteStatistics:
-        """Statistics of a site of the expert that is there, whose weights are the original ones."""
+        """Return the statistics of a site of the expert in memory, which has its original weights."""
         by = self._by
         sums = Statistics(site.in_features, by.skeleton.device, by.needs)
         with by.timings("forward"):
@@ -124,7 +122,7 @@ class ExpertByExpert:
         return measure.of_expert(own, self._pools[site.pool], site.in_features, by.choice)
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
-        """What enters it, batch by batch."""
+        """Return the inputs of an expert's site, batch by batch."""
         name, number = self._place(site)
         layer = self._block.module.get_submodule(name)
         for seen in self._seen[name]:
@@ -132,13 +130,13 @@ class ExpertByExpert:
             yield hidden if site.pool == f"{name}.entering" else layer.inner(number, hidden)
 
     def _give_back(self) -> None:
-        """Nothing is in memory for longer than it is used any more."""
+        """Free the expert in memory."""
         if self._lent:
             self._by.skeleton.lend(self._block.index, ())
         self._lent = None
 
     def _outputs(self) -> Iterator[Tensor]:
-        """The block's outputs, once experts that are kept as they are have been scaled, too."""
+        """Return the block's outputs, after experts that are not quantized were scaled."""
         left = {expert_of(name) for name in self._done.pending}
         quantized = {self._expert(site) for site in self._block.wanted if site.linears}
         for expert in sorted(left - quantized):

@@ -1,10 +1,9 @@
-"""Forward passes that show every site of a block its inputs, behind the sites that were quantized before.
+"""Forward passes that return the inputs of every site of a block, after the sites before were quantized.
 
 Two ways, with the same results. `SuspendedForward` runs each batch once and suspends it at every site until
-the site's weights are final: true-sequential GPTQ for the price of one forward, in time, and of all live
-activations, in memory. `repeated` runs the block again up to each site and holds one batch's
-activations. Sites that all read what enters a layer of experts, or all what enters their down projections,
-need not wait for one another: `gather_together` shows one pass to many of them.
+the site's weights are final: true-sequential GPTQ takes the time of one forward and the memory of all live
+activations. `repeated` runs the block again up to each site and keeps one batch's activations. Experts of a
+layer do not depend on one another: `gather_together` measures many of their sites in one pass.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `
 
 
 def one_by_one(run: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """`run(0)`, `run(1)` … up to `count`."""
+    """Return `run(0)`, `run(1)` … up to `count`."""
     return map(run, range(count))
 
 
@@ -38,9 +37,9 @@ def gather_together(
     batches: int,
     each: Each,
 ) -> dict[Site, Statistics]:
-    """Sums over the inputs of sites that do not depend on one another, in one pass that ends at the last.
+    """Return sums over the inputs of sites that do not depend on one another, from one pass to the last.
 
-    On the way nothing is computed with their weights, so experts are not even read.
+    Their weights are not used: experts are not even read.
     """
     gathered = {site: Statistics(site.in_features, device, needs) for site in sites}
 
@@ -85,7 +84,7 @@ class SuspendedForward:
         self._suspended = [self._suspend_at(site.place) for site in sites]
 
     def _suspend_at(self, name: str) -> nn.Module:
-        """Let a linear hand over its input, and compute with what stands in its place when it goes on."""
+        """Make a linear pause with its input; afterwards the module in its place computes."""
         linear = self._block.get_submodule(name)
 
         def forward(hidden: Tensor) -> Tensor:
@@ -97,30 +96,30 @@ class SuspendedForward:
         return linear
 
     def _resume(self, index: int) -> Tensor:
-        """What flight `index` reaches next. Each flight enters and leaves no_grad at its own times, so the
-        mode is set here: on resuming as a forward wants it, and afterwards as the caller had it."""
+        """Resume flight `index` and return the next input it pauses at, or its output. Flights enter and
+        leave no_grad at their own times: it is set here, and the caller's mode restored."""
         flight = self._flights[index]
         with torch.no_grad():
             return flight.switch() if flight else flight.switch(index)
 
     def _next(self) -> Iterator[Tensor]:
-        """What all flights reach next."""
+        """Resume all flights, one after another."""
         return (self._resume(index) for index in range(len(self._flights)))
 
     def _pass(self, count: int) -> None:
-        """Go past so many sites that nobody asks for."""
+        """Skip so many sites."""
         for _ in range(count):
             deque(self._next(), maxlen=0)
         del self._ahead[:count]
 
     def inputs(self, site: Site) -> Iterator[Tensor]:
-        """The inputs of a site, batch by batch. Sites are asked for in order; some may be left out."""
+        """Return the inputs of a site, batch by batch. Sites come in order; some may be left out."""
         self._pass(self._ahead.index(site))
         del self._ahead[0]
         return self._next()
 
     def outputs(self) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch, once every site has been asked for that is."""
+        """Return the block's outputs, batch by batch, after the last site that is measured."""
         self._pass(len(self._ahead))
         try:
             yield from self._next()
@@ -128,7 +127,7 @@ class SuspendedForward:
             self.close()
 
     def close(self) -> None:
-        """Give up what is in flight, with the activations it holds; the linears are themselves again."""
+        """End all flights, free their activations and restore the linears."""
         for linear in self._suspended:
             del linear.forward
         self._suspended = []
@@ -138,14 +137,18 @@ class SuspendedForward:
 
 
 def repeated(
-    block: nn.Module, site: Site, run: Callable[[int], Tensor], batches: int, each: Each = one_by_one
+    linear: nn.Module,
+    run: Callable[[int], Tensor],
+    batches: int,
+    each: Each = one_by_one,
+    whole: bool = False,
 ) -> Iterator[Tensor]:
-    """The inputs of a site, batch by batch and call by call: the block runs again up to there, and to its end
-    where the site wants it whole."""
+    """Return the inputs of a linear, batch by batch and call by call: `run` goes on up to there, and to its
+    end if the forward is to be `whole`."""
     seen: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple) -> None:
-        if not site.whole:
+        if not whole:
             raise _Reached(args[0])
         seen.append(args[0].clone())  # the forward goes on, and may change it in place
 
@@ -156,7 +159,7 @@ def repeated(
             return reached.inputs
         return None
 
-    handle = block.get_submodule(site.place).register_forward_pre_hook(stop)
+    handle = linear.register_forward_pre_hook(stop)
     try:
         for inputs in each(reached, batches):
             if inputs is not None:

@@ -34,7 +34,7 @@ from quantkit.text.calibration import CalibrationSet
 @dataclass(frozen=True)
 class ImatrixJob:
     """A checked job. names: stored name of a linear -> name of its weight in a GGUF file. place: where states
-    wait, None where they have room."""
+    wait; None if they fit into memory."""
 
     checkpoint: Checkpoint
     skeleton: Skeleton
@@ -46,7 +46,7 @@ class ImatrixJob:
     place: Place | None
 
     def record(self) -> dict:
-        """The versioned JSON of what it does; once done, `seconds` are added."""
+        """Return the job as versioned JSON; `run` adds `seconds`."""
         return {
             "schema": "quantkit.imatrix/1",
             "source": self.checkpoint.source,
@@ -65,7 +65,7 @@ class ImatrixJob:
 
 
 def prepare(request: Request, progress: Progress) -> ImatrixJob:
-    """Open, resolve and check; of `request.run` only what concerns a forward pass counts.
+    """Open, resolve and check; of `request.run` only the options of a forward pass count.
 
     Raises QuantkitError for all that would fail later.
     """
@@ -114,7 +114,7 @@ def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None
 
 
 def run(job: ImatrixJob, progress: Progress) -> dict:
-    """Gather and write; the record of what was done. The file appears whole or not at all."""
+    """Gather, write and return the record of the job. The file appears whole or not at all."""
     timings = Timings(job.skeleton.device)
     with unchanged.watched(job.checkpoint):
         gathered = importance.gather(job.skeleton, job.batches, progress, timings, job.place)
@@ -130,21 +130,14 @@ def _write(job: ImatrixJob, gathered: Importance, timings: Timings) -> None:
 
 
 def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
-    """What was gathered as the content of a file, of experts in their order; a chunk is a calibration
-    sequence."""
+    """Return gathered sums as the content of a file, experts in order; a chunk is a calibration sequence."""
     made = calibrated.provenance
     alike: dict[str, list[str]] = {}
     for linear, name in names.items():
         if linear in gathered.sums:
             alike.setdefault(name, []).append(linear)
-    sums = {name: torch.stack([gathered.sums[one] for one in linears]) for name, linears in alike.items()}
-    return Imatrix(
-        sums={name: found.squeeze(0) for name, found in sums.items()},
-        counts={
-            name: torch.tensor([float(gathered.tokens[one]) for one in linears])
-            for name, linears in alike.items()
-        },
-        datasets=(made.source,),
-        chunk_count=made.samples,
-        chunk_size=made.seqlen,
-    )
+    sums, counts = {}, {}
+    for name, parts in alike.items():
+        sums[name] = torch.stack([gathered.sums[part] for part in parts]).squeeze(0)
+        counts[name] = torch.tensor([float(gathered.tokens[part]) for part in parts])
+    return Imatrix(sums, counts, (made.source,), chunk_count=made.samples, chunk_size=made.seqlen)

@@ -1,12 +1,10 @@
-"""How much each input of a linear counts: its mean square over calibration text, in the unquantized model.
+"""Importance of each input of a linear: its mean square over calibration text, in the unquantized model.
 
-The hidden states flow block by block as in the loop, through blocks that stay as they are: one block is in
-memory at a time.
+Hidden states flow block by block as in the loop, with one block in memory at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +14,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture, walk
+from quantkit.quantize.calibrate.forwards import repeated
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites
 from quantkit.quantize.calibrate.states import Place, States, embedded
 from quantkit.quantize.prepare.linears import linears
@@ -40,8 +39,8 @@ def gather(
     timings: Timings | None = None,
     place: Place | None = None,
 ) -> Importance:
-    """What enters the linears while `batches` of token ids `[batch, tokens]` go through the checkpoint, those
-    of all ranks; each gives its own. place: where states wait, if that was planned.
+    """Sum the squares of all linears' inputs over `batches` of token ids `[batch, tokens]` of all ranks; each
+    rank passes its own. place: where states wait, if planned.
 
     Loads all of the skeleton but its blocks. Raises QuantkitError for activations that are not finite.
     """
@@ -64,7 +63,7 @@ def gather(
 def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
 ) -> dict[str, tuple[Tensor, int]]:
-    """Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
+    """Return Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
     probe = distributed.broadcast(lambda: states[0][:1, :PROBE_TOKENS].clone())
     sites = find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
@@ -80,31 +79,17 @@ def _block(
 
 
 def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None = None) -> SiteStatistics:
-    """Second moments of what enters the output matrix, from one pass through the blocks as they are. place:
-    where states wait, if that was planned.
+    """Return second moments of the output matrix's inputs, from one pass through the unquantized blocks.
+    place: where states wait, if planned.
 
-    What lies outside the blocks is loaded. Raises QuantkitError for activations that are not finite.
+    All but the blocks is loaded. Raises QuantkitError for activations that are not finite.
     """
     states = walk.through(skeleton, batches, decoded=True, place=place)
     head = skeleton.model.get_output_embeddings()
-    sums = capture.Statistics(head.in_features, skeleton.device, ("hessian",))
-
-    def record(module: nn.Module, inputs: tuple[Tensor]) -> None:
-        sums.add(inputs[0])
-        raise _Seen  # its product with the vocabulary is not needed
-
-    handle = head.register_forward_pre_hook(record)
-    try:
-        for hidden in states:
-            for sequence in hidden:
-                with contextlib.suppress(_Seen):
-                    skeleton.logits(sequence)
-    finally:
-        handle.remove()
+    sums = capture.Statistics(head.in_features, skeleton.device)
+    for hidden in states:
+        for inputs in repeated(head, lambda k, hidden=hidden: skeleton.logits(hidden[k]), len(hidden)):
+            sums.add(inputs)
     statistics = sums.finish()
     capture.refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
     return statistics
-
-
-class _Seen(Exception):
-    """Ends a forward pass at the output matrix."""

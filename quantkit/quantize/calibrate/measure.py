@@ -1,4 +1,4 @@
-"""Measuring: the statistics of a block's sites, each asked for once the sites before it are quantized."""
+"""Statistics of a block's sites, each measured once the sites before it are quantized."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms import BlockView, Transformed
 
-Choice = Literal["shrink", "routed", "all"]  # whose tokens an expert's statistics are made of
+Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's statistics come from
 
 
 @dataclass(frozen=True)
 class Block:
-    """A block that is loaded. rows: its linears by their names inside it; sites: in the order a forward
-    reaches them; probe: a few tokens that enter it, the same on all ranks, so that what is found out by them
-    is, too."""
+    """A loaded block. rows: its linears by their names inside it; sites: in the order a forward reaches them;
+    probe: a few tokens of its inputs, the same on all ranks."""
 
     index: int
     module: nn.Module
@@ -42,23 +41,22 @@ class Block:
 
     @cached_property
     def wanted(self) -> list[Site]:
-        """Sites with something to quantize, and those of all experts where some of them are among these."""
+        """Return sites with linears to quantize, and the layer-wide sites of their experts."""
         wanted = {site for site in self.sites if any(self.rows[name].grid for name in site.linears)}
         pools = {site.pool for site in wanted}
         return [site for site in self.sites if site in wanted or (not site.linears and site.pool in pools)]
 
     def row(self, site: Site) -> LinearSpec:
-        """A linear that reads the site's inputs."""
+        """Return a linear that reads the site's inputs."""
         readers = (name for one in self.sites if one == site or one.pool == site.pool for name in one.linears)
         return self.rows[site.linears[0] if site.linears else next(readers)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a block's inputs. statistics: of a site, asked for in order, once those before it are
-    quantized; outputs: the block's, once all are. transformed: what was and is being done to the block.
-    order: of the sites; None for that of a forward. independent: sites that read what enters a layer of
-    experts may be asked for before those of the layer that come before are quantized."""
+    """Statistics and outputs of a block. statistics: of a site, called in order, once the sites before are
+    quantized; outputs: called once all sites are. transformed: the changes to the block. order: of the sites;
+    None for the order of a forward. independent: experts of a layer need not wait for one another."""
 
     statistics: Callable[[Site], SiteStatistics | None]
     outputs: Callable[[], Iterable[Tensor]]
@@ -70,9 +68,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measuring:
-    """How a block is measured, by running `states` through it. needs: fields of SiteStatistics; choice: whose
-    tokens an expert's statistics are made of (`of_expert`); original: the block in the original model, if
-    asked for; batches: those of all ranks, of which `states` are this one's."""
+    """Measures a block by running `states` through it. needs: fields of SiteStatistics; choice: the tokens
+    that an expert's statistics come from (`of_expert`); original: the block in the original model, if needed;
+    batches: number on all ranks, of which `states` are this rank's."""
 
     skeleton: Skeleton
     states: States
@@ -84,17 +82,17 @@ class Measuring:
     original: Original | None = None
 
     def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
-        """How a batch goes through the block, by its number; `most` of its sequences."""
+        """Return a function that runs the block on batch k, or on `most` of its sequences."""
         if self.original:
             return partial(self.original.run, most=most)
         return lambda k: self.skeleton.run_block(block.index, self.states[k][:most])
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
-        """The block's outputs, batch by batch, as it computes now."""
+        """Return the block's present outputs, batch by batch."""
         return self.skeleton.in_step(block.index, self.run(block), len(self.states))
 
     def view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
-        """The block as a transform sees it."""
+        """Return the block as a transform sees it."""
         index, skeleton = block.index, self.skeleton
         probe = self.states[0][:1, :PROBE_TOKENS] if block.probe is None else block.probe
         return BlockView(
@@ -109,13 +107,13 @@ class Measuring:
         )
 
     def in_order(self, block: Block) -> Measured:
-        """Statistics of each site behind those that were quantized before it."""
+        """Measure each site after the sites before were quantized."""
         reached = [site for site in block.wanted if site.calls]
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
-        pools = _Pools(self.choice)
+        layers: dict[str, SiteStatistics] = {}
         if repeats:
             again = _Repeated(self, block)
-            statistics = lambda site: pools.mixed(site, again.of(site))  # noqa: E731
+            statistics = lambda site: self.mixed(layers, site, again.of(site))  # noqa: E731
             return Measured(statistics, again.outputs, independent=True)
         wanted = set(block.wanted)
         # experts that are kept as they are let all batches wait, too: one reading of their weights serves all
@@ -125,13 +123,13 @@ class Measuring:
 
         def statistics(site: Site) -> SiteStatistics:
             own = self.summed(block, site, forward.inputs(site) if site.calls else ())
-            return pools.mixed(site, own)
+            return self.mixed(layers, site, own)
 
         return Measured(statistics, forward.outputs, forward.close)
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
-        """Statistics of all these sites on the block's inputs as they are now, from one forward of an even
-        sample of the sequences."""
+        """Return the present statistics of all these sites, from one forward of an even sample of the
+        sequences."""
         own = distributed.span(self.batches)
         every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
         wanted = sample * sequences * self.batches
@@ -143,21 +141,31 @@ class Measuring:
             gathered = capture.gather(
                 block.module, sites, self.needs, self.skeleton.device,
                 lambda: list(map(len, outputs)),
-                self.original.meant if whole and self.original else lambda site: None,
+                self.original.counterpart if whole and self.original else lambda site: None,
             )  # fmt: skip
-        pools = _Pools(self.choice)
-        return {site: pools.mixed(site, self.finished(block, site, sums)) for site, sums in gathered.items()}
+        found = {site: self.finished(block, site, sums) for site, sums in gathered.items()}
+        layers: dict[str, SiteStatistics] = {}
+        return {site: self.mixed(layers, site, own) for site, own in found.items()}
+
+    def mixed(self, layers: dict[str, SiteStatistics], site: Site, own: SiteStatistics) -> SiteStatistics:
+        """Return the statistics that a site is solved with: an expert's are mixed with those of all tokens of
+        its layer, which come first and wait in `layers`."""
+        if site.linears:
+            return of_expert(own, layers[site.pool], site.in_features, self.choice) if site.pool else own
+        layers.clear()
+        layers[site.pool] = own
+        return own
 
     def summed(self, block: Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
-        """Statistics of a site over all batches of its inputs."""
+        """Return a site's statistics over all batches of its inputs."""
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
-                sums.add(batch, self.original.meant(site, k) if self.original else None)
+                sums.add(batch, self.original.counterpart(site, k) if self.original else None)
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:
-        """The site's statistics; refuses activations that are not finite, by name."""
+        """Return the site's statistics. Raises QuantkitError for activations that are not finite."""
         with self.timings("hessian"):
             statistics = sums.finish()
             return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
@@ -165,26 +173,8 @@ class Measuring:
         return statistics
 
 
-class _Pools:
-    """Statistics of experts, with those of all tokens of their layer mixed in, which come right before."""
-
-    def __init__(self, choice: Choice):
-        self._choice = choice
-        self._layer: tuple[str | None, SiteStatistics | None] = None, None
-
-    def mixed(self, site: Site, own: SiteStatistics) -> SiteStatistics:
-        """A site's statistics as it is solved with."""
-        if not site.linears:
-            self._layer = site.pool, own
-        elif site.pool:
-            pool, layer = self._layer
-            assert pool == site.pool, f"{site.linears[0]} is measured behind {pool}"
-            return of_expert(own, layer, site.in_features, self._choice)
-        return own
-
-
 class _Repeated:
-    """The block runs again for every site, but once for as many sites of a layer's experts as fit."""
+    """Runs the block again for every site, but once for as many sites of a layer's experts as fit."""
 
     def __init__(self, by: Measuring, block: Block):
         self._by, self._block = by, block
@@ -194,10 +184,11 @@ class _Repeated:
         self.outputs = partial(self._each, self._run, len(by.states))
 
     def of(self, site: Site) -> SiteStatistics:
-        """A site's own statistics."""
+        """Return a site's own statistics."""
         by, block = self._by, self._block
         if not (site.pool and site.calls and not site.whole):
-            inputs = repeated(block.module, site, self._run, len(by.states), self._each)
+            place = block.module.get_submodule(site.place)
+            inputs = repeated(place, self._run, len(by.states), self._each, site.whole)
             return by.summed(block, site, inputs if site.calls else ())
         if site not in self._gathered:
             with by.timings("forward"):
@@ -208,7 +199,7 @@ class _Repeated:
         return by.finished(block, site, self._gathered.pop(site))
 
     def _together(self, site: Site) -> Sequence[Site]:
-        """The site, and others of its layer's experts from there on."""
+        """Return the site and the following sites of its layer's experts, as many as fit."""
         found: list[Site] = []
         for other in self._block.wanted[self._block.wanted.index(site) :]:
             if other.pool != site.pool or other.whole or len(found) == self._by.execution.at_once:
@@ -218,14 +209,14 @@ class _Repeated:
 
 
 def borrowed(tokens: int, in_features: int, choice: Choice) -> float:
-    """The layer's share in an expert's statistics."""
+    """Return the layer's share in an expert's statistics."""
     if choice == "all" or not tokens:
         return 1.0
     return in_features / (tokens + in_features) if choice == "shrink" else 0.0
 
 
 def of_expert(own: SiteStatistics, layer: SiteStatistics, in_features: int, choice: Choice) -> SiteStatistics:
-    """An expert's statistics, with the layer's mixed in; the peak is its own where it has tokens.
+    """Return an expert's statistics, mixed with the layer's; the peak is its own where it has tokens.
 
     The second moments of an expert's `n` tokens are an estimate of `in_features²` numbers, and for small `n`
     a bad one: error feedback then fits noise. With an inverse-Wishart prior of `d` pseudo-tokens around the
@@ -234,7 +225,7 @@ def of_expert(own: SiteStatistics, layer: SiteStatistics, in_features: int, choi
         H = (n H_expert + d H_layer) / (n + d),    d = in_features
 
     (Haff 1980, "Empirical Bayes estimation of the multivariate normal covariance matrix"; Ledoit and Wolf
-    2004 shrink likewise, towards the identity). An expert that nobody reached has the layer's own.
+    2004 shrink likewise, towards the identity). An expert without tokens has the layer's statistics.
     """
     share = borrowed(own.tokens, in_features, choice)
     if not share:

@@ -1,8 +1,8 @@
-"""The original model on the same tokens as the one that is being quantized: what its linears would see.
+"""The original model's run on the same tokens, next to the model that is being quantized.
 
-Before a block is quantized, the original states run through it: what enters its sites is kept, and what its
-writers (residual.py) add to the hidden states. Then, as the quantized model comes to a site batch by batch,
-each meets its counterpart. Experts' own linears have none, for tokens are routed otherwise there.
+Before a block is quantized, the original states run through it: the inputs of its sites and the outputs of
+its writers (residual.py) are kept. Each batch that the quantized model brings to a site then has its
+counterpart. Experts' own linears have none: their tokens are routed otherwise in the original model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate.capture import Meant
+from quantkit.quantize.calibrate.capture import Counterpart
 from quantkit.quantize.calibrate.residual import find_writers
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site
 from quantkit.quantize.calibrate.states import States
@@ -26,11 +26,10 @@ Batches = dict[int, Tensor]
 
 
 class Original:
-    """A block with its original weights, which `original` states run through at once, and later, while it is
-    quantized, `states`: by `run`. leaving: what the original states become.
+    """A block with its original weights. The `original` states run through it at once; `states` run through
+    it later, by `run`, while it is quantized. leaving: outputs for the original states.
 
-    Kept are, per token, the inputs of all sites and the outputs of all writers but the last, where the states
-    are kept.
+    The inputs of all sites and the outputs of all writers but the last are kept where the states are.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class Original:
     ):
         self._skeleton, self._index = skeleton, index
         self._original, self._states = original, states
-        self._where = torch.device("cpu") if original.on_host or original.spilled else skeleton.device
+        self._where = original.home
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {
@@ -60,7 +59,7 @@ class Original:
         self._hooks = self._listen(self._ours, skeleton.device)
 
     def run(self, k: int, most: int | None = None) -> Tensor:
-        """The block's output on batch k of the states, or `most` of its sequences, as it computes now."""
+        """Return the block's present output for batch k of the states, or `most` of its sequences."""
         return self._run(self._states, k, most)
 
     def _run(self, states: States, k: int, most: int | None = None) -> Tensor:
@@ -70,23 +69,23 @@ class Original:
         finally:
             self._batch.reset(token)
 
-    def meant(self, site: Site, k: int | None = None) -> Meant | None:
-        """What batch k is in the original model where it has come to `site`; None where nothing is known.
-        Without k, of the forward that asks. Asked once for each."""
+    def counterpart(self, site: Site, k: int | None = None) -> Counterpart | None:
+        """Return batch k at `site` in the original model, once; None where it is not known. Without k, the
+        batch of the forward that calls."""
         if site not in self._inputs:
             return None
         k = self._batch.get() if k is None else k
         inputs = self._inputs[site].pop(k).to(self._skeleton.device)
         if site in self._scales:
             inputs = inputs / self._scales[site]
-        return Meant(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
+        return Counterpart(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
 
     def divide(self, scales: Mapping[Site, Tensor]) -> None:
-        """The block divides these sites' inputs by a scale, `[in]`, now: so is what was kept of them."""
+        """Divide the kept inputs of these sites by a scale `[in]`, as the block does from now on."""
         self._scales.update(scales)
 
     def _missing(self, name: str, k: int) -> Tensor | None:
-        """What the hidden states lack that a writer adds to, `[batch, tokens, hidden]`."""
+        """Return original minus quantized hidden states where a writer adds, `[batch, tokens, hidden]`."""
         if name not in self.writers:
             return None
         missing = self._original[k].float() - self._states[k]
@@ -96,13 +95,13 @@ class Original:
         return missing
 
     def close(self) -> None:
-        """Listen no more, and let go of what was kept."""
+        """Remove the hooks and free all that was kept."""
         self._hooks.close()
         for kept in (*self._inputs.values(), *self._theirs.values(), *self._ours.values()):
             kept.clear()
 
     def _observe(self) -> list[Tensor]:
-        """Let the original states through; returns what leaves the block."""
+        """Run the original states through the block and return its outputs."""
         with self._listen(self._theirs, self._where) as stack:
             for site, kept in self._inputs.items():
                 hook = self._block.get_submodule(site.place).register_forward_pre_hook(
@@ -115,7 +114,7 @@ class Original:
             return [output.to(self._where) for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
-        """Until it is closed, keep what writers say."""
+        """Keep the outputs of writers until the stack is closed."""
         stack = ExitStack()
         for name, batches in kept.items():
 

@@ -1,9 +1,9 @@
-"""Who writes to the hidden states of a block: whose output is added to these, and that is all.
+"""Writers: linears whose output is added to the hidden states of a block, and nothing else.
 
-Where that is so is not listed by architecture but tried, on a few tokens (`Held`): with all that follows
-silenced, a block returns what has come in, plus what the writers before have added, plus what the linear says
-and a nudge of that. Attention's and the MLP's last projections are found; those before a norm (OLMo 2,
-Gemma), before a multiplier (Granite), or of routed experts are rightly not.
+Writers are found by trying, on a few tokens (`Replay`), not listed by architecture: with all later modules
+silenced, a block returns its inputs plus the outputs of the writers before, plus the linear's output and a
+nudge of this output. The last projections of attention and MLP are found. Those before a norm (OLMo 2,
+Gemma), before a multiplier (Granite) or of routed experts are not.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ ROUNDINGS = 8  # of the precision that a block computes in, by which sums may di
 Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
 
 
-class Held:
-    """A block, and modules of it that can be made to return what they `returned` in the first run. entered:
-    what they were given in the last run, and in the `first`."""
+class Replay:
+    """A block, and modules of it that can repeat what they `returned` in a first run. entered: their inputs
+    in the last run; first: in the first run."""
 
     def __init__(self, block: nn.Module, run: Run, hidden: Tensor, names: Sequence[str]):
         self._block, self._run, self._hidden = block, run, hidden
@@ -36,16 +36,16 @@ class Held:
         self.first = dict(self.entered)
 
     def nudged(
-        self, nudge: Tensor, held: Sequence[str], writer: str | None = None, silent: bool = False
+        self, nudge: Tensor, fixed: Sequence[str], writer: str | None = None, silent: bool = False
     ) -> Tensor:
-        """The block's output where what `writer` returns, or what enters the block, changes by `nudge`, and
-        modules `held` return what they did, or, `silent`, nothing in their hidden states."""
+        """Return the block's output if the output of `writer`, or the block's input, changes by `nudge`,
+        while `fixed` modules repeat their outputs, or, `silent`, return zeros as hidden states."""
 
         def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
 
         with ExitStack() as stack:
-            for name in held:
+            for name in fixed:
                 module = self._block.get_submodule(name)
                 module.forward = self._returning(name, silent)
                 stack.callback(delattr, module, "forward")
@@ -73,7 +73,7 @@ class Held:
 
 
 def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:
-    """Names of linears that write to the hidden states, in the order of calls, from a few calls of `run`."""
+    """Return the names of writers, in the order of calls, from a few calls of `run`."""
     candidates = [
         name
         for site in sites
@@ -82,29 +82,29 @@ def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tens
         if block.get_submodule(name).out_features == hidden.shape[-1]
     ]
     children = [name for name, child in block.named_children() if not isinstance(child, nn.Dropout)]
-    held = Held(block, run, hidden, [*children, *candidates])
-    order = [name for name in held.returned if name in children]
+    replay = Replay(block, run, hidden, [*children, *candidates])
+    order = [name for name in replay.returned if name in children]
     nudge = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
     nudge *= hidden.float().square().mean().sqrt().to(nudge)
     found: list[str] = []
     for name in candidates:
-        if held.returned[name].numel() != hidden.numel():
+        if replay.returned[name].numel() != hidden.numel():
             continue
         own = name.partition(".")[0]
         after = order[order.index(own) + 1 :] if own in order else []
-        outcome = held.nudged(nudge, after, name, silent=True)
-        said = [held.returned[writer].reshape(hidden.shape) for writer in (*found, name)]
-        if outcome.shape == hidden.shape and _equal(outcome, sum(said, hidden) + nudge):
+        outcome = replay.nudged(nudge, after, name, silent=True)
+        written = [replay.returned[writer].reshape(hidden.shape) for writer in (*found, name)]
+        if outcome.shape == hidden.shape and _equal(outcome, sum(written, hidden) + nudge):
             found.append(name)
     return found
 
 
 def _copied(output: object) -> object:
-    """A module's output that may be changed in place."""
+    """Return a copy of a module's output."""
     return tree_map_only(Tensor, torch.clone, output)
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
-    """But for roundings."""
+    """Compare up to a few roundings."""
     tolerance = ROUNDINGS * torch.finfo(found.dtype).eps * expected.abs().amax()
     return bool(((found - expected).abs() <= tolerance).all())

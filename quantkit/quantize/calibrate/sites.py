@@ -1,4 +1,4 @@
-"""Sites of a block: which of its linears share an input."""
+"""Sites of a block: linears that share an input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantkit.layouts import FUSIONS, LinearSpec
 from quantkit.models.skeleton.experts import Experts
 
-MATES = (*FUSIONS.values(), ("w1", "w3"))  # of which engines make one linear; the last as Mixtral calls them
+MATES = (*FUSIONS.values(), ("w1", "w3"))  # linears that engines fuse; the last is Mixtral's
 PROBE_TOKENS = 8  # a sequence long enough to show which linears share their input
 
 
@@ -18,11 +18,11 @@ PROBE_TOKENS = 8  # a sequence long enough to show which linears share their inp
 class Site:
     """Linears of a block that read the same input tensor, by their names inside the block, in call order.
 
-    Of experts, pool names the module that sees the inputs of all of a layer; a site without linears is that
-    module's own, reached before those of its experts. in_features: width of the inputs. calls: how often a
-    forward calls the linears; inputs of several calls add up, and where there is none they are rounded to
-    nearest. whole: a forward must not be left in such a call, because others follow, or because the block has
-    changed the linear until it is over.
+    Of experts, pool names the module that sees the inputs of all experts of a layer; a site without linears
+    is that module's own, reached before those of its experts. in_features: width of the inputs. calls: how
+    often a forward calls the linears; inputs of several calls add up; without a call linears are rounded to
+    nearest. whole: a forward must not stop at this site, because more calls follow, or because the block has
+    changed the linear for the call.
     """
 
     linears: tuple[str, ...]
@@ -33,13 +33,13 @@ class Site:
 
     @property
     def place(self) -> str:
-        """The module at which its inputs are seen."""
+        """Return the name of the module whose inputs are the site's."""
         return self.linears[0] if self.linears else self.pool
 
 
 def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
-    """Sites of a block whose inputs nobody asks for; `rows` by their names inside it. Linears that engines
-    make one of stand together where their grids are to have something in common, every other one alone."""
+    """Return the sites of a block for jobs without calibration; `rows` by their names inside it. Linears that
+    engines fuse share a site if their grids share parameters; every other linear has its own."""
     sites: dict[tuple[str, ...], None] = {}
     for name, row in rows.items():
         owner, dot, leaf = name.rpartition(".")
@@ -51,10 +51,10 @@ def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
 
 
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
-    """The block's sites in the order a forward reaches them, from one probing call of `run`.
+    """Return the block's sites in the order a forward reaches them, from one probing call of `run`.
 
-    Linears whose input is the same memory, unchanged in between, form a site, at every call if there are
-    several. Those that are never called come first: a forward may use their weights all the same.
+    Linears whose input is the same memory, unchanged in between, form a site. Linears that are never called
+    come first: a forward may use their weights all the same.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     pools = pools_of(block)
@@ -98,12 +98,12 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
 
 
 def _memory(linear: nn.Module) -> list[int]:
-    """Where its parameters lie."""
+    """Return the addresses of its parameters."""
     return [parameter.data_ptr() for parameter in linear.parameters(recurse=False)]
 
 
 def pools_of(block: nn.Module) -> dict[str, str]:
-    """Linear of an expert -> the module that sees the inputs of all experts of its layer in that place."""
+    """Return {linear of an expert: the module that sees the inputs of all experts of its layer there}."""
     found = {}
     for place, layer in block.named_modules():
         if isinstance(layer, Experts):

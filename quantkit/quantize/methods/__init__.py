@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.outputs import Output
     from quantkit.quantize.prepare.linears import MakeGrid, Override
     from quantkit.quantize.solvers import Solver
-    from quantkit.quantize.transforms import Transform
+    from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
 def _folder() -> Output:
@@ -61,7 +61,7 @@ class Method:
     solver: Solver
     layout: Layout
     make_grid: MakeGrid
-    transform: Transform | None = None
+    transform: ColumnScaling | None = None
     output: Output = field(default_factory=_folder)
     notes: tuple[str, ...] = ()
     outside: bool = False

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.quantize.solvers import Solver
-    from quantkit.quantize.transforms import Transform
+    from quantkit.quantize.transforms.scaling import ColumnScaling
 
 SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would cut names off
 TARGETS = ("own", "original")
@@ -141,7 +141,7 @@ def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
 
 def block_transform(
     value: str, solver: Solver, rounded: Callable[[Tensor], Tensor] | None = None
-) -> Transform | None:
+) -> ColumnScaling | None:
     """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
     is, so that it needs no text. rounded: inputs `[tokens, in]` of linears as clients round them."""
     from quantkit.quantize.solvers.rtn import RtnSolver

@@ -145,18 +145,11 @@ def _flags(way: Way, less: Way) -> str:
     return " ".join(f"--{name.replace('_', '-')} {getattr(less, name)}" for name in changed)
 
 
-def frugal(execution: Execution) -> Execution | None:
-    """The way of running that takes the least memory for the same bytes; None where that is this one."""
-    states = "disk" if execution.states == "disk" else "host"
-    least = replace(execution, sequential="repeat", states=states, at_once=1)
-    return least if least != execution else None
-
-
 def out_of_memory(execution: Execution, block: int) -> QuantkitError:
-    """What to tell when the device ran out of memory in a block, and what takes less."""
+    """Return the error of a device that ran out of memory in a block; the hint names what takes less."""
     less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
-    hint = f"start again with {less} --sequential {execution.sequential} --overwrite"
-    if frugal(execution):  # it went too far to begin the block again
+    hint = f"start again with {less} --sequential repeat --overwrite"
+    if execution.states == "device":
         hint = "finished blocks are kept: run the same command with --resume --states host"
     return QuantkitError(f"{execution.device} ran out of memory in block {block + 1}", hint, RESOURCES)
 

@@ -1,4 +1,4 @@
-"""Solvers: how values are chosen on a grid. They take matrices and return matrices."""
+"""Solvers: choose values on a grid. They take matrices and return matrices."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quantkit.grids.grid import Grid, QuantizedWeight
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """What calibration says about the inputs `[tokens, in]` of one site; None where nobody needed it.
+    """Statistics of the inputs X `[tokens, in]` of one site; None: not needed.
 
     hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
-    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: how many
-    there were. inputs: a few of them as they are, evenly drawn, in order, `[few, in]` float32. fourth: mean
-    `(x / rms x)⁴` of each channel over either half of the tokens, `[2, in]`. curvatures: of each linear to be
-    quantized, G of its outputs, `[out, out]` (`curvature`), or None where no gradient reached it.
+    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: their
+    number. inputs: a few inputs, evenly drawn, in order, `[few, in]` float32. fourth: mean `(x / rms x)⁴` of
+    each channel over either half of the tokens, `[2, in]`. curvatures: of each linear to be quantized, G of
+    its outputs, `[out, out]` (`curvature`), or None if no gradient reached it.
 
-    Beside the original model, whose inputs there are X̃: drift, `2 (X̃ - X)ᵀX / tokens` in two halves of the
-    tokens that add up, `[2, in, in]`; missing, of a linear alone that adds its output to hidden states which
-    lack R of the original's, `2 RᵀX / tokens`, `[2, out, in]`.
+    Next to the original model's inputs X̃: drift, `2 (X̃ - X)ᵀX / tokens` in two halves of the tokens that
+    add up, `[2, in, in]`; missing, for a linear that adds its output to hidden states, `2 RᵀX / tokens`, `[2,
+    out, in]`, with R the hidden states of the original model minus those of the quantized model.
     """
 
     hessian: Tensor | None = None
@@ -38,8 +38,7 @@ class SiteStatistics:
     fourth: Tensor | None = None
 
     def divided(self, scale: Tensor) -> SiteStatistics:
-        """Those of a site whose inputs are divided by a scale, `[in]`: second moments and peaks. These are
-        used up."""
+        """Return second moments and peaks of inputs divided by a scale `[in]`; self is used up."""
         drift = None if self.drift is None else self.drift.div_(scale).div_(scale[:, None])
         missing = None if self.missing is None else self.missing.div_(scale)
         hessian = self.hessian.div_(scale).div_(scale[:, None])
@@ -52,14 +51,14 @@ class Solved:
     """One quantized linear and what it cost.
 
     error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the
-    calibration tokens; None without statistics: the loop then measures `|dW|² / |W|²` of what it stored.
-    rtn_error: the same for round to nearest; None where that is what was done.
-    fallback: why the solver asked for was not used; None when it was.
-    notes: what else a user should know about this linear.
-    outlier_columns: of its inputs, where LLM.int8 counted them.
-    scaled: how a transform scaled its columns; None where it did not.
-    weight_error: `|dW|² / |W|²` of what was stored; scaled_error: the same up to scales of rows and columns,
-    where a transform chose those.
+    calibration tokens; None without statistics: the loop then measures `|dW|² / |W|²` of the stored values.
+    rtn_error: the same for round to nearest; None if nothing else was done.
+    fallback: the reason why the requested solver was not used; None if it was.
+    notes: other facts for the user.
+    outlier_columns: number of outlier input channels, if LLM.int8 counted them.
+    scaled: a transform's scale of its columns; None without one.
+    weight_error: `|dW|² / |W|²` of the stored values; scaled_error: the same up to scales of rows and
+    columns, if a transform chose scales.
     """
 
     weight: QuantizedWeight
@@ -73,12 +72,12 @@ class Solved:
     scaled_error: float | None = None
 
     def with_input_peak(self, peak: Tensor) -> Solved:
-        """With the largest of the peaks `[in]` of its inputs, for layouts that store a scale of it."""
+        """Add the largest of its inputs' peaks `[in]`, for layouts that store an input scale."""
         return replace(self, weight=replace(self.weight, input_peak=peak.amax()))
 
     def record(self, name: str, tokens: int | None = None) -> dict[str, Any]:
-        """What a manifest says of linear `name`; tokens: that were routed to it, if it is an expert's."""
-        told = {
+        """Return the manifest's row of linear `name`; tokens: those routed to it, if it is an expert's."""
+        optional = {
             "weight_error": self.weight_error,
             "weight_error_up_to_scales": self.scaled_error,
             "tokens": tokens,
@@ -91,17 +90,17 @@ class Solved:
             "rtn_error": self.rtn_error,
             "fallback": self.fallback,
             "notes": list(self.notes),
-        } | {key: value for key, value in told.items() if value is not None}
+        } | {key: value for key, value in optional.items() if value is not None}
 
 
 def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
-    """A note for the user where scales do not fit the float16 they are stored in."""
+    """Return a note for the user if scales do not fit float16."""
     count = weight.grid.clipped(weight.params)
     return (f"{count} scales lie at the end of float16's range",) if count else ()
 
 
 class Solver(Protocol):
-    """`needs`: which fields of SiteStatistics `solve` works from; none for a data-free solver."""
+    """`needs`: the fields of SiteStatistics that `solve` uses; none for a data-free solver."""
 
     needs: frozenset[str]
 
@@ -118,7 +117,7 @@ WIDTH = 128  # columns of a loss computed at a time
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
-    """`dw H dwᵀ` of every row of `delta [out, in]`, float32 `[out]`, from one triangle of the symmetric H."""
+    """Return `dw H dwᵀ` of every row of `delta [out, in]`, float32 `[out]`, from one triangle of H."""
     total = delta.new_zeros(len(delta))
     for start in range(0, len(hessian), WIDTH):
         block = slice(start, start + WIDTH)
@@ -130,5 +129,5 @@ def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
 
 
 def loss(delta: Tensor, hessian: Tensor) -> float:
-    """`tr(dW H dWᵀ)` for `delta [out, in]`."""
+    """Return `tr(dW H dWᵀ)` for `delta [out, in]`."""
     return row_losses(delta, hessian).sum().item()

@@ -5,8 +5,8 @@ Works on `Wᵀ`, where a column is contiguous. When its turn comes column j want
 
     (t_j + low) / step = (Σ_{k<r} E_k U_kj + Σ_{r<=k<=j} (w_k + low) U_kj) / step - Σ_{r<=k<j} level_k U_kj
 
-of which one matrix product is enough for all but the last sum. What is left for a column is a matrix-vector
-product with the levels chosen before it, and a rounding that knows no parameters: three launches.
+One matrix product gives all but the last sum. A column then takes a matrix-vector product with the levels
+chosen before it, and a rounding without parameters: three launches.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TEMPORARIES = 4  # of the size of a run
 
 @dataclass
 class Chosen:
-    """What was chosen for the columns of a site, in the order of the solver.
+    """The choice for the columns of a site, in the order of the solver.
 
-    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; of a column to come, `Σ E_k U_kj` over those it has
-    learned of. params: of each group. lost: `e H eᵀ` of every row with the damped H, `[out]`.
+    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; of a later column, `Σ E_k U_kj` over the columns added
+    so far. params: of each group. lost: `e H eᵀ` of every row with the damped H, `[out]`.
     """
 
     codes: Tensor
@@ -42,18 +42,18 @@ class Chosen:
 
 
 class Columns:
-    """Columns `Wt [in, out]` on their way through the sweep; U `[in, in]`, D `[in]`: H is `U D Uᵀ`.
+    """State of the sweep over columns `Wt [in, out]`; U `[in, in]`, D `[in]`: H is `U D Uᵀ`.
 
-    What a run works on stays where it is, and so do the views of it.
+    The buffers of a run stay in place, and so do views of them.
     """
 
     def __init__(self, Wt: Tensor, U: Tensor, D: Tensor, grid: Grid):
         self.Wt, self.U, self.D, self.grid = Wt, U, D, grid
         codes = torch.empty(Wt.shape, dtype=torch.uint8, device=Wt.device)
         self.chosen = Chosen(codes, torch.zeros_like(Wt), [], Wt.new_zeros(Wt.shape[1]))
-        self.known = [0] * len(Wt)  # how many columns' errors each has learned of
+        self.known = [0] * len(Wt)  # number of columns whose errors each has added
         size = grid.group_size
-        self.span = max(size, BATCH // size * size)  # what is updated at once: whole groups, or parts of one
+        self.span = max(size, BATCH // size * size)  # updated at once: whole groups, or parts of one
         rows = Wt.shape[1]
         self.width = min(max(elements_at_once(Wt.device, TEMPORARIES) // rows, RUN), LONG_RUN)
         self.wanted, self.levels = Wt.new_empty(2, self.width, rows)
@@ -65,8 +65,8 @@ class Columns:
         ]
 
     def update(self, columns: slice) -> None:
-        """Columns that have learned of the same errors learn of all before them; where they begin a batch,
-        all of it does (section 3.3, step 2)."""
+        """Add the errors of all columns before to these columns; at the beginning of a batch to the whole
+        batch (section 3.3, step 2)."""
         low, high = columns.start, columns.stop
         first = low // self.span * self.span
         if (low - first) % BATCH == 0:
@@ -78,7 +78,7 @@ class Columns:
         self.known[low:high] = [low] * (high - low)
 
     def free(self, columns: slice) -> Tensor:
-        """Where `columns` would go, given the errors before them, if they could take any value."""
+        """Return the best values of `columns` off the grid, given the errors before them."""
         Wt = self.Wt[columns]
         if not columns.start:
             return Wt
@@ -88,8 +88,8 @@ class Columns:
         return torch.addmm(Wt, inverse.t(), self.chosen.E[columns])
 
     def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Codes, errors and loss of a group's columns, and its parameters; sub-blocks behind the first get
-        new ones, once their columns know of the errors before them, if `refit`."""
+        """Choose codes, errors and loss of a group's columns, and its parameters. With `refit`, sub-blocks
+        after the first get new ones from columns that have the errors before them added."""
         size = self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -100,7 +100,7 @@ class Columns:
         self.chosen.params.append(params)
 
     def _choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
-        """Codes, errors and loss of `columns`, which share `step` and `low [out]`."""
+        """Choose codes, errors and loss of `columns` that share `step` and `low [out]`."""
         for run in self._runs(columns):
             self.update(run)
             U, chosen = self.U[run, run], self.chosen
@@ -119,7 +119,7 @@ class Columns:
             chosen.lost.addmv_(squares.t(), self.D[run])
 
     def _runs(self, columns: slice) -> Iterator[slice]:
-        """Parts of at most `width`, of one batch each."""
+        """Yield parts of at most `width` columns, of one batch each."""
         for batch in range(columns.start, columns.stop, BATCH):
             end = min(batch + BATCH, columns.stop)
             for low in range(batch, end, self.width):

@@ -1,10 +1,9 @@
 """Coordinate descent on codes and scales for a loss with curvature on both sides, `tr(G E H Eᵀ)`.
 
 For `R = G E H` the loss along one weight is least where `ŵ_oj` grows by `R_oj / (G_oo H_jj)`; as in
-`refine.py` every weight goes to the nearest value there is, and a group's values take their best common
-factor. Here rows depend on each other, too. Those of a block are visited together, column by column: launches
-are shared, and of the moves that rows want at the same time only those are made that pay with the others'; no
-visit raises the loss.
+`refine.py` every weight goes to the nearest value on the grid, and a group's values take their best common
+factor. Here rows depend on each other. The rows of a block are visited together, column by column, and share
+launches; of their moves at one column only those are made that pay together. No visit raises the loss.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ class Descent:
 
 
 class _Rows:
-    """A block of rows; `[columns, rows]` of everything, as in Wt."""
+    """A block of rows; all tensors are `[columns, rows]`, as Wt."""
 
     def __init__(self, by: Descent, rows: slice):
         self.by, self.rows, self.grid = by, rows, by.grid
-        # what rows lose by, all rows being where they are: Σ_p G_op E_p / G_oo
+        # effect of all rows' errors on a row's loss: Σ_p G_op E_p / G_oo
         self.lost = by.chosen.E @ by.curvature[rows].t()
         self.own = by.curvature[rows, rows].contiguous()
         self.others = self.own.clone()
@@ -55,14 +54,14 @@ class _Rows:
         self.outputs = by.outputs[rows]
 
     def visit(self) -> None:
-        """All groups, one after another."""
+        """Improve all groups, one after another."""
         params, size = self.by.chosen.params, self.grid.group_size
         for k, whole in enumerate(params):
             found = self._group(slice(k * size, (k + 1) * size), rows_of(whole, self.rows))
             put(whole, found, self.rows)
 
     def _group(self, columns: slice, params: Any) -> Any:
-        """Choose codes and parameters of a group's columns again; the parameters, `[rows]`."""
+        """Choose codes and parameters of a group's columns again; return the parameters, `[rows]`."""
         by, grid, chosen = self.by, self.grid, self.by.chosen
         hessian = by.hessian[columns, columns]
         residual = by.hessian[columns] @ self.lost  # R / (G_oo H_jj)
@@ -93,7 +92,7 @@ class _Rows:
     def _rescaled(
         self, levels: Tensor, params: Any, hessian: Tensor, inputs: Tensor, residual: Tensor
     ) -> tuple[Any, Tensor]:
-        """Parameters with the best common factor on each row's values, and how these change."""
+        """Return parameters with the best common factor on each row's values, and the change of values."""
         values = self._values(levels, params)
         along = torch.mv((residual * values).t(), inputs)
         power = torch.mv((values * (hessian @ values)).t(), inputs)
@@ -118,10 +117,10 @@ class _Rows:
 def _descend(
     grid: Grid, hessian: Tensor, wanted: Tensor, levels: Tensor, others: Tensor, weight: Tensor
 ) -> Tensor:
-    """Choose the columns of a run again, one after another: by how many levels they move, `[run, rows]`.
+    """Choose the columns of a run again, one after another; return their moves in levels, `[run, rows]`.
 
-    wanted: by how much they would, `[run, rows]`; used up. levels: `[run, rows]`, which change in place.
-    others: what a move of one row is to another, `[rows, rows]`, 0 to itself. weight: of a row's loss.
+    wanted: the best moves off the grid, `[run, rows]`; used up. levels: `[run, rows]`, changed in place.
+    others: effect of one row's move on another row, `[rows, rows]`, diagonal 0. weight: of a row's loss.
     """
     moved, shifted = torch.zeros_like(wanted), torch.zeros_like(wanted)
     target = torch.empty_like(weight)
@@ -140,6 +139,6 @@ def _descend(
 
 
 def put(whole: Any, part: Any, rows: slice) -> None:
-    """Put parameters of some rows of a group in their place among those of all, in place."""
+    """Replace the parameters of some rows of a group, in place."""
     for field in dataclasses.fields(whole):
         getattr(whole, field.name)[rows] = getattr(part, field.name)

@@ -9,26 +9,21 @@ The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (s
 `Σ_{k<j} E_k U_kj` with `U = A / diag A`: the same numbers without inverting anything (theorem 6 of QuIP,
 Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
-Beside this file: `columns.py` chooses the columns of a group, in the paper's lazy batches (step 2), fast;
-`vectors.py` those of a code book, several at a time; `refine.py` improves what the sweep found; what
-was solved for all linears of a site is kept for each where it beats round to nearest.
-`tests/reference_gptq.py` is the paper's algorithm to the letter, slowly.
+`columns.py` chooses the columns of a group, in the paper's lazy batches (step 2); `vectors.py` those of a
+code book, several at a time; `refine.py` improves the result of the sweep. A linear keeps the result where it
+beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the letter.
 
-The target of a linear in a model that is quantized before it may be what the original model would have given
-(`moved`). A linear behind quantized ones sees inputs X that are not the original model's X̃, and may add its
-output to hidden states that lack R of the original's. What is wanted is the least of
-`|X Ŵᵀ - (X̃ Wᵀ + R)|²`, which is, but for a constant, `|X (W* - Ŵ)ᵀ|²` with
+With `--target original` a linear makes up for the errors of the linears before it (`moved`). It sees inputs X
+instead of the original model's X̃, and may add its output to hidden states that differ by R from the original
+model's. `|X Ŵᵀ - (X̃ Wᵀ + R)|²` is, up to a constant, `|X (W* - Ŵ)ᵀ|²` with the least-squares answer
 
     W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹
 
-the least-squares answer: so error feedback, refinement and round to nearest go on as before, from W*. (GPTAQ,
-Li et al. 2025, arXiv:2504.02692, has X̃ as the target, too, and moves W column by column by an approximation
-of this. R, by which a linear that writes to the residual stream makes up for what others have lost, is not
-there.) XᵀX is damped as error feedback damps it, which holds W* back towards W.
+so error feedback, refinement and round to nearest start from W*. (GPTAQ, Li et al. 2025, arXiv:2504.02692,
+moves W column by column by an approximation, without R.) XᵀX is damped as error feedback damps it.
 
-A regression fits noise, too: the more, the wider the linear and the shorter the text. How much is known from
-two halves of the text: what both say is real, what they say apart is not. The move is made as large as the
-share that is real, the best linear shrinkage (Wiener's).
+A regression fits noise: the more, the wider the linear and the shorter the text. Two halves of the text tell
+the noise apart, and the move shrinks to the share on which they agree (Wiener's linear shrinkage).
 """
 
 from __future__ import annotations
@@ -54,8 +49,8 @@ Target = Literal["own", "original"]
 @dataclass(frozen=True)
 class GptqSolver:
     """damp: share of the mean Hessian diagonal added to it. act_order: `none`, `group` or `full`.
-    refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm and no more. target:
-    of a linear's output, its `own` on the inputs that there are, or the `original` model's (`moved`).
+    refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm. target: of a linear's
+    output, its `own` for the present inputs, or the `original` model's (`moved`).
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so that groups
     are scattered over the matrix and the client needs `g_idx`; `group` sorts the groups and the
@@ -77,25 +72,25 @@ class GptqSolver:
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
     ) -> list[Solved]:
-        """weights: `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. Where there is a
-        drift, errors are those of the weights that would make up for it.
+        """Solve weights `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. With a
+        drift, errors are relative to the weights that would make up for it.
 
-        Raises QuantkitError where `full` would scatter the columns of a grid that has to know their places.
+        Raises QuantkitError if `full` would scatter the columns of a grid with fixed places.
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
         return solve_site(self.quantize, weights, grids, statistics.hessian)
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
-        """`D [in]` of `H = U D Uᵀ` in the order in which columns are quantized: what a squared error in each
-        costs, once those behind it have made up for what they can. The bare diagonal where H has none."""
+        """Return `D [in]` of `H = U D Uᵀ` for the order of quantization: the cost of a squared error in each
+        column after later columns have made up for it. The diagonal of H if H has no factorization."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         A, _ = factorize(hessian.index_select(0, order).index_select(1, order), self.damp)
         found = hessian.diagonal().clone()
         return found if A is None else found.index_copy_(0, order, A.diagonal().square())
 
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> Attempt:
-        """`weights [out_k, in]`, as one matrix, on `grid`."""
+        """Quantize `weights [out_k, in]`, as one matrix, on `grid`."""
         order = column_order(H.diagonal(), grid, self.act_order)
         H = H.index_select(0, order).index_select(1, order)
         damping = -H.diagonal().mean()
@@ -118,7 +113,7 @@ class GptqSolver:
 
 
 def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
-    """What is to be rounded: the weights, or where there is a drift those that would make up for it."""
+    """Return the weights to be rounded: `weights`, or with a drift those that would make up for it."""
     if statistics.drift is None:
         return weights
     factor, _ = factorize(statistics.hessian.clone(), damp)
@@ -126,7 +121,7 @@ def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) ->
 
 
 def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
-    """U, unit upper triangular, and D of `A Aᵀ = U diag(D) Uᵀ`; A is used up."""
+    """Return U, unit upper triangular, and D of `A Aᵀ = U diag(D) Uᵀ`; A is used up."""
     D = A.diagonal().square()
     return A.div_(A.diagonal().clone()), D
 
@@ -134,10 +129,9 @@ def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
 def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
     """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through U and D.
 
-    A group has parameters `fixed`, or they are fitted when the sweep gets to it. Its range is searched with
-    the pivots D as importance: what a rounding error in column j costs once the columns behind it have made
-    up for what they can (the bare diagonal of H counts it as if they could not, and gave 5 percent more KL
-    divergence on the demo model, 2 after refinement).
+    A group has parameters `fixed`, or they are fitted when the sweep gets to it, with the pivots D as
+    importance: the cost of a rounding error in column j after later columns have made up for it. (With the
+    diagonal of H the KL divergence of the demo model is 5 percent higher, 2 after refinement.)
     """
     columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
@@ -149,12 +143,12 @@ def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = Non
 
 
 def places(order: Tensor, grid: Grid) -> Tensor:
-    """Where whole groups of columns were moved: the old place of each."""
+    """Return the old place of each group of columns that was moved as a whole."""
     return order[:: grid.group_size] // grid.group_size
 
 
 def assembled(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: str) -> QuantizedWeight:
-    """The weight whose columns `order` have these codes `[in, out]`, and parameters group by group."""
+    """Return the weight whose columns `order` have these codes `[in, out]` and parameters of groups."""
     column_group = None
     if act_order == "full":
         column_group = torch.empty_like(order)
@@ -166,7 +160,7 @@ def assembled(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order:
 
 
 def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
-    """The order `[in]` in which columns are quantized, from the Hessian's diagonal."""
+    """Return the order `[in]` in which columns are quantized, from the Hessian's diagonal."""
     columns = torch.arange(len(diagonal), device=diagonal.device)
     if act_order == "none":
         return columns
@@ -189,9 +183,9 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
 def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
     """Damp H in place; upper triangular A with `A Aᵀ` equal to it, and a note if damping had to grow.
 
-    Adds `damp * mean(diag H)` to the diagonal; tenfold, at most five times, while that is not
-    positive definite. Then A is None and the note says why. A column no token reached has nothing
-    but damping: it is rounded to nearest.
+    Adds `damp * mean(diag H)` to the diagonal; tenfold, at most five times, while H is not positive definite.
+    Then A is None and the note gives the reason. A column without tokens has only damping: it is rounded to
+    nearest.
     """
     diagonal = hessian.diagonal().clone()
     mean = diagonal.mean()
@@ -210,7 +204,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def moved(weights: Sequence[Tensor], statistics: SiteStatistics, factor: Tensor) -> list[Tensor]:
-    """W* of each of a site's linears, `[out_k, in]`. factor: A, upper triangular, `A Aᵀ` the damped H."""
+    """Return W* of each of a site's linears, `[out_k, in]`. factor: A, upper triangular, `A Aᵀ` damped H."""
     found = []
     for weight in weights:
         halves = weight @ statistics.drift  # [2, out, in]
@@ -225,13 +219,13 @@ def moved(weights: Sequence[Tensor], statistics: SiteStatistics, factor: Tensor)
     return found
 
 
-CANCELLED = 0.02  # share of a damped loss that has to be left without the damping for it to be told from both
+CANCELLED = 0.02  # least share of the undamped loss in the damped loss: below, digits cancel
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """weight: None where the Hessian could not be factored, as the note says. lost: of every row, `e H eᵀ`
-    with the damped H, and the part of it that is the damping's, `[2, out]`."""
+    """The result for linears of a site. weight: None if the Hessian has no factorization: see note. lost: of
+    every row, `e H eᵀ` with the damped H, and the damping's part of it, `[2, out]`."""
 
     weight: QuantizedWeight | None
     lost: Tensor | None
@@ -244,7 +238,7 @@ def solve_site(
     grids: Sequence[Grid],
     hessian: Tensor,
 ) -> list[Solved]:
-    """Linears `weights [out_k, in]` that share a grid go through one `quantize(weights, grid, hessian)`."""
+    """Solve linears `weights [out_k, in]`: one `quantize(weights, grid, hessian)` for those of one grid."""
     results: dict[int, Solved] = {}
     for grid in dict.fromkeys(grids):
         members = [k for k, other in enumerate(grids) if other == grid]
@@ -256,7 +250,7 @@ def solve_site(
 
 
 def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
-    """The attempt's rows of one linear, or round to nearest where that loses less on the same inputs."""
+    """Return the attempt's rows of one linear, or round to nearest if its loss is lower."""
     params = rtn.fitted(weight, grid, hessian)
     sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
     if attempt.weight is not None:

@@ -6,11 +6,11 @@ column j is least at `ŵ_j + r_j / H_jj`, so the nearest grid value to that neve
 coordinate descent, as in QuantEase, Behdin et al. 2023, arXiv:2309.01885, section 3). Likewise, a
 group's values `V` have a best common factor, `1 + <r, V> / <V, H V>`, which the scale takes up.
 
-Two groups, half the matrix apart, are visited at once: half the launches. A run of columns of the one does
-not know what the same run of the other does. What both change together is then known exactly, row by row, and
-where they spoil each other's gain only the larger one is taken. Scales are rounded, and a row that would lose
-by its visit altogether stays as it is: no visit raises the loss of any row. As in the sweep, a column is
-counted in steps, and takes a product with its run's levels and a rounding.
+Two groups, half the matrix apart, are visited at once: half the launches. The same run of columns of both
+groups moves independently; the joint change is then known exactly, row by row, and where the moves spoil each
+other's gain only the larger one is taken. A row that would lose by its visit stays as it is: no visit raises
+the loss of any row. As in the sweep, a column is counted in steps, and takes a product with its run's levels
+and a rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
-    """Better codes and parameters for `Wt [in, out]`, in place, with the same grid and bytes.
+    """Improve codes and parameters for `Wt [in, out]`, in place, with the same grid and bytes.
 
     hessian: `[in, in]`, damped, in the same column order; used up. Every group is visited `cycles` times.
     (With scales chosen at the last visit only the loss is 0.2 percent higher, but the KL divergence of the
@@ -60,7 +60,7 @@ class _Visit:
         self.step, self.low = self._steps([chosen.params[k] for k in groups])
 
     def improve(self) -> None:
-        """Choose the columns again, then the scales, and keep that in the rows where it lowers the loss."""
+        """Choose the columns again, then the scales; keep both in the rows where they lower the loss."""
         before, residual = self.Wt - self.E, self.residual.clone()
         self._descend()
         values, params = self._rescaled()
@@ -76,7 +76,7 @@ class _Visit:
             chosen.params[k] = select(keep, found, chosen.params[k])
 
     def _descend(self) -> None:
-        """Every column's best level, one after another; `levels` and `residual` change in place."""
+        """Choose every column's best level, one after another; `levels` and `residual` change in place."""
         feed = self.own.clone()
         feed.diagonal(dim1=1, dim2=2).zero_()
         size, sub = self.levels.shape[1], self.grid.sub_size
@@ -98,8 +98,8 @@ class _Visit:
             low = high
 
     def _agreed(self, run: slice, moved: Tensor) -> Tensor:
-        """Which groups are to move their columns `run`, `[2, out]`: that which gains most by itself, and the
-        other one where the two together gain more."""
+        """Return which groups move their columns `run`, bool `[2, out]`: the group that gains most by itself,
+        and the other one if both together gain more."""
         curvature = self.curvature[..., run]
         change = (self.own[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2).mul_(moved)
         change = (curvature @ change)[:, 0]
@@ -107,12 +107,12 @@ class _Visit:
         return (torch.add(change, cross, alpha=2) <= 0) | (change < change.flip(0))
 
     def _follow(self, run: slice, moved: Tensor) -> None:
-        """The residual after the columns `run` of each group `moved`."""
+        """Update the residual after the columns `run` of each group `moved`."""
         hessian = self.hessian[..., run].flatten(2).flatten(0, 1)
         self.residual.view(-1, moved.shape[2]).addmm_(hessian, moved.flatten(0, 1), alpha=-1)
 
     def _rescaled(self) -> tuple[Tensor, list]:
-        """The groups' values and parameters with the best common factor on the values."""
+        """Return the groups' values and parameters with the best common factor on the values."""
         values = self._values(self.step, self.low)
         power = self._weigh(values, self.own @ values)
         factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
@@ -124,7 +124,7 @@ class _Visit:
         return scaled, params
 
     def _steps(self, params: list) -> tuple[Tensor, Tensor]:
-        """Step and low, `[groups, sub-blocks, out]`."""
+        """Return step and low, `[groups, sub-blocks, out]`."""
         steps, lows = zip(*map(self.grid.steps, params), strict=True)
         return torch.stack(steps), torch.stack(lows)
 
@@ -133,5 +133,5 @@ class _Visit:
         return values.sub_(low[:, :, None]).flatten(1, 2)
 
     def _weigh(self, one: Tensor, other: Tensor) -> Tensor:
-        """Σ over each group's columns of H_jj times a product, `[groups, out]`; `other` is used up."""
+        """Return Σ over each group's columns of H_jj times a product, `[groups, out]`; `other` is used up."""
         return (self.curvature @ other.mul_(one))[:, 0]

@@ -1,8 +1,8 @@
 """Round to nearest: every weight to its group's nearest value. Data-free; the baseline.
 
-AWQ's clipping (Lin et al. 2023, arXiv:2306.00978, section 3.2) says how far to cut off each group's range.
-The published search multiplies every candidate by the calibration tokens. Its loss, the squared error of what
-a group adds to the output, is quadratic in the weights' error: `dw_g H_gg dw_gᵀ`, from second moments.
+AWQ's clipping (Lin et al. 2023, arXiv:2306.00978, section 3.2) cuts off each group's range. The published
+search multiplies every candidate by the calibration tokens. Its loss, the squared error of a group's part of
+the output, is quadratic in the weights' error: `dw_g H_gg dw_gᵀ`, from second moments.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, row_loss
 
 
 def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
-    """`weight [out, in]` float32 on `grid`."""
+    """Return `weight [out, in]` float32 rounded to nearest on `grid`."""
     return nearest(weight, grid, grid.fit_matrix(weight))
 
 
 def fitted(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
-    """Parameters `[out, groups]`; a weighted grid takes the mean square of its inputs into account."""
+    """Return parameters `[out, groups]`; a weighted grid weighs by the mean square of its inputs."""
     return grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
 
 
 def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
-    """`weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
+    """Return `weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
     codes = grid.round(weight.reshape(-1, grid.group_size), flat(params))
     return QuantizedWeight(grid, codes.view(weight.shape), params)
 
 
 def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
-    """`Ŵ - W`, `[out, in]`, of `nearest`."""
+    """Return `Ŵ - W`, `[out, in]`, of `nearest`."""
     delta = torch.empty_like(weight)
 
     def work(part: slice) -> None:
@@ -51,8 +51,8 @@ def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class RtnSolver:
-    """Round to nearest. threshold: count LLM.int8's outlier columns, which takes calibration.
-    weighted: measure errors at the outputs, and clip the groups of grids that say so.
+    """Round to nearest. threshold: of LLM.int8's outlier columns, to be counted in calibration text.
+    weighted: measure errors at the outputs, and clip the groups of grids with `clip`.
     """
 
     threshold: float | None = None
@@ -69,7 +69,7 @@ class RtnSolver:
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
     ) -> list[Solved]:
-        """Without second moments there are no errors: no inputs are known to weigh them with."""
+        """Solve a site; errors are None without second moments."""
         if self.weighted:
             pairs = zip(weights, grids, strict=True)
             return [_weighted(weight, grid, statistics.hessian) for weight, grid in pairs]
@@ -83,7 +83,7 @@ class RtnSolver:
 
 
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
-    """Rounded with clipped ranges if the grid is to be clipped and the outputs gain by it."""
+    """Round with clipped ranges if the grid is to be clipped and the outputs gain by it."""
 
     def loss(delta: Tensor) -> float:
         return row_losses(delta, hessian).sum().item()
@@ -103,7 +103,7 @@ SHRINKS = tuple(1 - k / 20 for k in range(10))  # 1.00, 0.95 … 0.55 of a group
 
 
 def clipped_ranges(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
-    """Parameters `[out, groups]` for `weight [out, in]`: per row and group, the candidate of least loss.
+    """Return parameters `[out, groups]` for `weight [out, in]`: per row and group, those of least loss.
 
     The full range is a candidate, and the first wins a tie.
     """

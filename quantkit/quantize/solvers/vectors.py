@@ -1,9 +1,9 @@
-"""The columns of GPTQ's sweep where several are chosen together, from a code book.
+"""The columns of GPTQ's sweep for code books, which choose several columns together.
 
-Of a vector v of columns that follows errors e, with H = U D Uᵀ, the loss is `|(e_v U_vv + s) D_v^½|²` with
-`s = Σ_{k<v} e_k U_kv`: the squared distance, in the metric `M = U_vv D_v U_vvᵀ`, of its values from
-`w_v + s U_vv⁻¹`. So what to look for is the nearest vector of the code book in that metric; later columns
-make up for its error as for that of any other column.
+Of a vector v of columns that follows errors e, with H = U D Uᵀ, the loss is `|(e_v U_vv + s) D_v^½|²` with `s
+= Σ_{k<v} e_k U_kv`: the squared distance, in the metric `M = U_vv D_v U_vvᵀ`, of its values from `w_v + s
+U_vv⁻¹`. So the choice is the nearest vector of the code book in that metric; later columns make up for its
+error as for the error of any other column.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ REACH = 2  # scales on either side of the fitted one that are tried; 1 loses 1 t
 
 
 class Vectors(Columns):
-    """As Columns, of a grid with vectors."""
+    """Columns of a grid with vectors."""
 
     def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Codes, errors and loss of a group's columns, and its parameters: of the scales about the fitted one
-        a sub-block gets that with which its vectors, which know of the errors before them, lose least."""
+        """Choose codes, errors and loss of a group's columns, and its parameters: of the scales around the
+        fitted one a sub-block gets the scale of least loss, given the errors before."""
         grid, size = self.grid, self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -42,7 +42,7 @@ class Vectors(Columns):
         self.chosen.params.append(params)
 
     def _swept(self, part: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """With each of `steps`: levels and errors `[candidates, columns, out]`, loss `[candidates, out]`."""
+        """Return for each of `steps` levels and errors `[candidates, columns, out]`, and the loss."""
         count, rows = steps.shape
         W, fed = self.Wt[part], self.chosen.E[part]
         levels = W.new_empty(len(W), count, rows)
@@ -68,9 +68,9 @@ class Vectors(Columns):
 
 
 def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
-    """As refine.refine, a vector at a time: with all others as they are it is chosen again, nearest to
-    `ŵ_v + H_vv⁻¹ r_v` in the metric H_vv; then a sub-block's scale, and the group's. Nothing that would raise
-    the loss of a row is kept. hessian: `[in, in]`, damped."""
+    """Improve codes and parameters like refine.refine, one vector at a time: nearest to `ŵ_v + H_vv⁻¹ r_v` in
+    the metric H_vv; then a sub-block's scale, and the group's. No step raises the loss of a row. hessian:
+    `[in, in]`, damped."""
     for _ in range(cycles):
         for k in range(len(chosen.params)):
             _Visit(chosen, grid, hessian, k).improve()
@@ -87,7 +87,7 @@ class _Visit:
         self.levels = grid.levels(self.codes)
 
     def improve(self) -> None:
-        """Vectors and scale of every sub-block, then the scale of all."""
+        """Improve vectors and scale of every sub-block, then the scale of the group."""
         grid, params = self.grid, self.chosen.params[self.k]
         for b, low in enumerate(range(0, grid.group_size, grid.sub_size)):
             part = slice(low, low + grid.sub_size)
@@ -101,7 +101,7 @@ class _Visit:
         grid.codes(self.levels, self.codes)
 
     def _choose(self, part: slice, step: Tensor) -> None:
-        """The vectors of a sub-block."""
+        """Choose the vectors of a sub-block again."""
         for low in range(part.start, part.stop, self.grid.vector_size):
             v = slice(low, low + self.grid.vector_size)
             own, old = self.hessian[v, v], self.levels[v]
@@ -111,24 +111,24 @@ class _Visit:
             self.levels[v] = found
 
     def _factor(self, part: slice, values: Tensor) -> Tensor:
-        """What `values` of those columns would best be multiplied with, `[out]`."""
+        """Return the best common factor on `values` of these columns, `[out]`."""
         power = (self.hessian[part, part] @ values).mul_(values).sum(0)
         factor = 1 + (self.residual[part] * values).sum(0) / power
         return torch.where((power > 0) & (factor > 0), factor, 1.0)
 
     def _rescale(self, part: slice, params: Any, better: Any) -> Any:
-        """Those of both parameters, row by row, with which these levels lose less."""
+        """Return, row by row, the parameters with which these levels lose less."""
         moved = self.levels[part] * (self._steps(better) - self._steps(params))[part]
         keep = self._change(part, moved) < 0
         self._move(part, moved.mul_(keep))
         return select(keep, better, params)
 
     def _steps(self, params: Any) -> Tensor:
-        """Step of every column, `[group_size, out]`."""
+        """Return the step of every column, `[group_size, out]`."""
         return self.grid.steps(params)[0].repeat_interleave(self.grid.sub_size, 0)
 
     def _change(self, part: slice, moved: Tensor) -> Tensor:
-        """How the loss changes, `[out]`, where the values of those columns have `moved`."""
+        """Return the change of the loss, `[out]`, if the values of these columns have `moved`."""
         return (self.hessian[part, part] @ moved).sub_(self.residual[part], alpha=2).mul_(moved).sum(0)
 
     def _move(self, part: slice, moved: Tensor) -> None:

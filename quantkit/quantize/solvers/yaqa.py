@@ -1,17 +1,16 @@
 """YAQA: error feedback from both sides of a linear (Tseng et al. 2025, arXiv:2505.22988).
 
-GPTQ keeps the error of a linear's outputs small, whatever becomes of it behind. With G, the curvature of the
-model's own loss on the output side (`quantize/calibrate/curvature.py`), the loss of an error `E = W - Ŵ` is
-`tr(G E H Eᵀ)`: errors that two rows make together may cost less than either alone. Its least values on a grid
-are sought as GPTQ does on its side, by Babai's nearest plane for the Kronecker product `G ⊗ H` (section 3.2
-there): with `G = B Bᵀ`, B upper triangular in blocks of rows, rows `R` are quantized for a target that makes
-up for the errors of all rows P before them,
+GPTQ keeps the error of a linear's outputs small, without the model after the linear. With G, the curvature of
+the model's own loss on the output side (`quantize/calibrate/curvature.py`), the loss of an error `E = W - Ŵ`
+is `tr(G E H Eᵀ)`: errors of two rows together may cost less than either alone. Babai's nearest plane for the
+Kronecker product `G ⊗ H` (section 3.2) is the two-sided GPTQ: with `G = B Bᵀ`, B upper triangular in blocks
+of rows, rows `R` are quantized for a target that makes up for the errors of all rows P before them,
 
     W_R + (B_PR B_RR⁻¹)ᵀ E_P,
 
-by the one-sided sweep, which takes care of H: for rows quantized one after another that is Babai exactly;
-here the rows of a block share the sweep's launches. `descent.py` then chooses codes and scales again, knowing
-all rows. Rows with large curvature come first.
+by the one-sided sweep over H. For rows quantized one after another this is Babai exactly; here the rows of a
+block share the sweep's launches. `descent.py` then chooses codes and scales again, given all rows. Rows with
+large curvature come first.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.descent import Descent
 from quantkit.quantize.solvers.gptq import (
     GptqSolver,
-    Target,
     aimed,
     assembled,
     column_order,
@@ -41,44 +39,31 @@ from quantkit.quantize.solvers.gptq import (
 )
 from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
-ROWS = 32  # that one sweep quantizes without knowing of each other
+ROWS = 32  # rows of one sweep, quantized independently
 INDEFINITE = "its curvature is not positive definite: quantized by its inputs alone"
 UNREACHED = "no gradient reached it: quantized by its inputs alone"
 
 
 @dataclass(frozen=True)
-class YaqaSolver:
-    """damp, act_order, refine, target: as GPTQ's. output_damp: share of G's mean diagonal added to it."""
+class YaqaSolver(GptqSolver):
+    """GPTQ's options, and output_damp: share of G's mean diagonal added to it."""
 
-    damp: float = 0.01
-    act_order: str = "group"
-    refine: int = 2
-    target: Target = "own"
     output_damp: float = 0.03
 
     @property
     def needs(self) -> frozenset[str]:
-        return self._one_sided.needs | {"curvature"}
-
-    @property
-    def _one_sided(self) -> GptqSolver:
-        return GptqSolver(self.damp, self.act_order, self.refine, self.target)
-
-    def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
-        """See GptqSolver."""
-        return self._one_sided.pivots(hessian, grid)
+        return super().needs | {"curvature"}
 
     def solve(
         self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
     ) -> list[Solved]:
-        """weights: `[out_k, in]` float32; statistics.hessian: `[in, in]`; .curvatures: one for each.
+        """Solve weights `[out_k, in]` float32; statistics.hessian: `[in, in]`; .curvatures: one for each.
 
-        A linear that GPTQ, knowing H alone, quantizes with less loss of this kind, too, or no gradient has
-        reached, is what GPTQ made of it, and says so.
+        A linear keeps GPTQ's result, with a note, if its two-sided loss is lower or no gradient reached it.
         """
         assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
         weights, statistics = aimed(weights, statistics, self.damp), replace(statistics, drift=None)
-        plain = self._one_sided.solve(weights, grids, statistics)
+        plain = super().solve(weights, grids, statistics)
         if not statistics.curvatures:  # of the output matrix
             return plain
         found = []
@@ -92,8 +77,8 @@ class YaqaSolver:
         return found
 
     def _better(self, weight: Tensor, plain: Solved, hessian: Tensor, curvature: Tensor) -> Solved:
-        """What two-sided feedback makes of a linear, or `plain` where that loses less on both sides."""
-        chosen = self.quantize(weight, plain.weight.grid, hessian, curvature)
+        """Return the result of two-sided feedback, or `plain` if its two-sided loss is lower."""
+        chosen = self.quantize_both_sides(weight, plain.weight.grid, hessian, curvature)
         if chosen is None:
             return replace(plain, notes=(*plain.notes, INDEFINITE))
         delta, before = chosen.values() - weight, plain.weight.values() - weight
@@ -104,10 +89,10 @@ class YaqaSolver:
         whole = max(loss(weight, hessian), 1e-30)
         return replace(plain, weight=chosen, error=loss(delta, hessian) / whole, notes=clipping(chosen))
 
-    def quantize(
+    def quantize_both_sides(
         self, weight: Tensor, grid: Grid, hessian: Tensor, curvature: Tensor
     ) -> QuantizedWeight | None:
-        """`weight [out, in]` on `grid`; None where a curvature is not positive definite even when damped."""
+        """Quantize `weight [out, in]` on `grid`; None if H or G is not positive definite even when damped."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
         H = hessian.index_select(0, order).index_select(1, order)
@@ -143,8 +128,8 @@ def feedback(
     refined: Callable[[Tensor, Chosen], None] | None = None,
 ) -> Chosen:
     """Quantize `Wt [in, out]` block of rows by block of rows, each for a target that makes up for the errors
-    of those before it; U, D: of the columns (`sweep`); B `[out, out]`: G is `B Bᵀ`; used up. refined: makes
-    what the sweep chose for a block of rows better, given its target."""
+    of the blocks before; U, D: of the columns (`sweep`); B `[out, out]`: G is `B Bᵀ`; used up. refined:
+    improves the choice of the sweep for a block of rows, given its target."""
     E = torch.empty_like(Wt)
     parts = []
     for start in range(0, Wt.shape[1], ROWS):
@@ -162,5 +147,5 @@ def feedback(
 
 
 def two_sided_loss(delta: Tensor, hessian: Tensor, curvature: Tensor) -> float:
-    """`tr(G dW H dWᵀ)` for `delta [out, in]`."""
+    """Return `tr(G dW H dWᵀ)` for `delta [out, in]`."""
     return ((delta @ hessian) * (curvature @ delta)).sum().item()

@@ -164,11 +164,11 @@ class Scratch:
     """
 
     def __init__(self, folder: Path):
-        self._folder = folder
+        self.folder = folder
         self._list = folder / LIST
 
     def _path(self, name: str) -> Path:
-        return self._folder / f"{name}.safetensors"
+        return self.folder / f"{name}.safetensors"
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Tensors of the host under a name."""

@@ -1,8 +1,8 @@
 """AWQ: activation-aware scaling (Lin et al. 2023, arXiv:2306.00978, section 3.2 and equation 5).
 
-Columns of linears that meet large activations are scaled up before rounding, by `s = mean|x|^α` normalised so
-that `max(s) min(s) = 1`, and the inputs scaled down by the same factors, which are folded into whatever
-produces them. One α per producer is searched: from 0, which changes nothing, to 1.
+Columns of linears with large activations are scaled up before rounding, by `s = mean|x|^α` normalised so that
+`max(s) min(s) = 1`, and the inputs are scaled down by the same factors, which are folded into the producer of
+the inputs. One α per producer is searched: from 0, which changes nothing, to 1.
 
 The loss of a candidate is the squared error of the linears' outputs, `tr(dW H dWᵀ)` with
 `dW = Q(W s) / s - W`: quadratic in dW, so the second moments H stand for the calibration tokens, and their
@@ -21,12 +21,12 @@ from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import Losses, Score
 
-SCALE_MIN = 1e-4  # of s before normalisation: a channel that hardly lives is not scaled away
+SCALE_MIN = 1e-4  # least s before normalisation
 
 
 @dataclass(frozen=True)
 class AwqScore(Score):
-    """n_grid: how many values of α are tried, 0 and 1 among them."""
+    """Loss of round to nearest. n_grid: number of values of α, from 0 to 1."""
 
     n_grid: int = 20
     needs = frozenset({"hessian", "magnitude"})
@@ -42,10 +42,10 @@ class AwqScore(Score):
 
 
 def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
-    """The scale `[in]` of least loss; None where no scaling is best.
+    """Return the scale `[in]` of least loss; None if no scaling is best.
 
     magnitude: mean |x| of each channel, `[in]`. Of equal losses the smaller α wins. Middle exponents, the
-    likely ones, come first, so that others are given up early.
+    likely ones, come first, so that others end early.
     """
     best, best_loss, chosen = None, float(sum(losses.plain)), 0
     for k in sorted(range(1, n_grid), key=lambda k: abs(k - n_grid / 2)):
@@ -57,6 +57,6 @@ def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
 
 
 def candidate(magnitude: Tensor, alpha: float) -> Tensor:
-    """`s = mean|x|^α`, normalised so that its largest and smallest value are each other's inverse."""
+    """Return `s = mean|x|^α`, normalised so that largest and smallest value are each other's inverse."""
     scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
     return scale / square_root((scale.max() * scale.min())[None])

@@ -1,9 +1,10 @@
-"""An expert as a block of its own: what is folded inside it concerns nothing else of its layer."""
+"""An expert as a block of its own: folds inside it concern nothing else of its layer."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -16,8 +17,8 @@ from quantkit.quantize.transforms.probe import probing
 
 @dataclass(frozen=True)
 class Expert:
-    """prefix: what the names of its linears begin with in the block. sites: in the block -> in `view`.
-    known: producers found in an expert of its layer before, empty for the first."""
+    """An expert and its view. prefix: of the names of its linears in the block. sites: in the block -> in
+    `view`. known: producers found in an earlier expert of its layer, empty for the first."""
 
     prefix: str
     view: BlockView
@@ -25,8 +26,8 @@ class Expert:
     known: list[list[Producer]]
 
     def find_folds(self) -> list[Fold]:
-        """Folds inside the expert. Experts of a layer compute alike: what the first has is tried, and proven,
-        in all others."""
+        """Return the folds inside the expert. Experts of a layer have equal modules: the first one's folds
+        are tried, and proven, in all others."""
         with probing(self.view) as probe:
             if self.known:
                 return find_folds(probe, lambda *_: iter(self.known[0]))
@@ -35,13 +36,13 @@ class Expert:
         return found
 
     def tell(self, inner: Transformed, result: Transformed) -> None:
-        """Add what was done inside to what was done to the block."""
+        """Add the changes inside the expert to the changes of the block."""
         result.changed.update(f"{self.prefix}{name}" for name in inner.changed)
-        result.rtn_errors.update({f"{self.prefix}{name}": error for name, error in inner.rtn_errors.items()})
-        result.notes.update({f"{self.prefix}{name}": notes for name, notes in inner.notes.items()})
         result.row_factors.update({f"{self.prefix}{name}": part for name, part in inner.row_factors.items()})
-        for name, scaled in inner.scaled.items():
-            result.scaled[f"{self.prefix}{name}"] = scaled | {"into": f"{self.prefix}{scaled['into']}"}
+        for name, facts in inner.known.items():
+            if scaled := facts.get("scaled"):
+                facts |= {"scaled": scaled | {"into": f"{self.prefix}{scaled['into']}"}}
+            result.tell(f"{self.prefix}{name}", **facts)
         result.statistics.update({site: inner.statistics[own] for site, own in self.sites.items()})
 
 
@@ -51,10 +52,10 @@ def experts(
     folded: Collection[Site],
     known: dict[str, list[list[Producer]]],
 ) -> Iterator[Expert]:
-    """Experts of a block with sites that are to be quantized and not `folded` yet.
+    """Yield the experts of a block with sites that are to be quantized and not `folded` yet.
 
-    entering: a few tokens by place, `[tokens, in]` float32, of which each goes through all experts here.
-    known: by layer, see `Expert`.
+    entering: a few tokens by place, `[tokens, in]` float32; each goes through all experts here. known: by
+    layer, see `Expert`.
     """
     for name, layer in view.block.named_modules():
         if not isinstance(layer, Experts):
@@ -69,24 +70,14 @@ def experts(
                 if site.linears and site.linears[0].startswith(prefix) and site not in folded
             }
             if sites:
-                yield Expert(
-                    prefix,
-                    _view(view, prefix, layer, index, sites, tokens),
-                    sites,
-                    known.setdefault(name, []),
+                grids = {name: grid for name, grid in view.grids.items() if name.startswith(prefix)}
+                inner = replace(
+                    view,
+                    block=layer.get_submodule(str(index)),
+                    sites=list(sites.values()),
+                    statistics={own: view.statistics[site] for site, own in sites.items()},
+                    grids={name.removeprefix(prefix): grid for name, grid in grids.items()},
+                    probe=partial(layer.alone, index, tokens),
+                    stored=lambda name, tensor, prefix=prefix: view.stored(f"{prefix}{name}", tensor),
                 )
-
-
-def _view(
-    view: BlockView, prefix: str, layer: Experts, index: int, sites: Mapping[Site, Site], tokens: Tensor
-) -> BlockView:
-    grids = {name: grid for name, grid in view.grids.items() if name.startswith(prefix)}
-    return replace(
-        view,
-        block=layer.get_submodule(str(index)),
-        sites=list(sites.values()),
-        statistics={own: view.statistics[site] for site, own in sites.items()},
-        grids={name.removeprefix(prefix): grid for name, grid in grids.items()},
-        probe=lambda: layer.alone(index, tokens),
-        stored=lambda name, tensor: view.stored(f"{prefix}{name}", tensor),
-    )
+                yield Expert(prefix, inner, sites, known.setdefault(name, []))

@@ -1,17 +1,17 @@
-"""Which scales can be folded away: proven on the block itself, not listed by architecture.
+"""Folds: scales that the producer of a linear's inputs can take, proven on the block, not listed by
+architecture.
 
-The inputs of linears may be divided by s, and their columns multiplied by it, if whatever produces those
-inputs can be divided by s instead: a norm's weight, or rows of another linear (v for o through attention, up
-for down, fc1 for fc2 through ReLU). A guess is tried with random powers of two, by which every product scales
-without rounding: the producer is divided, and whatever then reads divided inputs is multiplied, until nothing
-more does: linears, all experts of a layer, a router that is no linear. If neither the inputs of anything else
-nor the block's output have moved by then, the scales are foldable.
+The inputs of linears may be divided by s, and their columns multiplied by s, if their producer can be divided
+by s instead: a norm's weight, or rows of another linear (v for o through attention, up for down, fc1 for fc2
+through ReLU). A guess is tried with random powers of two, which round nothing: the producer is divided, and
+all readers of divided inputs are multiplied: linears, all experts of a layer, a router that is no linear. If
+no other input and not the block's output have changed, the scales are foldable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from quantkit.quantize.transforms.probe import Observation, Probe, alike, assign
 
 @dataclass(frozen=True)
 class Producer:
-    """Where scales go. name: a module of the block. rows: int64 `[in]`, the row of its weight that each
+    """A module that takes scales. name: in the block. rows: int64 `[in]`, the row of its weight that each
     channel of its readers follows; grouped heads share rows. one_plus: its weight acts as 1 + w.
     """
 
@@ -33,9 +33,9 @@ class Producer:
     one_plus: bool = False
 
     def tied(self, channels: Tensor) -> Tensor:
-        """The mean of `channels [in]` over the channels that share a row, `[in]`.
+        """Return the mean of `channels [in]` over the channels that share a row, `[in]`.
 
-        On the host: CUDA adds up in any order, and the same job is to write the same bytes twice.
+        Computed on the host: CUDA adds in any order, and a job has to write the same bytes twice.
         """
         rows, values = self.rows.cpu(), channels.cpu()
         count = int(rows.max()) + 1
@@ -43,15 +43,15 @@ class Producer:
         return (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows].to(channels.device)
 
     def factor(self, block: nn.Module, scale: Tensor) -> Tensor:
-        """What the rows of its weight are multiplied by, `[rows]`, for products divided by `scale [in]`."""
+        """Return the factors of its weight's rows, `[rows]`, that divide its products by `scale [in]`."""
         rows = len(block.get_submodule(self.name).weight)
         factor = torch.ones(rows, dtype=torch.float32, device=scale.device)
         factor[self.rows] = 1 / scale
         return factor
 
     def divided(self, block: nn.Module, scale: Tensor) -> dict[str, Tensor]:
-        """The producer's parameters, float32, by their names in the block, for products divided by `scale
-        [in]`, equal on channels that share a row."""
+        """Return the producer's parameters, float32, by their names in the block, that divide its products by
+        `scale [in]`, equal on channels that share a row."""
         module = block.get_submodule(self.name)
         factor = self.factor(block, scale)
         weight = module.weight.float()
@@ -67,18 +67,18 @@ class Producer:
 
 @dataclass(frozen=True)
 class Fold:
-    """A producer, and all that reads its products. columns: parameters to multiply, by name in the block,
-    with the axis of their input channels; those of `sites`, and matrices that are no linear's."""
+    """A producer and all its readers. columns: parameters whose last axis is to be multiplied, by name in the
+    block: of `sites`, and matrices that are no linear's."""
 
     producer: Producer
     sites: tuple[Site, ...]
-    columns: Mapping[str, int]
+    columns: tuple[str, ...]
 
 
 def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | None = None) -> list[Fold]:
-    """Folds of as many sites as there are any for, each in one; `candidates`: other than `guesses`.
+    """Return folds, each site in one at most; `candidates`: instead of `guesses`.
 
-    What was found in other blocks plays no part: a job that was resumed has not seen them.
+    Folds of other blocks play no part: a resumed job has not seen them.
     """
     before, found = probe.run(), []
     for place, (site, *_) in probe.readers.items():
@@ -93,7 +93,7 @@ def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | Non
 
 
 def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]:
-    """The likely ones first: norms, linears row by channel, then parts of larger or smaller ones."""
+    """Yield likely producers first: norms, linears row by channel, then parts of larger or smaller ones."""
     width, device = before.inputs[place].shape[-1], before.output.device
     identity = torch.arange(width, device=device)
     reading = {name for site in probe.readers[place] for name in site.linears}
@@ -117,13 +117,13 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
 
 
 def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
-    """The fold of a producer, tried with scales drawn at random; None unless all that reads its products can
-    make up for them."""
+    """Return the fold of a producer, tried with random scales; None unless all readers can make up for
+    them."""
     generator = torch.Generator().manual_seed(len(producer.rows))
     exponents = torch.randint(-1, 2, (int(producer.rows.max()) + 1,), generator=generator)
     scale = torch.exp2(exponents.to(producer.rows.device).float())[producer.rows]
     places: list[str] = []
-    columns: dict[str, int] = {}
+    columns: list[str] = []
     with probe.restored():
         for name, tensor in producer.divided(probe.block, scale).items():
             assign(probe.block, name, tensor)
@@ -136,48 +136,48 @@ def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
             ]
             for place in new:
                 probe.multiply(place, scale)
-                columns |= probe.columns(place)
+                columns += probe.columns(place)
             places += new
-            matrices = {} if new else _made_up(probe, before, after, scale)
-            columns |= matrices
+            matrices = [] if new else _made_up(probe, before, after, scale)
+            columns += matrices
             if not new and not matrices:
                 break
     if places and _settled(after, before, places, scale):
-        return Fold(producer, tuple(site for place in places for site in probe.readers[place]), columns)
+        sites = tuple(site for place in places for site in probe.readers[place])
+        return Fold(producer, sites, tuple(columns))
     return None
 
 
 def _divided(after: Tensor | None, before: Tensor, scale: Tensor) -> bool:
-    """Whether a tensor is what it was, divided by `scale [in]`."""
+    """Return True if `after` is `before` divided by `scale [in]`."""
     if after is None or before.shape[-1:] != scale.shape or after.shape != before.shape:
         return False
     return bool(before.any()) and alike(after.float() * scale, before.float())
 
 
-def _made_up(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> dict[str, int]:
-    """Matrices of a module that read divided inputs, with the axis along which multiplying them lets the
-    module return what it returned; they are multiplied. None of a module that returns the same anyway."""
+def _made_up(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> list[str]:
+    """Multiply the last axis of a module's matrices that read divided inputs; return their names if the
+    module then returns the same as before. Modules with unchanged outputs are left alone."""
     for name, leaves in probe.own.items():
         entered = before.entered.get(name)
         if entered is None or not _divided(after.entered.get(name), entered, scale):
             continue
         if _all_alike(after.left[name], before.left[name]):
             continue
-        for axis in (-1, -2):
-            fit = [f"{name}.{leaf}" if name else leaf for leaf in leaves]
-            kept = {full: probe.block.get_parameter(full) for full in fit}
-            kept = {full: part for full, part in kept.items() if part.shape[axis] == len(scale)}
-            for full, part in kept.items():
-                assign(probe.block, full, along(part, scale, axis))
-            if kept and _all_alike(probe.run().left[name], before.left[name]):
-                return dict.fromkeys(kept, axis)
-            for full, part in kept.items():
-                assign(probe.block, full, part)
-    return {}
+        names = [f"{name}.{leaf}" if name else leaf for leaf in leaves]
+        kept = {full: probe.block.get_parameter(full) for full in names}
+        kept = {full: part for full, part in kept.items() if part.shape[-1] == len(scale)}
+        for full, part in kept.items():
+            assign(probe.block, full, part * scale)
+        if kept and _all_alike(probe.run().left[name], before.left[name]):
+            return list(kept)
+        for full, part in kept.items():
+            assign(probe.block, full, part)
+    return []
 
 
 def _settled(after: Observation, before: Observation, places: list[str], scale: Tensor) -> bool:
-    """Whether all is as it was, but for divided inputs at these places."""
+    """Return True if nothing has changed but divided inputs at these places."""
     if after.inputs.keys() != before.inputs.keys() or after.left.keys() != before.left.keys():
         return False
     for place, inputs in before.inputs.items():
@@ -193,18 +193,13 @@ def _all_alike(after: list[Tensor], before: list[Tensor]) -> bool:
     return len(after) == len(before) and all(map(alike, after, before))
 
 
-def along(tensor: Tensor, scale: Tensor, axis: int) -> Tensor:
-    """`tensor`, float32, times `scale` along an axis counted from the end."""
-    return tensor.float() * scale.reshape(-1, *[1] * (-axis - 1))
-
-
 GRANULES = 16, 64  # rows of a fused linear tried together, up to LARGE and beyond: heads are multiples
 LARGE = 4096
 
 
 @dataclass(frozen=True)
 class Following:
-    """What enters at `place` while rows of linear `name` change; before: what enters as they are."""
+    """The response of the inputs at `place` to changed rows of linear `name`; before: without changes."""
 
     probe: Probe
     place: str
@@ -212,10 +207,10 @@ class Following:
     before: Observation
 
     def rows(self) -> Tensor | None:
-        """For every channel that enters, the row it is proportional to, `[in]`.
+        """Return the row that every input channel is proportional to, `[in]`; None if some channel has none.
 
-        Rows that act on nothing but single channels are found by halving; which of them a channel follows
-        is then read off bit by bit: with bit k of their number set, rows are doubled, and channels with them.
+        Rows that act on single channels alone are found by halving. The row of a channel is then read bit by
+        bit: rows with bit k of their number set are doubled, and their channels with them.
         """
         out_features = self.probe.block.get_submodule(self.name).out_features
         granule = math.gcd(out_features, GRANULES[out_features > LARGE])
@@ -243,7 +238,7 @@ class Following:
         return self.before.inputs[self.place]
 
     def _proportional(self, rows: Tensor, granule: int) -> Iterator[Tensor]:
-        """The parts of `rows` in proportion to which channels move, and nothing else of them."""
+        """Yield the parts of `rows` to which channels are proportional."""
         response = self._response(rows)
         if isinstance(response, Tensor):
             yield rows
@@ -254,9 +249,9 @@ class Following:
                     yield from self._proportional(part, granule)
 
     def _response(self, rows: Tensor):
-        """Which channels double, bool `[in]`, when these rows do.
+        """Return the channels that double, bool `[in]`, if these rows double.
 
-        _UNMOVED when none does, None when any moves otherwise, or is zero and cannot tell.
+        _UNMOVED if no channel changes; None if any changes otherwise, or is zero.
         """
         module = self.probe.block.get_submodule(self.name)
         with self.probe.restored():
@@ -279,11 +274,11 @@ _UNMOVED = object()
 
 
 def divided(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The scale `[in]` that a producer's 16-bit weights really have when divided by `scale`, and its
+    """Return the exact scale `[in]` of a producer's 16-bit weights after division by `scale`, and its
     parameters, float32, by their names in the block.
 
-    A norm's weight is rounded first, and the columns then take what is left: `w / w_stored`. Rows of a
-    linear have no single factor once rounded; they are quantized, or lose what 16 bit lose.
+    A norm's weight is rounded first, and the columns then take `w / w_stored`. Rows of a linear have no
+    single factor once rounded: they are quantized, or lose what 16 bit lose.
     """
     weight = view.block.get_submodule(producer.name).weight
     if weight.ndim == 1:

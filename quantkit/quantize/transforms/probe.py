@@ -1,8 +1,7 @@
-"""What a block shows of itself while a few tokens go through it.
+"""Observations of a block while a few tokens go through it.
 
-A layer of experts takes part as a whole: one random linear stands in for all of them, with another factor for
-each, so that a token that is routed elsewhere shows. The experts' own weights are not needed, and a forward
-costs the same whatever their number.
+One random linear stands in for all experts of a layer, with another factor for each expert, so that a token
+that is routed elsewhere shows. The experts' own weights are not needed.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms t
 
 @dataclass(frozen=True)
 class Observation:
-    """What a forward showed. inputs: at every place where linears read, `[..., in]`; entered: the first
-    tensor that a module with matrices of its own was given; left: all that it returned; output: the block's.
-    """
+    """Tensors of one forward. inputs: at every place where linears read, `[..., in]`; entered: the first
+    input of every module with matrices of its own; left: all its outputs; output: the block's."""
 
     inputs: Mapping[str, Tensor]
     entered: Mapping[str, Tensor]
@@ -37,9 +35,9 @@ class Observation:
 class Probe:
     """A block in float32 to experiment on; see `probing`.
 
-    readers: by place, the sites that read what enters there: one, or those of all experts of a layer.
-    stand_ins: by such a layer's place, the linear that computes instead of its experts. own: matrices that
-    are no linear's, by the module that has them, such as a router's.
+    readers: by place, the sites that read there: one, or those of all experts of a layer. stand_ins: by such
+    a layer's place, the linear that computes instead of its experts. own: matrices that are no linear's, by
+    module, such as a router's.
     """
 
     def __init__(self, view: BlockView):
@@ -58,16 +56,16 @@ class Probe:
                 self.own[name] = leaves
 
     def modules(self) -> dict[str, nn.Module]:
-        """Those of the block, experts left out."""
+        """Return the block's modules without experts."""
         inside = tuple(f"{name}." for name in self.layers)
         return {name: part for name, part in self.block.named_modules() if not f"{name}.".startswith(inside)}
 
-    def columns(self, place: str) -> dict[str, int]:
-        """The weights that read at a place, with the axis of their input channels."""
-        return {f"{name}.weight": -1 for site in self.readers[place] for name in site.linears}
+    def columns(self, place: str) -> list[str]:
+        """Return the weights that read at a place."""
+        return [f"{name}.weight" for site in self.readers[place] for name in site.linears]
 
     def multiply(self, place: str, scale: Tensor) -> None:
-        """Multiply the columns that read at a place; of experts, those of their stand-in."""
+        """Multiply the columns that read at a place; for experts, those of their stand-in."""
         stand_in = self.stand_ins.get(place)
         if stand_in is not None:
             stand_in.weight = nn.Parameter(stand_in.weight * scale, requires_grad=False)
@@ -76,7 +74,7 @@ class Probe:
             assign(self.block, name, self.block.get_parameter(name) * scale)
 
     def run(self) -> Observation:
-        """One forward."""
+        """Run one forward."""
         inputs, entered, left = {}, {}, {}
 
         def keep(name: str) -> Callable:
@@ -100,7 +98,7 @@ class Probe:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put all parameters back afterwards, but for those of experts, which nobody touches."""
+        """Put all parameters back afterwards, except those of experts, which do not change."""
         modules = [*self.modules().values(), *self.stand_ins.values()]
         kept = [(module, dict(module.named_parameters(recurse=False))) for module in modules]
         try:
@@ -113,7 +111,7 @@ class Probe:
 
 @contextmanager
 def probing(view: BlockView) -> Iterator[Probe]:
-    """A probe of the block, in which nothing stands for its experts any more afterwards."""
+    """Yield a probe of the block; afterwards its experts compute again."""
     probe = Probe(view)
     for name, layer in probe.layers.items():
         layer.forward = _computing(layer, probe.stand_ins[f"{name}.entering"])
@@ -125,7 +123,7 @@ def probing(view: BlockView) -> Iterator[Probe]:
 
 
 def _stand_in(layer: Experts, device: torch.device) -> nn.Linear:
-    """A linear as wide as an expert of the layer, which may be on the meta device, with random weights."""
+    """Return a linear with random weights, as wide as an expert of the layer."""
     width = layer.get_submodule(f"0.{layer.down}").out_features
     weight = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
     linear = nn.Linear(width, width, bias=False, device="meta")
@@ -134,7 +132,7 @@ def _stand_in(layer: Experts, device: torch.device) -> nn.Linear:
 
 
 def _computing(layer: Experts, linear: nn.Linear) -> Callable:
-    """The forward of a layer whose experts are `linear`, each with a factor of its own."""
+    """Return the forward of a layer whose experts are `linear`, each with a factor of its own."""
 
     def forward(hidden: Tensor, *routing) -> Tensor:
         found = linear(layer.entering(hidden))
@@ -149,7 +147,7 @@ def _computing(layer: Experts, linear: nn.Linear) -> Callable:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Token by token: one token with massive activations would hide what happens to all others."""
+    """Compare token by token: one token with massive activations would hide all others."""
     if a.shape != b.shape:
         return False
     if not b.is_floating_point():
@@ -160,7 +158,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def assign(block: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put a parameter of the block in place, in the dtype that it has."""
+    """Replace a parameter of the block, in its dtype."""
     owner, _, leaf = name.rpartition(".")
     module = block.get_submodule(owner)
     dtype = getattr(module, leaf).dtype
@@ -173,8 +171,8 @@ def _tensors(tree: object) -> list[Tensor]:
 
 @contextmanager
 def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",)) -> Iterator[None]:
-    """Hold the parameters of the block, or of these modules of it, in float32. Afterwards those that stay in
-    16 bit are rounded as they will be stored, if they are `changed`; weights to be quantized wait in float32,
+    """Keep the parameters of the block, or of these modules of it, in float32. Afterwards `changed`
+    parameters that stay in 16 bit are rounded as they will be stored; weights to be quantized stay in float32
     and leave `changed`."""
     found = {name: view.block.get_submodule(name) for name in modules}
     dtypes = {
@@ -199,7 +197,7 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
 
 
 def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Let linears compute in these dtypes again; weights that this rounds, float32, by name."""
+    """Let linears compute in these dtypes again; return the float32 weights that this rounds, by name."""
     exact = {}
     for name, dtype in dtypes.items():
         module = block.get_submodule(name)

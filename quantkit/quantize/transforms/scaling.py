@@ -1,15 +1,15 @@
-"""Columns of linears are scaled before rounding, and what produces their inputs divided by as much.
+"""Columns of linears are scaled before rounding, and the producer of their inputs is divided by the scale.
 
-Which of a linear's columns count, and so what a scale is worth, is a `Score`: AWQ's (`awq`), that of error
-feedback (`feedback`), or that of inputs which are rounded, too (`smooth`). All else is here.
+A `Score` is the loss under a scale and the search for the best one: AWQ's (`awq`), that of error feedback
+(`auto`), or that of rounded inputs (`smooth`).
 
-Where several sites read one producer, as a router, all experts and a shared one read the norm before them,
-they share a scale, and their losses add up, weighted by tokens. Experts count with the second moments of what
-enters their layer, one matrix for all, and of many rows an even sample is searched: 128 experts cost no more
-than a dense layer. A router stays in 16 bit, and its columns are rounded to them once more.
+Sites that read one producer, such as a router, all experts and a shared expert behind a norm, share a scale;
+their losses add up, weighted by tokens. Experts count with the second moments of their layer's inputs, one
+matrix for all, and of many rows an even sample is searched: 128 experts cost no more than a dense layer. A
+router stays in 16 bit, and its columns are rounded to 16 bit again.
 
-Experts that are not in memory are read for that sample, one after another. Their columns are scaled later, as
-is what is inside them, when each comes into memory to be quantized (`Later`).
+Experts that are not in memory are read for the sample, one after another. Their columns and insides are
+scaled when each comes into memory to be quantized (`Later`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +28,7 @@ from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics, row_losses
 from quantkit.quantize.transforms import BlockView, Transformed, expert_folds
-from quantkit.quantize.transforms.fold import Fold, Producer, along, divided, find_folds
+from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
 ROWS = 512  # rows looked at together, at least
@@ -37,36 +36,49 @@ SEARCHED = 4096  # rows that a transform looks at where several sites share a sc
 UNFOLDED = "nothing to fold scales into: kept at 1"
 
 
-class Score(Protocol):
-    """What a scale is worth, and which are tried. needs, sample: see `Transform`. rounds: whether rounding
-    every linear as it is, to nearest, is measured, too."""
+class Score:
+    """The worth of a scale, and the scales that are tried.
+
+    needs: fields of SiteStatistics. sample: share of the calibration tokens to choose by. Below 1 experts
+    stay as they are: no statistics of theirs are gathered, and all sites are then measured in order, by all
+    tokens. rounds: the error of rounding every linear as it is, to nearest, is measured. rows: of a fold that
+    are looked at; None: all.
+    """
 
     needs: frozenset[str]
     sample: float = 1.0
     rounds: bool = False
+    rows: int | None = None
 
     def rounded_on(self, grid: Grid) -> Grid:
-        """What candidates are rounded on."""
+        """Return the grid that candidates are rounded on."""
         return grid.plain()
 
     def enough(self, producer: nn.Module) -> float:
-        """The share of the loss as it is that a scale has to stay below."""
+        """Return the share of the unscaled loss that a scale has to stay below."""
         return 1.0
 
+    def reader(self, reader: Reader) -> Reader:
+        """Return the reader with a loss of this kind."""
+        return reader
+
     def losses(self, readers: Sequence[Reader]) -> Losses:
-        """What these lose, by scale."""
-        return Losses(readers)
+        """Return the losses of readers, by scale, on an even sample of their rows."""
+        step = math.ceil(sum(len(one.weight) for one in readers) / self.rows) if self.rows else 1
+        return Losses([self.reader(one.every(step)) for one in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """The scale `[in]` of least loss, None where none is best. entering: what enters, and its share of
-        all tokens."""
+        """Return the scale `[in]` of least loss, None if no scale is best. entering: statistics of the
+        inputs, and their share of all tokens."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ColumnScaling:
-    """See `Transform`. score: of the scales."""
+    """The transform of every block before its sites are solved, and of each streamed expert before its own
+    sites are. score: of the scales."""
 
     score: Score
 
@@ -79,7 +91,7 @@ class ColumnScaling:
         return self.score.sample
 
     def apply(self, view: BlockView) -> Transformed:
-        """Scale every site that gains by it; one without a foldable producer stays as it is, and says so."""
+        """Scale every site that gains by it; sites without a foldable producer get a note."""
         here = {site for site in view.statistics if site.linears and not view.is_away(site)}
         result = Transformed({site: view.statistics[site] for site in view.statistics if site in here})
         with in_float32(view, result.changed):
@@ -97,8 +109,8 @@ class ColumnScaling:
         folds: Sequence[Fold],
         result: Transformed,
     ) -> dict[str, Tensor]:
-        """Scale what gains by it of these folds, and inside experts that are here; note which of `sites` are
-        left without any. Returns the scales of columns of linears that are away."""
+        """Scale the folds that gain by it, and those inside experts in memory; note which of `sites` have
+        none. Returns the scales of columns of linears that are away."""
         here = replace(
             view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
         )
@@ -119,7 +131,7 @@ class ColumnScaling:
         return columns
 
     def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
-        """Search the scale of a fold and fold it. Returns those of columns of linears that are away."""
+        """Search the scale of a fold and fold it. Returns the scales of columns of linears that are away."""
         sites = [site for site in fold.sites if site in view.statistics]
         here = [site for site in sites if not view.is_away(site)]
         if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
@@ -140,15 +152,16 @@ class ColumnScaling:
         names = [name for site in sites for name in _quantized(view, site)]
         spread = (scale.max() / scale.min()).item()
         scaled = {"into": fold.producer.name, "spread": spread, "loss": after / float(before)}
-        result.scaled.update(dict.fromkeys(names, scaled))
+        for name in names:
+            result.tell(name, scaled=scaled)
         for name, tensor in new.items():
             assign(view.block, name, tensor)
         producer, factor = fold.producer.name, fold.producer.factor(view.block, scale)
         result.row_factors[producer] = factor * result.row_factors.get(producer, 1)
         away = {f"{name}.weight" for name in view.away}
-        columns = {name: axis for name, axis in fold.columns.items() if name not in away}
-        for name, axis in columns.items():
-            assign(view.block, name, along(view.block.get_parameter(name), scale, axis))
+        columns = [name for name in fold.columns if name not in away]
+        for name in columns:
+            assign(view.block, name, view.block.get_parameter(name).float() * scale)
         result.changed.update(new, columns)
         for site in here:
             result.statistics[site] = view.statistics[site].divided(scale)
@@ -156,29 +169,28 @@ class ColumnScaling:
         return {name.removesuffix(".weight"): scale for name in fold.columns if name in away}
 
     def _rounded(self, view: BlockView, site: Site, result: Transformed) -> Losses:
-        """A site's losses; the errors of rounding its linears as they are go into `result`."""
+        """Return a site's losses; the errors of rounding its unscaled linears go into `result`."""
         readers = _readers(view, site)
         losses = self.score.losses(readers)
         for name, reader, loss in zip(_quantized(view, site), readers, losses.plain, strict=True):
             full = row_losses(reader.weight, reader.hessian).sum().clamp(min=1e-30)
-            result.rtn_errors[name] = (loss / full).item()
+            result.tell(name, rtn_error=(loss / full).item())
         return losses
 
     def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
-        """Note that these sites have nothing to fold scales into."""
+        """Note for these sites that nothing takes their scales."""
         for site in sites:
-            names = _quantized(view, site)
+            facts = {"notes": (UNFOLDED,)} if self.score.rounds else {"scaled": {"into": None}}
             if self.score.rounds:
                 self._rounded(view, site, result)
-                result.notes.update(dict.fromkeys(names, (UNFOLDED,)))
-            else:
-                result.scaled.update({name: {"into": None} for name in names})
+            for name in _quantized(view, site):
+                result.tell(name, **facts)
 
 
 @dataclass(frozen=True)
 class Later:
-    """What is known of a block when one of its experts comes into memory. entering: a few tokens by place;
-    folded: sites whose scale is shared; known: producers inside experts, by layer."""
+    """The part of a transform that waits for experts to come into memory. entering: a few tokens by place;
+    folded: sites with a shared scale; known: producers inside experts, by layer."""
 
     transform: ColumnScaling
     entering: Mapping[str, Tensor]
@@ -186,7 +198,7 @@ class Later:
     known: dict[str, list[list[Producer]]] = field(default_factory=dict)
 
     def expert(self, columns: Mapping[str, Tensor], view: BlockView, linears: Sequence[str]) -> Transformed:
-        """Multiply the columns of an expert's `linears` and scale what is inside it."""
+        """Multiply the columns of an expert's `linears` and scale its inside."""
         result = Transformed(dict(view.statistics))
         layer = expert_share.expert_of(linears[0]).rpartition(".")[0]
         shared = [name for name, _ in view.block.get_submodule(layer).named_children() if not name.isdigit()]
@@ -197,7 +209,7 @@ class Later:
             for name in linears:
                 if name in columns:
                     weight = view.block.get_submodule(name).weight
-                    assign(view.block, f"{name}.weight", along(weight, columns[name], -1))
+                    assign(view.block, f"{name}.weight", weight.float() * columns[name])
                     result.changed.add(f"{name}.weight")
             for site, statistics in view.statistics.items():
                 if site.linears[0] in columns:
@@ -211,14 +223,14 @@ def _quantized(view: BlockView, site: Site) -> list[str]:
 
 
 def _readers(view: BlockView, site: Site) -> list[Reader]:
-    """All rows that read at a site."""
+    """Return all rows that read at a site."""
     hessian = view.statistics[site].hessian
     weights = {name: view.block.get_submodule(name).weight for name in _quantized(view, site)}
     return [Reader(part, view.grids[name].plain(), hessian) for name, part in weights.items()]
 
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
-    """What enters sites, of experts what enters their layer."""
+    """Return the statistics of sites, for experts those of their layer."""
     return {place: view.statistics[place] for place in map(_place, sites)}
 
 
@@ -232,7 +244,7 @@ def _sampled(
     entering: Mapping[Site, SiteStatistics],
     rounded_on: Callable[[Grid], Grid] = Grid.plain,
 ) -> list[Reader]:
-    """An even sample of the rows that read at several sites, each counted by the tokens that reach it."""
+    """Return an even sample of the rows of several sites, each weighted by the tokens that reach it."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
     step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
     total = max(statistics.tokens for statistics in entering.values()) or 1
@@ -256,8 +268,8 @@ def _sampled(
 
 @dataclass(frozen=True)
 class Reader:
-    """weight: `[out, in]` float32. hessian: of what enters. share: what each row counts, `[out]`; None: 1.
-    inputs: a few of them, `[few, in]`, where a transform needs such."""
+    """Rows that read at a site. weight: `[out, in]` float32. hessian: of the inputs. share: weight of each
+    row in the loss, `[out]`; None: 1. inputs: a few of them, `[few, in]`, if the transform needs them."""
 
     weight: Tensor
     grid: Grid
@@ -266,13 +278,13 @@ class Reader:
     inputs: Tensor | None = None
 
     def split(self, rows: int) -> list[Reader]:
-        """So many rows in each."""
+        """Split into readers of so many rows."""
         parts = self.weight.split(rows)
         shares = [None] * len(parts) if self.share is None else self.share.split(rows)
         return [replace(self, weight=part, share=share) for part, share in zip(parts, shares, strict=True)]
 
     def loss(self, scale: Tensor | None) -> Tensor:
-        """`tr(dW H dWᵀ)` under a scale `[in]`, or without."""
+        """Return `tr(dW H dWᵀ)` under a scale `[in]`, or without."""
         scaled = self.weight.clone() if scale is None else self.weight * scale
         groups = scaled.view(-1, self.grid.group_size)
         values = self.grid.nearest(groups, self.grid.fit(groups)).view(self.weight.shape)
@@ -280,23 +292,22 @@ class Reader:
         return self.counted(row_losses(delta, self.hessian))
 
     def every(self, step: int) -> Reader:
-        """Every `step`-th row."""
+        """Return the reader of every `step`-th row."""
         return replace(
             self, weight=self.weight[::step], share=None if self.share is None else self.share[::step]
         )
 
     def counted(self, rows: Tensor) -> Tensor:
-        """The sum of what rows lose, `[out]`, each counted as it does."""
+        """Return the weighted sum of the losses of rows, `[out]`."""
         return (rows if self.share is None else rows * self.share).sum()
 
 
 class Losses:
     """`tr(dW H dWᵀ)` of linears under scales of their inputs, `dW = Q(W s) / s - W`, added up.
 
-    plain: the loss of each as it is, without a scale. Groups are fitted one by one, also where they depend on
-    one another (double quantization).
-    Rows lose independently and never less than nothing, so a scale is given up once the rows looked at
-    have lost more than a limit: those that lose most come first.
+    plain: the loss of each without a scale. Groups are fitted one by one, also with double quantization.
+    Losses of rows are independent and never negative, so a scale is given up once the rows so far have lost
+    more than a limit: those with the largest loss come first.
     """
 
     def __init__(self, readers: Sequence[Reader]):
@@ -312,7 +323,7 @@ class Losses:
         self._parts = [part for _, part in sorted(lost, key=lambda pair: -pair[0])]
 
     def of(self, scale: Tensor, limit: float = math.inf) -> float:
-        """The loss of all linears under `scale [in]`; anything above `limit` if it is above that."""
+        """Return the loss of all linears under `scale [in]`; any value above `limit` if it is larger."""
         total = 0.0
         for part in self._parts:
             total += part.loss(scale).item()
@@ -322,11 +333,6 @@ class Losses:
 
 
 def in_few_digits(scale: Tensor) -> Tensor:
-    """A scale `[in]`, its largest and smallest value each other's inverse, so that it is the same wherever
-    sums are added in another order."""
+    """Round a scale `[in]`, largest and smallest value each other's inverse, so that it does not depend on
+    the order of sums."""
     return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()
-
-
-def sample_step(readers: Sequence[Reader], rows: int) -> int:
-    """Which rows to look at, every so many, for `rows` in all."""
-    return -(-sum(len(reader.weight) for reader in readers) // rows)

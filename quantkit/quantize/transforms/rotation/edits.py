@@ -1,4 +1,4 @@
-"""What becomes of each parameter when a stream or heads turn: the same for a block in memory and on disk."""
+"""Edits of parameters for a rotated stream or rotated heads, for a block in memory and on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.quantize.transforms.probe import Probe, assign
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
-from quantkit.quantize.transforms.rotation.stream import Heads, Norm, Stream
+from quantkit.quantize.transforms.rotation.stream import Heads, Stream
 
 AT_ONCE = 1 << 22  # weights that are turned together
 Get = Callable[[str], Tensor]  # a parameter's values before, float32
@@ -19,15 +19,15 @@ Get = Callable[[str], Tensor]  # a parameter's values before, float32
 
 @dataclass(frozen=True)
 class Turn:
-    """Channels along an axis, counted from the end, are multiplied by `by`: those of `channels [groups,
-    width]`, or one group of `by.width` after the other."""
+    """A rotation by `by` of channels along an axis, counted from the end: `channels [groups, width]`, or one
+    group of `by.width` after the other."""
 
     axis: int
     by: Orthogonal
     channels: Tensor | None = None
 
     def apply(self, tensor: Tensor) -> None:
-        """Turn a float32 tensor in place, so many weights at a time."""
+        """Turn a float32 tensor in place, AT_ONCE weights at a time."""
         rows = tensor.movedim(self.axis, -1)
         step = max(1, AT_ONCE // rows.shape[-1])
         for part in rows.split(step) if rows.ndim > 1 else [rows]:
@@ -40,30 +40,27 @@ class Turn:
 
 @dataclass
 class Edit:
-    """Of one parameter. gain: norm whose weight its columns take, and their axis; turns: then. fill: all
-    its values are this number instead; over: the norm whose weight it is divided by first."""
+    """New values of one parameter. gain: the norm whose weight its columns take, and whether that acts as
+    1 + w; turns: applied after that. fill: all values are this number instead."""
 
     turns: list[Turn] = field(default_factory=list)
-    gain: tuple[str, Norm, int] | None = None
+    gain: tuple[str, bool] | None = None
     fill: float | None = None
-    over: tuple[str, Norm] | None = None
 
     @property
     def by_rows(self) -> bool:
-        """Whether every row becomes what it becomes by itself."""
-        return all(turn.axis == -1 for turn in self.turns) and (self.gain is None or self.gain[2] == -1)
+        """Return True if rows do not depend on one another."""
+        return all(turn.axis == -1 for turn in self.turns)
 
     def of(self, tensor: Tensor, get: Get, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The parameter's new values, in `dtype`; products are float32. Of one whose rows are turned each by
-        itself, such as an embedding, no more than a part is held in float32."""
+        """Return the parameter's new values, in `dtype`; products are float32. If rows do not depend on one
+        another, as in an embedding, only a part is in float32 at a time."""
         if self.fill is not None:
             return torch.full_like(tensor, self.fill, dtype=dtype)
-        if self.over:
-            tensor = tensor.float() / _acting(*self.over, get).to(tensor.device)
         gain = None
         if self.gain:
-            gain = _acting(*self.gain[:2], get).to(tensor.device)
-            gain = gain.reshape(-1, *[1] * (-self.gain[2] - 1))
+            norm, one_plus = self.gain
+            gain = (get(f"{norm}.weight").float() + one_plus).to(tensor.device)
         rows = max(1, AT_ONCE // tensor.shape[-1]) if self.by_rows and tensor.ndim == 2 else len(tensor)
         found = torch.empty_like(tensor, dtype=dtype)
         for start in range(0, len(tensor), rows):
@@ -75,67 +72,46 @@ class Edit:
         return found
 
 
-def _acting(name: str, norm: Norm, get: Get) -> Tensor:
-    """What a norm multiplies by, `[hidden]`."""
-    weight = get(f"{name}.weight").float()
-    return 1 + weight if norm.one_plus else weight
+def of_norm(edits: dict[str, Edit], name: str, one_plus: bool) -> None:
+    """Edit a norm whose weight went into what reads it."""
+    edits[f"{name}.weight"] = Edit(fill=0.0 if one_plus else 1.0)
 
 
-def of_norm(name: str, norm: Norm, biased: bool, by: Orthogonal) -> dict[str, Edit]:
-    """A norm whose weight went into what reads it."""
-    found = {f"{name}.weight": Edit(fill=0.0 if norm.one_plus else 1.0)}
-    if biased:
-        found[f"{name}.bias"] = Edit([Turn(-1, by)], over=(name, norm))
-    return found
-
-
-def of_stream(stream: Stream, shapes: Mapping[str, tuple[int, ...]], by: Orthogonal) -> dict[str, Edit]:
-    """Of a block whose stream is turned; shapes: of its parameters, by name."""
-    found: dict[str, Edit] = {}
-    for name, norm in stream.norms.items():
-        found |= of_norm(name, norm, f"{name}.bias" in shapes, by)
-    for name, (norm, axis) in stream.reads.items():
-        edit = found.setdefault(name, Edit())
-        edit.gain = norm, stream.norms[norm], axis
-        edit.turns.append(Turn(axis, by))
+def of_stream(
+    edits: dict[str, Edit], stream: Stream, shapes: Mapping[str, tuple[int, ...]], by: Orthogonal
+) -> None:
+    """Turn the stream of a block; shapes: of its parameters, by name."""
+    for name, one_plus in stream.norms.items():
+        of_norm(edits, name, one_plus)
+    for name, norm in stream.reads.items():
+        edit = edits.setdefault(name, Edit())
+        edit.gain = norm, stream.norms[norm]
+        edit.turns.append(Turn(-1, by))
     for name in stream.writes:
         for part in (f"{name}.weight", f"{name}.bias"):
             if part in shapes:
-                found.setdefault(part, Edit()).turns.append(Turn(-len(shapes[part]), by))
-    return found
+                edits.setdefault(part, Edit()).turns.append(Turn(-len(shapes[part]), by))
 
 
-def of_heads(heads: Heads, shapes: Mapping[str, tuple[int, ...]], by: Orthogonal) -> dict[str, Edit]:
-    """Of a block whose heads are turned."""
+def of_heads(
+    edits: dict[str, Edit], heads: Heads, shapes: Mapping[str, tuple[int, ...]], by: Orthogonal
+) -> None:
+    """Turn heads of a block."""
     weight, bias = f"{heads.values}.weight", f"{heads.values}.bias"
-    found = {weight: Edit([Turn(-2, by, heads.rows)])}
+    edits.setdefault(weight, Edit()).turns.append(Turn(-2, by, heads.rows))
     if bias in shapes:
-        found[bias] = Edit([Turn(-1, by, heads.rows)])
-    return found | {name: Edit([Turn(-1, by)]) for name in heads.reads}
+        edits.setdefault(bias, Edit()).turns.append(Turn(-1, by, heads.rows))
+    for name in heads.reads:
+        edits.setdefault(name, Edit()).turns.append(Turn(-1, by))
 
 
-def joined(*several: Mapping[str, Edit]) -> dict[str, Edit]:
-    """All of them: sides of a matrix turn independently of one another."""
-    found: dict[str, Edit] = {}
-    for edits in several:
-        for name, edit in edits.items():
-            known = found.setdefault(name, Edit())
-            found[name] = Edit(
-                known.turns + edit.turns,
-                known.gain or edit.gain,
-                edit.fill if known.fill is None else known.fill,
-                known.over or edit.over,
-            )
-    return found
-
-
-EXACT = 1e-4  # of what a block adds to a token, in float32; what does not turn is off by a tenth and more
+EXACT = 1e-4  # relative to a block's sum for a token, in float32; wrong rotations are off by 0.1 and more
 
 
 def turned_stream(
     probe: Probe, edits: Mapping[str, Edit], run: Callable[[Tensor], Tensor], hidden: Tensor, by: Orthogonal
 ) -> bool:
-    """Whether the block, its parameters edited, makes of `hidden Q` what it made of `hidden`, times Q."""
+    """Return True if the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
     wanted = by.turn(run(hidden) - hidden)
     with probe.restored():
         _apply(probe, edits)
@@ -144,7 +120,7 @@ def turned_stream(
 
 
 def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) -> bool:
-    """Whether what reads heads returns the same with the block's parameters edited, and so the block."""
+    """Return True if the readers of heads, and the block, return the same with edited parameters."""
     before = _returned(probe, reads)
     with probe.restored():
         _apply(probe, edits)
@@ -153,7 +129,7 @@ def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) 
 
 
 def _apply(probe: Probe, edits: Mapping[str, Edit]) -> None:
-    """Edit a block's parameters; of experts, the linear that stands in for them."""
+    """Edit a block's parameters; for experts, the linear that stands in for them."""
     block = probe.block
     before = {name: parameter for name, parameter in block.named_parameters() if not parameter.is_meta}
     inside = tuple(f"{name}." for name in probe.layers)
@@ -185,5 +161,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Of logits, relative."""
+    """Return the relative difference of logits."""
     return ((found - wanted).norm() / wanted.norm()).item() if torch.isfinite(found).all() else float("inf")

@@ -1,18 +1,17 @@
 """Orthogonal matrices that spread every channel over all of them: randomised Hadamard matrices.
 
 A weight's outliers make its grid coarse; multiplied by a Hadamard matrix with random signs, its rows look
-normal (QuIP#, arXiv:2402.04396, section 3; QuaRot, arXiv:2404.00456, section 3). `H_ab = H_a ⊗ H_b`, so that
-products are made factor by factor, in n (a + b + …) operations a row instead of n².
+normal (QuIP#, arXiv:2402.04396, section 3; QuaRot, arXiv:2404.00456, section 3). `H_ab = H_a ⊗ H_b`, so
+products are computed factor by factor, in n (a + b + …) operations a row instead of n².
 
-Beside Sylvester's Hadamard matrices of powers of two there are Paley's, of order q + 1 or 2 (q + 1) for a
-prime q, and the products of both: with them all widths of common models, such as 2304 = 36 · 64 and 3584 =
-28 · 128. What is left takes a random orthogonal factor.
+Sylvester's matrices have powers of two as orders, Paley's q + 1 or 2 (q + 1) for a prime q. Their products
+cover all widths of common models, such as 2304 = 36 · 64 and 3584 = 28 · 128. Other widths take a random
+orthogonal factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,73 +21,46 @@ FACTOR = 64  # a power of two is split into factors of at most this
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """Q `[n, n]`: signs `[n]`, then the Kronecker product of `factors`, then a reflection by the unit vector
-    `mirror [n]`, if there is one. All float32."""
+    """Q `[n, n]`: signs `[n]`, then the Kronecker product of `factors`. All float32."""
 
     signs: Tensor
     factors: tuple[Tensor, ...]
-    mirror: Tensor | None = None
 
     @property
     def width(self) -> int:
-        """n."""
+        """Return n."""
         return len(self.signs)
 
     @property
     def is_hadamard(self) -> bool:
-        """Whether all entries have the same size, but for the reflection."""
+        """Return True if all entries have the same size."""
         return all(bool(torch.allclose(part.abs(), part[0, 0].abs())) for part in self.factors)
 
     def turn(self, rows: Tensor) -> Tensor:
-        """`rows Q` for float32 `rows [..., n]`, on their device."""
+        """Return `rows Q` for float32 `rows [..., n]`, on their device."""
         sizes = [len(factor) for factor in self.factors]
         found = (rows * self.signs.to(rows.device)).reshape(-1, *sizes)
         for axis, factor in enumerate(self.factors, 1):
             found = (found.movedim(axis, -1) @ factor.to(rows.device)).movedim(-1, axis)
-        found = found.reshape(rows.shape)
-        if self.mirror is None:
-            return found
-        mirror = self.mirror.to(rows.device)
-        return found - 2 * (found @ mirror)[..., None] * mirror
-
-    def keeping_means(self) -> Orthogonal:
-        """One with `Q 1 = 1`, which leaves the mean of the channels what it was: then a LayerNorm, which
-        subtracts it, turns with its inputs as an RMSNorm does."""
-        ones = torch.ones(self.width)
-        off = ones - self.turn(ones)
-        return replace(self, mirror=off / off.norm()) if off.norm() > 1e-3 else self
+        return found.reshape(rows.shape)
 
 
 def random(width: int, seed: int) -> Orthogonal:
-    """A randomised Hadamard matrix, or the nearest there is; the same for the same seed."""
+    """Return a randomised Hadamard matrix, or the nearest matrix to it, by seed."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (width,), generator=generator).float() * 2 - 1
-    odd = width // (width & -width)
-    order = next((d for d in _doubled(odd, width) if _paley(d) is not None), 0)
-    if odd == 1:
-        first = []
-    elif order:
-        first = [_paley(order) / order**0.5]
-    else:
-        order = odd
-        first = [_random_factor(odd, generator)]
-    return Orthogonal(signs, tuple(first + list(_powers(width // (order or 1)))))
-
-
-def _doubled(odd: int, width: int) -> Iterator[int]:
-    """4, 8, … times the odd part, as far as they divide the width."""
-    order = 4 * odd if odd > 1 else width + 1
-    while order <= width and not width % order:
-        yield order
-        order *= 2
-
-
-def _powers(width: int) -> Iterator[Tensor]:
-    """Sylvester's matrices whose product has a width that is a power of two."""
-    while width > 1:
-        size = min(width, FACTOR)
-        yield sylvester(size)
-        width //= size
+    even = width & -width
+    odd = width // even
+    orders = (odd << k for k in range(2, even.bit_length()))  # 4, 8, … times the odd part
+    order = next((n for n in orders if _paley(n) is not None), odd) if odd > 1 else 1
+    factors = []
+    if odd > 1:
+        factors.append(_paley(order) / order**0.5 if order > odd else _random_factor(odd, generator))
+    rest = width // order
+    while rest > 1:
+        factors.append(sylvester(min(rest, FACTOR)))
+        rest //= len(factors[-1])
+    return Orthogonal(signs, tuple(factors))
 
 
 def _random_factor(width: int, generator: torch.Generator) -> Tensor:
@@ -97,7 +69,7 @@ def _random_factor(width: int, generator: torch.Generator) -> Tensor:
 
 
 def _paley(order: int) -> Tensor | None:
-    """Paley's Hadamard matrix (1933), entries 1 and -1; None where neither construction has this order."""
+    """Return Paley's Hadamard matrix (1933), entries 1 and -1; None if no construction has this order."""
     q = order - 1
     if q % 4 == 3 and _is_prime(q):  # I + S with S skew
         core = _jacobsthal(q)
@@ -114,7 +86,7 @@ def _paley(order: int) -> Tensor | None:
 
 
 def _jacobsthal(q: int) -> Tensor:
-    """`[q, q]`: 1 where i - j is a square modulo q, -1 where it is none, 0 on the diagonal."""
+    """Return `[q, q]`: 1 where i - j is a square modulo q, -1 where not, 0 on the diagonal."""
     numbers = torch.arange(q)
     character = torch.full((q,), -1.0)
     character[numbers * numbers % q], character[0] = 1, 0
@@ -127,7 +99,7 @@ def _is_prime(number: int) -> bool:
 
 
 def sylvester(size: int, device: torch.device | None = None) -> Tensor:
-    """Sylvester's orthonormal matrix `[size, size]` of a power of 2, float32: symmetric, its own inverse."""
+    """Return Sylvester's orthonormal matrix `[size, size]` of a power of 2, float32, its own inverse."""
     found = torch.ones(1, 1, device=device)
     while len(found) < size:
         found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])

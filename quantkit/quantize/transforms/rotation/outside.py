@@ -1,66 +1,50 @@
-"""What lies outside the blocks when the residual stream turns: embeddings, final norm, head."""
+"""Rotation of the residual stream outside the blocks: embeddings, final norm, head."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.transforms.rotation import stream
 from quantkit.quantize.transforms.rotation.edits import EXACT, Edit, Turn, difference, of_norm
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
-from quantkit.quantize.transforms.rotation.stream import Norm, Untouchable
+from quantkit.quantize.transforms.rotation.stream import Untouchable, refuse_layer_norm
 
 
-@dataclass(frozen=True)
-class Outside:
-    """edits: by the names in the model. checkpoint: with a head of its own where one was tied that takes a
-    norm's weight. names: stored, by the names in the model; head: the name of one that was made."""
+def find(skeleton: Skeleton, by: Orthogonal) -> tuple[Checkpoint, dict[str, tuple[str, str, Edit]]]:
+    """Return the checkpoint, with a head of its own if a tied head takes a norm's weight, and the edits
+    outside the blocks: by stored name, the name in the model, the stored source, the edit.
 
-    edits: Mapping[str, Edit]
-    checkpoint: Checkpoint
-    names: Mapping[str, str]
-    embedding: str
-
-    def stored(self, name: str) -> tuple[str, str]:
-        """Where a parameter is to be stored, and what it is made of: a tied head of the embedding."""
-        return self.names.get(name, name), self.names.get(name, self.names[self.embedding])
-
-
-def find(skeleton: Skeleton, by: Orthogonal) -> Outside:
-    """What turns, of a model whose rest is loaded. Raises Untouchable where that is not all that has to."""
-    model, checkpoint = skeleton.model, skeleton.checkpoint
+    Raises Untouchable if more would have to turn.
+    """
+    model, checkpoint, names = skeleton.model, skeleton.checkpoint, skeleton.names.stored
     _check(skeleton, by.width)
     edits = _final(skeleton, by)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.embedding_dim == by.width:
             edits[f"{name}.weight"] = Edit([Turn(-1, by)])
-    head, embedding = _name(model, model.get_output_embeddings()), _name(model, model.get_input_embeddings())
-    found = Outside(edits, checkpoint, skeleton.names.stored, embedding)
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        return found
-    if edits[head].gain is None:  # nothing goes into the head: it turns as the embedding does
-        return replace(found, edits={name: edit for name, edit in edits.items() if name != head})
-    stored, source = found.stored(head)
-    config = copy.deepcopy(checkpoint.config)
-    config.tie_word_embeddings = False
-    infos = {stored: replace(checkpoint.infos[source], name=stored)} | checkpoint.infos
-    raw = checkpoint.raw_config | {"tie_word_embeddings": False}
-    return replace(found, checkpoint=replace(checkpoint, infos=infos, config=config, raw_config=raw))
-
-
-def subtracts_mean(model: nn.Module, width: int) -> bool:
-    """Whether a norm outside the blocks does."""
-    return any(stream.subtracts_mean(module, width) for module in _norms(model, width).values())
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    source = names[_name(model, embedding)]
+    if head.weight is embedding.weight:
+        name = _name(model, head)
+        if edits[name].gain is None:  # nothing goes into the head: it turns as the embedding does
+            del edits[name]
+        else:
+            stored, config = names.get(name, name), copy.deepcopy(checkpoint.config)
+            config.tie_word_embeddings = False
+            infos = {stored: replace(checkpoint.infos[source], name=stored)} | checkpoint.infos
+            raw = checkpoint.raw_config | {"tie_word_embeddings": False}
+            checkpoint = replace(checkpoint, infos=infos, config=config, raw_config=raw)
+    found = {names.get(name, name): (name, names.get(name, source), edit) for name, edit in edits.items()}
+    return checkpoint, found
 
 
 def _norms(model: nn.Module, width: int) -> dict[str, nn.Module]:
-    """Norms outside the blocks, by name."""
+    """Return the norms outside the blocks, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -69,7 +53,7 @@ def _norms(model: nn.Module, width: int) -> dict[str, nn.Module]:
 
 
 def _check(skeleton: Skeleton, width: int) -> None:
-    """Raise Untouchable for what is seen at once."""
+    """Raise Untouchable for models whose parts show that their stream does not turn."""
     model, names, infos = skeleton.model, skeleton.names, skeleton.checkpoint.infos
     head = model.get_output_embeddings()
     known = {*names.stored.values(), *(part for parts in names.joined.values() for part in parts)}
@@ -85,18 +69,19 @@ def _check(skeleton: Skeleton, width: int) -> None:
 
 
 def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
-    """Of the norm behind the blocks, which may have no weight, and the head: with them, turned hidden states
-    have the same logits. Raises Untouchable where they have not."""
+    """Return the edits of the final norm, which may have no weight, and the head. Raises Untouchable if the
+    logits of turned hidden states differ with them."""
     model = skeleton.model
     parameters = dict(model.named_parameters(remove_duplicate=False))
     hidden = torch.randn(4, by.width, generator=torch.Generator().manual_seed(0)).to(skeleton.device)
-    wanted = skeleton.logits(hidden)
+    wanted, norms = skeleton.logits(hidden), _norms(model, by.width)
+    for module in norms.values():
+        refuse_layer_norm(module, by.width)
     for one_plus in (False, True):
         head, found = Edit([Turn(-1, by)]), {}
-        for name, module in _norms(model, by.width).items():
-            norm = Norm(one_plus, stream.subtracts_mean(module, by.width))
-            found |= of_norm(name, norm, f"{name}.bias" in parameters, by)
-            head.gain = name, norm, -1
+        for name in norms:
+            of_norm(found, name, one_plus)
+            head.gain = name, one_plus
         found[_name(model, model.get_output_embeddings())] = head
         values = {name: edit.of(parameters[name], parameters.__getitem__) for name, edit in found.items()}
         with torch.no_grad():
@@ -107,5 +92,5 @@ def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
 
 
 def _name(model: nn.Module, part: nn.Module) -> str:
-    """Of a module's weight."""
+    """Return the name of a module's weight."""
     return next(f"{name}.weight" for name, module in model.named_modules() if module is part)

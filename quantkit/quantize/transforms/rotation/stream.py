@@ -1,19 +1,17 @@
-"""R1: who reads the residual stream of a block, and who writes into it. Found by trying, not listed.
+"""R1: readers and writers of a block's residual stream, found by trying, not listed by architecture.
 
-If every vector of the stream is multiplied by an orthogonal Q, nothing changes, provided that whatever
-reads it is a norm whose weight g can move into the linears behind it (these become `W diag(g) Q`), and
-whatever writes into it is a linear (which becomes `Qᵀ W`) (SliceGPT, arXiv:2401.15024, section 3.1; QuaRot,
-arXiv:2404.00456, section 4). A norm's bias b becomes `(b / g) Q`.
+Multiplying every vector of the stream by an orthogonal Q changes nothing if all readers are norms whose
+weight g can move into the linears after them (these become `W diag(g) Q`), and all writers are linears (which
+become `Qᵀ W`) (SliceGPT, arXiv:2401.15024, section 3.1; QuaRot, arXiv:2404.00456, section 4). LayerNorms
+subtract the mean and do not turn.
 
-The folds of AWQ's scales say which norms there are and who reads them. With the outputs of these norms held
-fast, a block does nothing but add: a nudge of its inputs comes out as it is, and so does, times a number a
-token, a nudge of what a writer writes. What comes out otherwise is no stream that turns.
+AWQ's folds give the norms and their readers. With the outputs of these norms fixed, a block only adds: a
+nudge of its inputs comes out unchanged, and a nudge of a writer's output comes out times a number per token.
 
-R2: heads whose values may be turned (SpinQuant, arXiv:2405.16406, section 3.2). Attention takes averages of
-values: if the rows of v that make a head's values are multiplied by Rᵀ, its outputs are, and the columns of o
-that read them take R. Query heads of a group share their values' rows. Which rows of which linear those are
-is known from AWQ's folds; whether nothing between them looks at single channels (as a gate does) is seen when
-the block is run.
+R2: heads whose values may be turned (SpinQuant, arXiv:2405.16406, section 3.2). Attention averages values: if
+the rows of v that make a head's values are multiplied by Rᵀ, its outputs are, and the columns of o that read
+them take R. Query heads of a group share their values' rows. AWQ's folds give the rows; running the block
+shows that nothing between them treats channels differently, as a gate does.
 """
 
 from __future__ import annotations
@@ -25,39 +23,31 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from quantkit.quantize.calibrate.residual import Held, Run
+from quantkit.quantize.calibrate.residual import Replay, Run
 from quantkit.quantize.transforms.fold import Fold
 from quantkit.quantize.transforms.probe import Probe
 
-STRAIGHT = 1e-3  # part of a nudge that may come out in another direction: rounding of large states
+STRAIGHT = 1e-3  # part of a nudge that may change direction by rounding of large states
 
 
 class Untouchable(Exception):
-    """Why a rotation is not possible here, in words for the user."""
-
-
-@dataclass(frozen=True)
-class Norm:
-    """one_plus: its weight acts as 1 + w. means: it subtracts the mean of its inputs."""
-
-    one_plus: bool
-    means: bool
+    """The reason why a rotation is not possible, in words for the user."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """norms: that read it, by name in the block. reads: parameters behind them -> norm and axis of the
-    channels. writes: linears that write into it."""
+    """A residual stream. norms: its readers, by name in the block -> True if the weight acts as 1 + w. reads:
+    parameters that read a norm -> the norm. writes: linears that write into it."""
 
-    norms: Mapping[str, Norm]
-    reads: Mapping[str, tuple[str, int]]
+    norms: Mapping[str, bool]
+    reads: Mapping[str, str]
     writes: Sequence[str]
 
 
 def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Stream:
-    """The stream of a block in float32 that makes `run(hidden)` of its inputs.
+    """Return the stream of a block in float32 that computes `run(hidden)`.
 
-    Raises Untouchable where something else than norms reads it, or than linears writes into it.
+    Raises Untouchable if anything but RMSNorms reads the stream.
     """
     block, width = probe.block, hidden.shape[-1]
     found = {
@@ -68,39 +58,38 @@ def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Strea
     generator = torch.Generator().manual_seed(0)
     nudge = torch.randn(hidden.shape, generator=generator).to(hidden.device)
     nudge = nudge * hidden.norm(dim=-1, keepdim=True) / nudge.norm(dim=-1, keepdim=True)
-    held = Held(block, run, hidden, list(found))
+    replay = Replay(block, run, hidden, list(found))
 
     def passes(writer: str | None = None) -> bool:
-        after = held.nudged(nudge, list(found), writer)
-        return _goes_through(after.float() - held.before.float(), nudge)
+        after = replay.nudged(nudge, list(found), writer)
+        return _goes_through(after.float() - replay.before.float(), nudge)
 
     if not passes():
         raise Untouchable("something else than norms and what they feed reads the hidden states")
-    moved = {name: held.entered[name] - held.first[name] for name in found}
+    moved = {name: replay.entered[name] - replay.first[name] for name in found}
     norms = [name for name in found if _goes_through(moved[name], nudge)]
     if not norms:
         raise Untouchable("no norm reads the hidden states")
     writes = [
         linear for name, linears in _writers(probe, width).items() if passes(name) for linear in linears
     ]
-    reads = {column: (name, axis) for name in norms for column, axis in found[name].columns.items()}
-    described = {
-        name: Norm(found[name].producer.one_plus, subtracts_mean(block.get_submodule(name), width))
-        for name in norms
-    }
-    return Stream(described, reads, writes)
+    reads = {column: name for name in norms for column in found[name].columns}
+    for name in norms:
+        refuse_layer_norm(block.get_submodule(name), width)
+    return Stream({name: found[name].producer.one_plus for name in norms}, reads, writes)
 
 
-def subtracts_mean(norm: nn.Module, width: int) -> bool:
-    """Whether a norm makes the same of its inputs and of these plus a number."""
+def refuse_layer_norm(norm: nn.Module, width: int) -> None:
+    """Raise Untouchable for a norm that returns the same for its inputs and for these plus a number."""
     weight = norm.weight
     rows = torch.randn(2, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     with torch.no_grad():
-        return bool(torch.allclose(norm(rows), norm(rows + 1), atol=1e-3))
+        if torch.allclose(norm(rows), norm(rows + 1), atol=1e-3):
+            raise Untouchable("a LayerNorm subtracts the mean of the hidden states")
 
 
 def _writers(probe: Probe, width: int) -> dict[str, list[str]]:
-    """What may write: linears as wide as the stream, and layers of experts, with the linears of each."""
+    """Return possible writers: linears as wide as the stream, and layers of experts, with their linears."""
     found = {
         name: [name]
         for name, module in probe.modules().items()
@@ -113,7 +102,7 @@ def _writers(probe: Probe, width: int) -> dict[str, list[str]]:
 
 
 def _goes_through(change: Tensor, nudge: Tensor) -> bool:
-    """Whether a change is the nudge times a number a token, none of which is 0."""
+    """Return True if a change is the nudge times a number per token, not all 0."""
     change = change.reshape(nudge.shape)
     factor = (change * nudge).sum(-1, keepdim=True) / nudge.square().sum(-1, keepdim=True)
     off = (change - factor * nudge).norm(dim=-1)
@@ -125,8 +114,8 @@ WIDTHS = ("v_head_dim", "head_dim", "global_head_dim")
 
 @dataclass(frozen=True)
 class Heads:
-    """values: linear that makes them; rows: `[heads, width]` of it. reads: weights of the linears that read
-    the heads one beside the other."""
+    """Heads of attention. values: the linear that computes their values; rows: its rows, `[heads, width]`.
+    reads: weights of the linears that read the heads one after another."""
 
     values: str
     rows: Tensor
@@ -134,28 +123,26 @@ class Heads:
 
     @property
     def width(self) -> int:
-        """Channels of a head."""
+        """Return the number of channels of a head."""
         return self.rows.shape[1]
 
 
 def heads(probe: Probe, folds: Sequence[Fold], config: PretrainedConfig) -> Iterator[Heads]:
-    """What may be heads; to be proven."""
+    """Yield possible heads; to be proven."""
     sizes = [getattr(config, name, None) for name in WIDTHS]
     count = getattr(config, "num_attention_heads", 0)
     sizes.append(config.hidden_size // count if isinstance(count, int) and count else None)
     for fold in folds:
         if not isinstance(probe.block.get_submodule(fold.producer.name), nn.Linear):
             continue
-        if any(axis != -1 for axis in fold.columns.values()):
-            continue
         for width in dict.fromkeys(size for size in sizes if isinstance(size, int) and size > 1):
             rows = _heads(fold.producer.rows.cpu(), width)
             if rows is not None:
-                yield Heads(fold.producer.name, rows, tuple(fold.columns))
+                yield Heads(fold.producer.name, rows, fold.columns)
 
 
 def _heads(rows: Tensor, width: int) -> Tensor | None:
-    """The rows of every head once, `[heads, width]`, if channels `rows [in]` are heads of so many rows."""
+    """Return the rows of every head once, `[heads, width]`, if channels `rows [in]` form such heads."""
     if len(rows) % width:
         return None
     found = rows.view(-1, width)
