@@ -484,7 +484,7 @@ def test_memory_that_is_short_is_an_error_that_says_what_takes_less(far, source,
     least = peak(far, source, "--sequential", "repeat", "--states", "host")
     asked = ["gptq", source, *MANY, "-o", "made", "-q", "--states", "host"]
     done = far(*asked, limit=int(0.9 * least), free=64 << 30, code=5)
-    assert "\nerror: far ran out of memory in block 1\n" in done.err
+    assert "error: far ran out of memory in block 1\n" in done.err
     assert "hint: start again with --batch-size 1 --sequential repeat --overwrite\n" in done.err
     assert not (tmp_path / "made").exists()
 

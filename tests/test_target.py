@@ -177,7 +177,7 @@ def test_ways_of_running_and_a_resumed_job_write_the_same(model, tmp_path, monke
     jobs.quantize(method, model, tmp_path / "suspend" / "out", options, **arguments)
     jobs.quantize(method, model, tmp_path / "repeat" / "out", options, **arguments | {"sequential": "repeat"})
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_quantize_with_room", stopping(loop._Loop._quantize_with_room))
+        patch.setattr(loop._Loop, "_quantize", stopping(loop._Loop._quantize))
         with pytest.raises(KeyboardInterrupt):
             jobs.quantize(method, model, tmp_path / "resumed" / "out", options, **arguments)
     jobs.quantize(method, model, tmp_path / "resumed" / "out", options, resume=True, **arguments)
