@@ -1,9 +1,8 @@
 """The candidate of each unit, by an integer program.
 
-Binary `x[u, c]` says that unit u is stored as candidate c. Minimise `Σ loss[u, c] x[u, c]` where every unit
-has one candidate and `Σ bytes[u, c] x[u, c]` is within the budget: a multiple-choice knapsack, solved to the
-optimum by branch and bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise the
-bytes, where the losses have a bound.
+Binary `x[u, c]`: unit u is stored as candidate c. Minimise `Σ loss[u, c] x[u, c]` with one candidate per unit
+and `Σ bytes[u, c] x[u, c]` within the budget: a multiple-choice knapsack, solved to the optimum by branch and
+bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise bytes within a loss.
 """
 
 from __future__ import annotations

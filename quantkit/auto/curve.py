@@ -1,10 +1,10 @@
 """Divergence of all candidates of a unit, from a few measured candidates.
 
-A unit's divergence is nearly proportional to the squared error of its outputs on calibration text,
-`tr(dW H dWᵀ)`, whatever grid caused it: on the demo model the factor moves by a tenth between 2 and 6 bits,
-and by a factor of 250 between units. So candidates are measured where they are far apart, the divergence is
-linear in the error between them, and the errors of all others come from rounding to nearest, times what the
-solver gained on the measured candidate with the nearest error.
+A unit's divergence is nearly proportional to the squared error of its outputs on calibration text, `tr(dW H
+dWᵀ)`, for every grid: on the demo model the factor differs by a tenth between 2 and 6 bits, and 250-fold
+between units. So a few distant candidates are measured, and the divergence is linear in the error between
+them. Errors of all others come from rounding to nearest, times the solver's gain on the measured candidate
+with the nearest error.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from quantkit.auto.units import Unit
 
 TINY = 1e-30
-SPREAD = 0.1  # by how much the factors between a unit's candidates differ by nature, relative
-LEAST = 0.01  # of a unit's factor on the whole: noise does not make an error worth having
+SPREAD = 0.1  # relative natural spread of the factors of a unit's candidates
+LEAST = 0.01  # of a unit's overall factor: noise must not make a larger error better
 
 
 @dataclass
@@ -43,7 +43,7 @@ Measured = Mapping[str, Divergence]  # by candidate
 def losses(unit: Unit, errors: Errors, measured: Measured, usual: str | None) -> dict[str, float]:
     """Return {candidate: added divergence} of a unit.
 
-    measured: the changes from the `usual` candidate, or where that is None from the unit as it was.
+    measured: changes from the `usual` candidate, or from the original unit if `usual` is None.
     """
     pieces = _pieces(errors, measured, usual)
     found = {}

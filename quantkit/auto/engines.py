@@ -113,8 +113,8 @@ def _pattern(unit: Unit) -> str:
 
 Space = FolderSpace | GgufSpace
 ENGINES: dict[str, Space] = {
-    "any": FolderSpace("gptq", (2, 3, 4, 8), zero_points=True),  # the widths that most clients read
+    "any": FolderSpace("gptq", (2, 3, 4, 8), zero_points=True),  # widths that most clients read
     "llama.cpp": GgufSpace(),
     "transformers": FolderSpace("compressed-tensors", tuple(WIDTHS), (32, 64, 128, 256), fuses=False),
-    "vllm": FolderSpace("compressed-tensors", (4, 8)),  # those of its fast kernels, Marlin and Machete
+    "vllm": FolderSpace("compressed-tensors", (4, 8)),  # widths of the fast kernels, Marlin and Machete
 }

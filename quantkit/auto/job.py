@@ -31,11 +31,11 @@ from quantkit.text.calibration import hold_out
 
 DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
 STATISTICS_TOKENS = 32768  # of second moments
-# Rounding hidden states to 16 bit has a divergence by itself, which every unit would have on top of its own:
-# on the demo model as much as 4 bit weights, so that searches saw little in more bits.
+# Hidden states rounded to 16 bit add a divergence to that of every unit: on the demo model as much as 4 bit
+# weights, which hides the gain of more bits.
 MEASURED_IN = "float32"
 TABLE = "sensitivities.json"
-STREAMS_SHARE = 0.25  # of the free memory that streams may take
+STREAMS_SHARE = 0.25  # of the free memory, for streams
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from quantkit.quantize.staging.folder import disk_errors
 SCHEMA = "quantkit.auto/1"
 SEARCHED, UNIFORM = "searched", "uniform"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
-FEW_TOKENS = 1000  # measured on fewer, which of two results is better may be chance
-TRIES = 3  # of the search for the smallest model within a divergence
-SIZES = 6  # of that for one whose files fit: a tiny model's configuration weighs as much as its choices
+FEW_TOKENS = 1000  # with fewer tokens the better of two results may be chance
+TRIES = 3  # of the search within a divergence
+SIZES = 6  # tries for files within --max-size: a tiny model's configuration weighs as much as its choices
 CLOSE = 0.9  # share of --max-kld from which a result is small enough
 
 

@@ -1,9 +1,9 @@
 """The job's transform of a block, applied to one unit at a time.
 
-A transform divides what a site reads by s and multiplies its columns by s, and divides the rows of a linear
-that produces it. The job rounds such a weight, `diag(f) W diag(s)`, so that is what is solved here; divided
-by both again, its values do in the untouched block what they will do in the transformed one. So units are
-still replaced one by one, and nothing of a block is kept but vectors.
+A transform divides the inputs of a site by s, multiplies the site's columns by s, and divides the rows of the
+linear that produces the inputs. The job rounds `diag(f) W diag(s)`, so this weight is solved here. Divided by
+both scales again, its values have the same effect in the original block as in the transformed one. Units are
+replaced one by one, and only vectors of a block are kept.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def measure(
     done = len(auto.units) - len(missing)
     outside = GgufOutside(prepared, statistics) if auto.space.method == "gguf" else None
     folder = auto.folder / USUAL
-    shutil.rmtree(folder, ignore_errors=True)  # of a search that was killed
+    shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
     folder.mkdir(parents=True)
     solving = Solving(prepared, auto.space, auto.units, outside, folder)
 

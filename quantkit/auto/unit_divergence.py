@@ -76,7 +76,7 @@ def measure(
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
     start, output = 0, None
     while pending or streams:
-        left = None  # with what the next walk begins
+        left = None  # start of the next walk
         for index, block in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):

@@ -8,8 +8,8 @@ from typing import Any
 
 from quantkit.layouts import LinearSpec
 
-ANCHORS = 3  # candidates of a unit whose divergence is known
-STEP = 0.9  # bits per weight between candidates that are measured
+ANCHORS = 3  # measured candidates of a unit
+STEP = 0.9  # bits per weight between measured candidates
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def _cache_record(
     """Return bytes of the cache, with other numbers of heads, and the waste of allocators."""
     nbytes = partial(kv_cache.sequence_bytes, caches, bytes_per_value=question.kv_bytes)
     exact, whole = nbytes(tokens), max(tokens, settings.context or 0)
-    heads = settings.filled(*HEADS)  # None where not all layers have the same
+    heads = settings.filled(*HEADS)  # None if layers differ
     scores = kv_cache.attention_scores(settings.heads, tokens) if heads else None
     paged = {page: nbytes(tokens, page=page) for page in PAGES}
     return {

@@ -21,7 +21,7 @@ from quantkit.quantize import methods
 
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
-STORED = "stored"  # the files as they are, of a model whose headers were read
+STORED = "stored"  # the files themselves, for models with headers
 ALIASES = {
     "as stored": STORED, "fp16": "bf16", "bfloat16": "bf16", "float16": "bf16", "gguf": "q4_k_m",
 }  # fmt: skip

@@ -46,7 +46,7 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tu
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
     if row is None or row.latent:
         raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
-    # experts are put together and apart: as the exporter has it, whose model is built in shapes alone
+    # the exporter joins and splits experts: its own list, from a model built of shapes alone
     built = row.mixture or row.hybrid
     named = settings.gguf_tensors if built else _of_dense(row, parameters)
     keys = ("expert_count", "expert_used_count") if row.mixture else ()

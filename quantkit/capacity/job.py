@@ -133,7 +133,7 @@ def _seconds(
     if not device.tflops:
         return None, "no FLOPS are known"
     quick, slow = (60 * each * parameters.count / 1e9 for each in work.a100_minutes)
-    ratio = (A100_TFLOPS / device.tflops) ** 0.5  # much of it is no matrix product
+    ratio = (A100_TFLOPS / device.tflops) ** 0.5  # a good part is not matrix products
     basis = f"others' runs on one A100, nothing measured: {work.published}"
     return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 

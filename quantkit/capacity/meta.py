@@ -26,7 +26,7 @@ LAYERS = (
     "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
 )  # fmt: skip
-IRRELEVANT = re.compile("quantization_config|attn_implementation")  # what they ask for may not be installed
+IRRELEVANT = re.compile("quantization_config|attn_implementation")  # their packages may be absent
 Layer = tuple[str, int, int | None, int, int]  # fields of kv_cache.LayerCache
 KEPT = ("keys", "values", "indexer_keys")  # of every token
 
@@ -43,7 +43,7 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     model = _model(_configuration(config))
     try:
         stored = revert_weight_conversion(model, dict(model.named_parameters()))
-    except Exception as error:  # rules of families that were not made for shapes alone
+    except Exception as error:  # conversion rules of some families need values
         raise Unsupported(f"transformers cannot name the stored tensors: {first_line(error)}") from error
     return {name: tuple(tensor.shape) for name, tensor in stored.items()}
 
@@ -62,12 +62,12 @@ def caches(config: Mapping[str, Any]) -> list[Layer]:
     found = _configuration(config)
     model = _model(found)
     for module in model.modules():
-        if type(module).__name__.endswith("Experts"):  # which one a token meets takes numbers to tell
+        if type(module).__name__.endswith("Experts"):  # routing needs values
             module.forward = lambda states, *_, **__: states
     try:
         with torch.no_grad():
             output = model(torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), use_cache=True)
-    except Exception as error:  # whatever it is, it is why nothing can be measured
+    except Exception as error:  # any error is the reason that nothing was measured
         raise Unsupported(f"transformers cannot run its {found.model_type}: {first_line(error)}") from error
     cache = output.get("past_key_values") or output.get("cache_params")
     layers = getattr(cache, "layers", ())
@@ -121,5 +121,5 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
 def _model(config: transformers.PreTrainedConfig) -> transformers.PreTrainedModel:
     try:
         return empty(config, config.model_type, torch.float32)
-    except Exception as error:  # sizes that do not divide, types that are no language model's
+    except Exception as error:  # sizes that do not divide, types without a language model
         raise Unsupported(f"transformers cannot build the language model: {first_line(error)}") from error

@@ -17,14 +17,14 @@ from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 CONV1D_FAMILIES = ("gpt2", "openai-gpt")  # linears stored [in, out]
 BLOCK = re.compile(r"(?P<blocks>.+?)\.(?P<index>\d+)\.(?P<local>.+)")
-# Masks and frequencies that old checkpoints carry along: no parameters.
+# Masks and frequencies of old checkpoints: not parameters.
 BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_ids)$")
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\.")  # the latter: Granite's
 MOST_EXPERTS = 10_000
 HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
 EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
-# The projections of a block that matter to its cache and to llama.cpp's mixtures, by llama.cpp's names.
+# Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
 PROJECTIONS = re.compile(
     r"(?:^|\.)(?:(?P<attn_v>v_proj)|(?P<attn_k>k_proj)|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
     r"|(?P<attn_output>o_proj|(?:self_attn|self_attention|attention|attn)\.(?:dense|out_proj|c_proj))"
@@ -39,7 +39,7 @@ class Tensor:
     The remaining fields are its place in the model, found by `from_headers`.
 
     block: index of its decoder block, None outside; local: its name inside it. out_features, in_features: of
-    a linear of a block, 0 otherwise. conv1d: it is stored `[in, out]`.
+    a linear of a block, 0 otherwise. conv1d: stored as `[in, out]`.
     """
 
     name: str

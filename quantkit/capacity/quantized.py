@@ -19,8 +19,8 @@ from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
 
-FLOAT8, FLOATS = "F8", ("F", "BF")  # what names of such types begin with
-NAMES = {  # part of a GGUF name -> what most checkpoints call it; the first that matches counts
+FLOAT8, FLOATS = "F8", ("F", "BF")  # prefixes of type names
+NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match counts
     r"^token_embd\.": "model.embed_tokens.",
     r"^position_embd\.": "model.embed_positions.",
     r"^output\.": "lm_head.",

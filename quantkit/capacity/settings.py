@@ -12,7 +12,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 
 LARGEST = 1 << 40  # of any size; above this config.json is damaged
 MOST_LAYERS = 10_000
-# Names that a number has; what a file says under one of them is not filled in under another.
+# Names of one number in different families; a file needs only one of them.
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "seq_length")
 
@@ -96,7 +96,7 @@ class Settings:
             )
         return value
 
-    # ---- what all families have
+    # ---- common to all families
 
     @property
     def hidden(self) -> int:

@@ -199,5 +199,5 @@ def _remarks(record: Record) -> Iterator[str]:
 
 def _table(*columns: str) -> Table:
     table = make_table(*columns)
-    table.collapse_padding = True  # all of it in 80 columns
+    table.collapse_padding = True  # fits 80 columns
     return table

@@ -91,9 +91,9 @@ def _of_headers(contents: Contents) -> Source:
     basis = "safetensors headers"
     gguf = contents.container == "gguf"
     if gguf or quantization:
-        from quantkit.capacity import quantized  # what plain checkpoints do not need
+        from quantkit.capacity import quantized  # not needed for plain checkpoints
     if gguf:
-        latent = "kv_lora_rank" in contents.config  # no tensor is as wide as what it keeps of a token
+        latent = "kv_lora_rank" in contents.config  # no tensor has the width of its cache
         settings = Settings(contents.config, contents.config if latent else None)
         entries, basis, layout = quantized.of_gguf(contents, settings), "the GGUF header", "gguf"
     elif quantization:
@@ -126,7 +126,7 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
         raise QuantkitError(
             f"config.json describes {settings.layers} layers of {experts} experts", "download it again"
         )
-    from quantkit.capacity import meta  # it takes seconds to import
+    from quantkit.capacity import meta  # takes seconds to import
 
     try:
         shapes = meta.shapes(config)
