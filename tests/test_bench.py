@@ -21,7 +21,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import processor
 from quantkit.serving.bench import measure, memory, runners, show, subjects, worker
 from quantkit.serving.bench.record import record
-from quantkit.serving.bench.runners import llamacpp, vllm
+from quantkit.serving.bench.runners import llamacpp
 from quantkit.serving.bench.settings import Point, Settings, usual_threads
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import choose
@@ -150,18 +150,6 @@ def test_tokens_that_came_while_others_were_prefilled_are_not_decoded():
         llamacpp.timing(0.5, [[(1.0, 4)]], Point(1, 8), 4, None)
 
 
-def test_vllms_own_clock():
-    def output(scheduled, first, last):
-        times = SimpleNamespace(scheduled_ts=scheduled, first_token_ts=first, last_token_ts=last)
-        return SimpleNamespace(
-            prompt_token_ids=[0] * 5, outputs=[SimpleNamespace(token_ids=[0] * 4)], metrics=times
-        )
-
-    found = vllm.timing([output(1.0, 2.0, 5.0), output(1.5, 3.0, 6.0)])
-    assert (found.prefill_tokens, found.prefill_seconds) == (10, 2.0)
-    assert (found.decode_tokens, found.decode_seconds, found.step_seconds) == (6, 3.0, ())
-
-
 # ---- what cannot run
 
 
@@ -259,9 +247,9 @@ def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
 def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, monkeypatch):
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     monkeypatch.setattr(choose, "installed", lambda name: False)
-    auto, *others = measure.rows([str(path)], replace(SMALL, engine="auto,llama.cpp,vllm"))
+    auto, other = measure.rows([str(path)], replace(SMALL, engine="auto,llama.cpp"))
     assert auto.engine == "transformers" and "llama.cpp is not installed" in auto.note
-    assert all("not installed" in row.error for row in others)
+    assert "not installed" in other.error
 
 
 # ---- the command
@@ -302,7 +290,9 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
         (["--tokens", "1"], "--tokens 1 makes no sense"),
         (["--repeats", "0"], "--repeats 0 makes no sense"),
         (["--threads", "0"], "--threads 0 makes no sense"),
+        (["--attn", "sdpa", "--batch", "1,2"], "--batch 1,2: give one number"),
         (["--engine", "lama.cpp"], "no engine 'lama.cpp'"),
+        (["--engine", "vllm"], "bench measures vLLM as a server"),
         (["--plot", "plot.pdf"], "plots are .svg or .png"),
         (["--concurrency", "4"], "--concurrency is for --url"),
         (["--attn", "sdpa", "--quality", "result.json"], "--quality is not for --attn"),

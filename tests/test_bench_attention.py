@@ -16,8 +16,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 from quantkit.errors import QuantkitError, first_line
 from quantkit.evaluation.comparison import drawing
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.bench.attention.kernels import Operators, describe
-from quantkit.serving.bench.attention.measure import allocated, measure, plan
+from quantkit.serving.bench.attention.measure import Operators, allocated, describe, measure, plan
 from quantkit.serving.bench.attention.show import report
 from quantkit.serving.bench.settings import Settings
 
@@ -60,10 +59,8 @@ def measured(checkpoint, lengths=LENGTHS):
     ("operators", "told"),
     [
         (["aten::bmm", "aten::_softmax"], "scores written out (matmul, softmax, matmul)"),
-        (["aten::_scaled_dot_product_flash_attention_for_cpu"], "flash, torch's own for CPUs"),
-        (["aten::_softmax", "aten::_scaled_dot_product_efficient_attention"], "memory-efficient"),
-        (["aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention"],
-         "flash, cuDNN"),
+        (["aten::_softmax", "aten::_scaled_dot_product_efficient_attention"],
+         "aten::_scaled_dot_product_efficient_attention"),
         (["flash_attn::_flash_attn_varlen_forward"], "flash_attn::_flash_attn_varlen_forward"),
         (["aten::mm"], "not known: torch's dispatcher showed no attention"),
     ],
@@ -75,7 +72,7 @@ def test_operators_have_names(operators, told):
 @pytest.mark.parametrize(
     ("backend", "told"),
     [
-        (torch.nn.attention.SDPBackend.FLASH_ATTENTION, "flash, torch's own for CPUs"),
+        (torch.nn.attention.SDPBackend.FLASH_ATTENTION, "aten::_scaled_dot_product_flash_attention_for_cpu"),
         (
             torch.nn.attention.SDPBackend.MATH,
             "scores written out (matmul, softmax, matmul)",
@@ -118,7 +115,7 @@ def test_rows_say_what_ran_and_why_not(result, folder):
     ]
     eager, sdpa, missing = result["rows"][:3]
     assert eager["kernel"] == "scores written out (matmul, softmax, matmul)"
-    assert sdpa["kernel"] == "flash, torch's own for CPUs"
+    assert sdpa["kernel"] == "aten::_scaled_dot_product_flash_attention_for_cpu"
     assert len(eager["seconds"]) == len(eager["step_seconds"]) == 2 and not eager["refused"]
     with pytest.raises(ValueError) as reason:
         AutoModelForCausalLM.from_pretrained(folder, attn_implementation="no_such_attention")

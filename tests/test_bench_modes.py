@@ -1,4 +1,4 @@
-"""The other questions of `quantkit bench`, from their flags to what is printed and written."""
+"""The other modes of `quantkit bench`, from their flags to what is printed and written."""
 
 import json
 

@@ -130,12 +130,12 @@ def test_one_model_has_both_knees_in_its_plot():
 
 
 def test_a_model_in_two_engines_is_two_names():
-    engines = ("llama.cpp", "vllm")
+    engines = ("llama.cpp", "transformers")
     rows = [measured("m.gguf", SMALL, lambda batch, number: 0.1, engine=name) for name in engines]
     made = checked(record(rows, SMALL))
     assert [model["label"] for model in made["models"]] == [
         "m.gguf (llama.cpp)",
-        "m.gguf (vllm)",
+        "m.gguf (transformers)",
     ]
 
 

@@ -34,7 +34,7 @@ PANELS = {
     "points": ("batch", "prompt", "tokens", "repeats", "rounds", "warmup", "seed"),
     "engine": ("engine", "decoded", "threads", "dtype", "device"),
     "options": ("quality",),
-    "other questions": (
+    "other modes": (
         "attn", "batching", "url", "concurrency", "requests", "rate", "served_model", "api_key",
         "remote",
     ),
@@ -56,16 +56,16 @@ def _invoke(context: typer.Context, **values: Any) -> None:
     from quantkit.evaluation.comparison.files import Outputs
 
     settings, models = flags.options(Settings, values).resolve(), values["models"] or ()
-    _check_models(settings.question, models)
+    _check_models(settings.mode, models)
     outputs = Outputs(values["html"], values["plot"])
-    if settings.question == URL and (outputs.html or outputs.plot):
+    if settings.mode == URL and (outputs.html or outputs.plot):
         raise QuantkitError("--html and --plot are not for --url", "leave them out", USAGE)
     outputs.check()
     with listener(values["quiet"]) as progress:
-        result, report = ANSWERS[settings.question](models, settings, values, progress)
+        result, report = MEASURES[settings.mode](models, settings, values, progress)
     if not values["as_json"]:
         report.show()
-    if settings.question == MODELS:
+    if settings.mode == MODELS:
         from quantkit.serving.bench import measure
 
         measure.refuse_empty(result)  # with --json the record goes with the error
@@ -74,14 +74,14 @@ def _invoke(context: typer.Context, **values: Any) -> None:
     outputs.write(report.figures, report.page)
 
 
-def _check_models(question: str, models: Sequence[str]) -> None:
+def _check_models(mode: str, models: Sequence[str]) -> None:
     """Raise QuantkitError for too many models, or too few."""
-    if question == URL and models:
+    if mode == URL and models:
         raise QuantkitError("--url measures the model that is served there", "leave out the models", USAGE)
-    if question != URL and not models:
+    if mode != URL and not models:
         raise QuantkitError("give a model", "for example: quantkit bench ./model ./model-nf4", USAGE)
-    if question in (ATTN, BATCHING) and len(models) > 1:
-        raise QuantkitError("give one model", f"--{question} measures one at a time", USAGE)
+    if mode in (ATTN, BATCHING) and len(models) > 1:
+        raise QuantkitError("give one model", f"--{mode} measures one at a time", USAGE)
 
 
 def _models(models: Sequence[str], settings: Settings, values: dict, progress: Any) -> tuple[dict, Any]:
@@ -106,7 +106,7 @@ def _one(models: Sequence[str], settings: Settings, values: dict, progress: Any)
         from quantkit.models.files.open import open_checkpoint
         from quantkit.models.machine.device import choose_device
 
-        room = f"quantkit.serving.bench.{'attention' if settings.question == ATTN else 'batching'}"
+        room = f"quantkit.serving.bench.{'attention' if settings.mode == ATTN else 'batching'}"
         measure, show = (import_module(f"{room}.{name}") for name in ("measure", "show"))
 
     torch.set_num_threads(settings.cores)
@@ -137,7 +137,7 @@ def _endpoint(models: Sequence[str], settings: Settings, values: dict, progress:
     return result, show.report(result)
 
 
-ANSWERS = {MODELS: _models, ATTN: _one, BATCHING: _one, URL: _endpoint}
+MEASURES = {MODELS: _models, ATTN: _one, BATCHING: _one, URL: _endpoint}
 
 
 def _command() -> Any:

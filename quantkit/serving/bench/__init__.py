@@ -9,6 +9,6 @@ memory.py       peaks of the process, or of an accelerator's allocator
 machine.py      bandwidth and FLOPS of this machine, measured in the same run
 roofline.py     the least time of a step, and the batch at which a step costs twice its floor
 record.py       the result as JSON (bench-2.json), with an evaluation's figures; show.py for people
-attention/      another question: time and memory of attention implementations
-batching/       another question: one trace of requests, batched in several ways
+attention/      another mode: time and memory of attention implementations
+batching/       another mode: one trace of requests, batched in several ways
 """

@@ -108,7 +108,7 @@ def _point(row: Measured, first: Measured, point: Point) -> dict[str, Any]:
         "prefill": summary([run["prefill_tokens"] / run["prefill_seconds"] for run in runs]),
         "first_token": summary([run["prefill_seconds"] for run in runs]),
         "decode": speed,
-        "latency": summary(steps) if steps else None,
+        "latency": summary(steps),
         "ratio": speed["median"] / summary([decode(run) for run in others])["median"] if others else None,
         "kv_bytes": runs[0]["kv_bytes"],
         "peak_bytes": max(peaks, default=None),

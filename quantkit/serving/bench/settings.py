@@ -1,9 +1,9 @@
-"""The flags of `quantkit bench`: points, engines, and the questions besides (--attn, --batching, --url)."""
+"""The flags of `quantkit bench`: points, engines, and the other modes (--attn, --batching, --url)."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from quantkit.errors import USAGE, QuantkitError
@@ -11,21 +11,22 @@ from quantkit.models.machine import processor
 from quantkit.options import option
 
 MOST = 1 << 20  # of any number that a flag takes
-MODELS, ATTN, BATCHING, URL = "models", "attn", "batching", "url"  # the questions
+MODELS, ATTN, BATCHING, URL = "models", "attn", "batching", "url"  # the modes
 RUN = {"prompt", "tokens", "seed"}
 LOCAL = RUN | {"batch", "repeats", "threads", "dtype", "device"}
-HEEDED = {  # the flags of each question
+FLAGS = {  # of each mode
     MODELS: LOCAL | {"rounds", "warmup", "engine", "decoded", "quality"},
     ATTN: LOCAL | {"attn"},
     BATCHING: LOCAL | {"batching", "requests", "rate"},
     URL: RUN | {"url", "concurrency", "requests", "served_model", "api_key", "remote"},
 }
-DEFAULTS: dict[str, dict[str, Any]] = {  # of flags whose default depends on the question
+DEFAULTS: dict[str, dict[str, Any]] = {  # of flags whose default depends on the mode
     MODELS: {"batch": "1", "prompt": "128", "tokens": 64},
     ATTN: {"batch": "1", "tokens": 8},
     BATCHING: {"batch": "8", "prompt": "64", "tokens": 32, "requests": 32, "rate": 8.0},
     URL: {"prompt": "128", "tokens": 64},
 }
+SINGLE = {ATTN: ("batch",), BATCHING: ("batch", "prompt"), URL: ("prompt",)}  # lists of one number
 LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6}
 
 
@@ -45,7 +46,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Settings:
-    """None stands for the default of the question; `resolve` fills it in.
+    """None stands for the default of the mode; `resolve` fills it in.
 
     Every point is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
     """
@@ -67,8 +68,8 @@ class Settings:
     seed: int = option(0, "Seed of the prompts.")
     engine: str = option(
         "auto",
-        "auto, transformers, llama.cpp or vllm, or several. auto: llama.cpp for GGUF files where it is "
-        "installed, else transformers.",
+        "auto, transformers or llama.cpp, or several. auto: llama.cpp for GGUF files where it is installed, "
+        "else transformers.",
     )
     decoded: bool = option(
         False, "In transformers, compute with decoded weights, not with the layout's own kernels."
@@ -77,7 +78,7 @@ class Settings:
         None, "CPU threads of every engine. (default: OMP_NUM_THREADS, else the cores)"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision in transformers and vLLM. auto: each checkpoint's own where the hardware has it."
+        "auto", "Precision in transformers. auto: each checkpoint's own where the hardware has it."
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps. auto: cuda where there is one.")
     quality: tuple[str, ...] = option(
@@ -98,12 +99,14 @@ class Settings:
     )
     rate: float | None = option(None, "Requests of --batching a second, on average. (default: 8)")
     served_model: str | None = option(None, "Name of the model of --url.")
-    api_key: str | None = option(None, "API key of --url.")
+    api_key: str | None = field(
+        default=None, repr=False, metadata={"help": "API key of --url.", "short": None, "names": ()}
+    )
     remote: bool = option(False, "Allow a --url on another machine.")
     trust_remote_code: bool = False
 
     @property
-    def question(self) -> str:
+    def mode(self) -> str:
         """MODELS, ATTN, BATCHING or URL."""
         return next((name for name in (ATTN, BATCHING, URL) if getattr(self, name) is not None), MODELS)
 
@@ -118,34 +121,35 @@ class Settings:
         return self.threads or usual_threads()
 
     def resolve(self) -> Settings:
-        """Return the settings with the defaults of their question.
+        """Return the settings with the defaults of their mode.
 
-        Raises QuantkitError (exit code 2) for values that make no sense and for flags of another question.
+        Raises QuantkitError (exit code 2) for values that make no sense and for flags of another mode.
         """
         self._refuse_others()
-        defaults = DEFAULTS[self.question].items()
+        defaults = DEFAULTS[self.mode].items()
         made = replace(self, **{name: value for name, value in defaults if getattr(self, name) is None})
         for name in ("batch", "prompt", "concurrency"):
             if getattr(made, name) is not None:
-                require_numbers((f"--{name}", made.numbers(name), 1))
-        tokens = 2 if self.question == MODELS else 1  # the first is the prefill's: latency needs another
+                single = name in SINGLE.get(self.mode, ())
+                require_numbers((f"--{name}", made.number(name) if single else made.numbers(name), 1))
+        tokens = 2 if self.mode == MODELS else 1  # the first is the prefill's: latency needs another
         least = {"tokens": tokens, **LEAST}
         require_numbers(*((f"--{name}", getattr(made, name), value) for name, value in least.items()))
         return made
 
     def _refuse_others(self) -> None:
-        asked, others = HEEDED[self.question], (ATTN, BATCHING, URL)
+        own, others = FLAGS[self.mode], (ATTN, BATCHING, URL)
         if sum(getattr(self, name) is not None for name in others) > 1:
-            hint = "ask one question at a time"
+            hint = "choose one of them"
             raise QuantkitError("--attn, --batching and --url exclude each other", hint, USAGE)
-        for field in fields(self):
-            name = f"--{field.name.replace('_', '-')}"
-            if not field.metadata or field.name in asked or getattr(self, field.name) == field.default:
+        for row in fields(self):
+            name = f"--{row.name.replace('_', '-')}"
+            if not row.metadata or row.name in own or getattr(self, row.name) == row.default:
                 continue
-            if self.question != MODELS:
-                hint = f"leave it out of --{self.question}"
-                raise QuantkitError(f"{name} is not for --{self.question}", hint, USAGE)
-            users = " and ".join(f"--{other}" for other in others if field.name in HEEDED[other])
+            if self.mode != MODELS:
+                hint = f"leave it out of --{self.mode}"
+                raise QuantkitError(f"{name} is not for --{self.mode}", hint, USAGE)
+            users = " and ".join(f"--{other}" for other in others if row.name in FLAGS[other])
             raise QuantkitError(f"{name} is for {users}", f"add one, or leave out {name}", USAGE)
 
     def numbers(self, name: str) -> tuple[int, ...]:
@@ -173,10 +177,10 @@ class Settings:
         return found
 
     def record(self) -> dict[str, Any]:
-        """Return the settings of the question as JSON takes them."""
+        """Return the settings of the mode as JSON takes them."""
         parsed = {name: self.numbers(name) for name in ("batch", "prompt") if getattr(self, name)}
         parsed["threads"] = self.cores
-        names = (field.name for field in fields(self) if field.name in HEEDED[self.question] - {"quality"})
+        names = (row.name for row in fields(self) if row.name in FLAGS[self.mode] - {"quality"})
         return {name: parsed.get(name, getattr(self, name)) for name in names}
 
 

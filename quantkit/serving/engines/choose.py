@@ -76,8 +76,8 @@ def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "a
 def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
     """Return the engine that this process loads checkpoints with, and a note on the choice.
 
-    asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers, llama.cpp
-    or vllm. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are requested.
+    asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers or
+    llama.cpp. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are requested.
 
     Raises QuantkitError (exit code 4) where the requested engine cannot run them, or is missing.
     """
@@ -90,8 +90,7 @@ def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False)
     if asked == "llama.cpp" and folders:
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
         raise QuantkitError(f"{asked} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
-    way = VLLM if asked == "vllm" else WHEEL
-    require(installed(ENGINES[asked][1][0]), f"{asked} is not installed", way, UNSUPPORTED)
+    require(installed(ENGINES[asked][1][0]), f"{asked} is not installed", WHEEL, UNSUPPORTED)
     return asked, ""
 
 

@@ -1,4 +1,4 @@
 """Time and memory of attention implementations at growing lengths, labelled by the kernel that really ran.
 
-`measure.py` runs them and counts allocations, `kernels.py` finds what ran, `show.py` makes the report.
+`measure.py` runs them and counts allocations, `show.py` makes the report.
 """

@@ -1,7 +1,8 @@
 """Prefill and decode under each attention implementation, one loaded model, lengths from short to long.
 
 One model is loaded and switched between implementations, and they take turns at every repeat: a disturbance
-of the machine meets all of them, so ratios hold where seconds drift.
+of the machine meets all of them, so ratios hold where seconds drift. The kernel that ran is read off torch's
+dispatcher: `sdpa` is a name for several, and torch picks one by dtype, mask, head size and device.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ import copy
 import gc
 import inspect
 import itertools
+import re
 import statistics
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.capacity.kv_cache import attention_scores
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
 from quantkit.quantize.progress import Progress
-from quantkit.serving.bench.attention.kernels import Operators, describe
 from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.bench.settings import Settings
 from quantkit.serving.engines import transformers as engine
@@ -37,6 +39,8 @@ REASON = 180  # characters of a refusal
 SHORT = 16  # tokens of the first, unmeasured run
 # A kernel that is not installed, or not for this dtype, device or length, or that runs out of memory.
 REFUSALS = (ImportError, RuntimeError, ValueError)
+FUSED = re.compile(r"attention|^(vllm_)?flash_attn")  # in names of operators
+SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
 Row = dict[str, Any]
 
 
@@ -207,3 +211,25 @@ def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
+
+
+class Operators(TorchDispatchMode):
+    """`with Operators() as seen:` notes the name of every operator that runs, such as aten::_softmax."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name if hasattr(func, "_schema") else str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def describe(operators: Collection[str]) -> str:
+    """Return the fused attention operators of a forward, else whether the scores `[heads, N, N]` were written
+    out. A router of experts has a softmax of its own, so fused operators go first."""
+    if fused := sorted(name for name in operators if FUSED.search(name)):
+        return ", ".join(fused)
+    if SOFTMAX.intersection(operators):
+        return "scores written out (matmul, softmax, matmul)"
+    return "not known: torch's dispatcher showed no attention"

@@ -15,9 +15,9 @@ IDLE_MACHINE = 0.5  # share of time that is computed below which the trace measu
 HEADERS = ("batching", "tok/s", "±", "×", "p50", "p90", "p99", "1st p50", "p99", "padded", "idle", "KV used",
            "reserved")  # fmt: skip
 MEANINGS = (
-    "p50, p90, p99: seconds from arrival to the answer; 1st: to the first token. padded: share of the prompt "
-    "positions; idle: share of the decoding slots that finished sequences take. KV: tokens in the cache, and "
-    "slots reserved for them, averaged over the computed time"
+    "p50, p90, p99: seconds from arrival to the answer; 1st: to the first token. padded: share of padding in "
+    "the prompts; idle: share of finished sequences in decoding. KV: tokens in the cache, and slots reserved "
+    "for them, averaged over the computed time"
 )
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-from quantkit.errors import one_of
+from quantkit.errors import USAGE, QuantkitError, one_of
 from quantkit.serving.bench.settings import Settings
 
-NAMES = ("auto", "transformers", "llama.cpp", "vllm")
+NAMES = ("auto", "transformers", "llama.cpp")
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class Timing:
     """One run: all prompts prefilled, then decoded.
 
     prefill_seconds: until every sequence had its first token. decode_tokens: made after that, by all
-    sequences together, in decode_seconds. step_seconds: from one token of a sequence to its next; empty where
-    the engine does not report them. kv_bytes: of keys and values, None likewise.
+    sequences together, in decode_seconds. step_seconds: from one token of a sequence to its next. kv_bytes:
+    of keys and values, None where they are not known.
     """
 
     prefill_tokens: int
     prefill_seconds: float
     decode_tokens: int
     decode_seconds: float
-    step_seconds: Sequence[float] = ()
-    kv_bytes: int | None = None
+    step_seconds: Sequence[float]
+    kv_bytes: int | None
 
 
 def find(engine: str) -> ModuleType:
@@ -57,4 +57,8 @@ def find(engine: str) -> ModuleType:
 
 def names(settings: Settings) -> tuple[str, ...]:
     """Return the engines of --engine. Raises QuantkitError for an unknown one."""
-    return tuple(one_of(name, NAMES, f"no engine {name!r}") for name in settings.names("engine"))
+    found = settings.names("engine")
+    if "vllm" in found:
+        hint = "quantkit serve ./model --engine vllm, then quantkit bench --url http://127.0.0.1:8000"
+        raise QuantkitError("bench measures vLLM as a server", hint, USAGE)
+    return tuple(one_of(name, NAMES, f"no engine {name!r}") for name in found)
