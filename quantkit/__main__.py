@@ -1,11 +1,11 @@
-"""The console script, and `python -m quantkit`: nothing is imported before an interrupt has its answer."""
+"""The console script and `python -m quantkit`. Interrupts are handled before anything is imported."""
 
 import os
 import signal
 
 
 def main() -> None:
-    """Run the command line; an interrupt while it is still imported ends it without a traceback."""
+    """Run the command line. An interrupt during imports ends the process without a traceback."""
     hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a shell lets us ignore it
     if hears:
         signal.signal(signal.SIGINT, _end)

@@ -29,15 +29,15 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/job
     TERMINATED: "terminated",
 }
 TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # right to left, and back
-ROOM = "free some space"
-DISK = {  # what a disk says that takes or gives no more, and what to do about it
-    errno.ENOSPC: ("is full", ROOM),
-    errno.EDQUOT: ("is full: the quota is used up", ROOM),
-    errno.EFBIG: ("takes no file of that size (ulimit -f says how large)", ROOM),
-    errno.EROFS: ("is read-only by now", "see in the system's log why, and let it be written"),
+FREE = "free some space"
+DISK = {  # error number -> what is wrong with the disk, and what to do
+    errno.ENOSPC: ("is full", FREE),
+    errno.EDQUOT: ("is full: the quota is used up", FREE),
+    errno.EFBIG: ("allows no file of this size (see ulimit -f)", FREE),
+    errno.EROFS: ("has become read-only", "look for the reason in the system log"),
     errno.EIO: (
-        "fails, or that of what was read (input/output error)",
-        "see in the system's log which one, and mend or leave it",
+        "has an input/output error (this disk, or the disk that was read)",
+        "look in the system log for the failing disk",
     ),
 }
 
@@ -57,27 +57,29 @@ class QuantkitError(Exception):
         self.found = found
 
     def record(self) -> dict:
-        """What `--json` prints: the error, beside what was found."""
+        """Return the JSON object of the error, merged into the record in `found`."""
         error = {"message": self.message, "hint": self.hint, "exit_code": self.exit_code}
         return (self.found or {}) | {"error": error}
 
 
 class DamagedError(QuantkitError):
-    """The source itself is wrong: whatever a job made of it so far is of no use."""
+    """The source is damaged, so everything a job made from it is useless."""
 
 
 def require(condition: object, message: str, hint: str = "", exit_code: int = RUNTIME) -> None:
     """Raise `QuantkitError(message, hint, exit_code)` unless the condition holds.
 
-    The message is formatted either way: where that fails or is slow, write the `if`.
+    The message is always formatted. If formatting can fail or is slow, write an `if` instead.
     """
     if not condition:
         raise QuantkitError(message, hint, exit_code)
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, for a message; its kind where it says nothing. A line that ends
-    in a colon goes on."""
+    """Return the first line of a library's error, or its type if it has no text.
+
+    If the line ends in a colon, the next line is added.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -85,7 +87,7 @@ def first_line(error: BaseException) -> str:
 
 
 def full_disk(error: BaseException) -> tuple[str, str] | None:
-    """What of `DISK` an error says; None for another. safetensors and torch wrap the OSError in own words."""
+    """Return the entry of `DISK` for an error, or None. safetensors and torch wrap the OSError in a text."""
     if isinstance(error, OSError):
         return DISK.get(error.errno)
     wrapped = re.search(r"\(os error (\d+)\)", str(error))
@@ -94,8 +96,8 @@ def full_disk(error: BaseException) -> tuple[str, str] | None:
 
 
 def printable(text: str) -> str:
-    """Text of strangers (names in files, what models write) without what would steer a terminal, turn the
-    direction of what follows, or be no character at all."""
+    """Return untrusted text (names in files, output of models) with control characters, direction marks and
+    invalid characters replaced."""
     return "".join(
         letter
         if letter in "\n\t" or (unicodedata.category(letter) not in ("Cc", "Cs") and letter not in TURNING)
@@ -105,21 +107,23 @@ def printable(text: str) -> str:
 
 
 def shortened(message: str, word: int = 400, whole: int = 1600) -> str:
-    """A message on one line, without the middle of what is quoted in it at great length: a value of a
-    stranger's file may have any. Words that people use, paths among them, stay whole."""
+    """Return a message on one line, with the middle of overlong words and of an overlong message cut out.
+
+    Values of untrusted files are quoted in messages and may have any length.
+    """
     words = " ".join(message.splitlines())
     words = re.sub(rf"\S{{{word},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", words)
     return words if len(words) <= whole else f"{words[: whole - 201]}…{words[-200:]}"
 
 
 def count(number: int, word: str) -> str:
-    """`1 block`, `1,024 blocks`."""
+    """Return a number with its noun, such as `1 block` or `1,024 blocks`."""
     plural = {"matrix": "matrices"}.get(word, f"{word}s")
     return f"{number:,} {word if number == 1 else plural}"
 
 
 def name_all(names, limit: int = 8) -> str:
-    """Join offenders for a message: every one of them up to `limit`, then how many are left."""
+    """Return the first `limit` names joined by commas, and the number of the others."""
     names = list(names)
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
@@ -128,7 +132,7 @@ def name_all(names, limit: int = 8) -> str:
 def one_of(
     name: str, names: Collection[str], complaint: str, aliases: Mapping[str, str] | None = None
 ) -> str:
-    """`name`, or what it is an alias of, where `names` has that.
+    """Return `name`, or the name it is an alias of, if it is one of `names`.
 
     Raises QuantkitError (exit code 2) with the complaint, the nearest name and all of them.
     """
@@ -138,5 +142,5 @@ def one_of(
     if known in names:
         return known
     near = difflib.get_close_matches(name, [*names, *(aliases or ())], 1)
-    meant = f"did you mean {near[0]}? " if near else ""
-    raise QuantkitError(complaint, f"{meant}choose one of {', '.join(names)}", USAGE)
+    guess = f"did you mean {near[0]}? " if near else ""
+    raise QuantkitError(complaint, f"{guess}choose one of {', '.join(names)}", USAGE)

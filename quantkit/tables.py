@@ -1,4 +1,4 @@
-"""Tables and facts on stdout, as all commands print them. No torch here."""
+"""Tables, facts and sizes as all commands print them. This module never imports torch."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from quantkit.errors import printable
 
 
 def stdout() -> Console:
-    """A console as wide as the terminal is; a file or pipe has no width."""
+    """Return a console for stdout: as wide as the terminal, or without limit in a file or pipe."""
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def megabytes(nbytes: float) -> str:
-    """Decimal units, as disks and hubs count."""
+    """Return bytes in MB (10⁶) or GB (10⁹), such as `4.61 MB`."""
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
 
 
 def size(nbytes: float) -> str:
-    """The same, for what may be small."""
+    """Return bytes in kB (10³), MB or GB, such as `0.51 kB`."""
     return f"{nbytes / 1e3:,.2f} kB" if nbytes < 1e5 else megabytes(nbytes)
 
 
 def figure(value: float | None) -> str:
-    """Three digits, or as many as the whole part has: `0.08`, `4.20`, `17.0`, `1,234`; a dash for None."""
+    """Return a number with three digits or more (`0.08`, `4.20`, `17.0`, `1,234`); a dash for None."""
     return "–" if value is None else f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def make_table(*columns: str) -> Table:
-    """A table whose first column is words, and the others are figures that stay on one line."""
+    """Return an empty table: a first column of words, and columns of numbers that never wrap."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -44,13 +44,13 @@ def make_table(*columns: str) -> Table:
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
-    """A fact a line, its name before it."""
+    """Print one fact per line, after its name."""
     for name, fact in facts.items():
         print_line(console, f"{name:12s} {fact}", indent=13)
 
 
 def print_line(console: Console, text: str, style: str | None = None, indent: int = 2) -> None:
-    """A line, whoever wrote what is in it: on a terminal wrapped between words, else as long as it is."""
+    """Print a line of untrusted text: wrapped between words on a terminal, else unwrapped."""
     if console.is_terminal:
         text = textwrap.fill(
             text,
@@ -63,7 +63,7 @@ def print_line(console: Console, text: str, style: str | None = None, indent: in
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """`0-3,5` for [0, 1, 2, 3, 5]."""
+    """Return sorted numbers as ranges: `0-3,5` for [0, 1, 2, 3, 5]."""
     parts = []
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]

@@ -859,7 +859,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     assert quantkit(*asked, "-q").code == 0
     before = contents(tmp_path / "out")
     done = quantkit(*asked, "--resume", "-q")
-    assert (done.code, done.out, done.err) == (0, "out is finished: nothing to do\n", "")
+    assert (done.code, done.out, done.err) == (0, "out is already finished\n", "")
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
     assert told == {"schema": "quantkit.job/2", "output": "out", "finished": True}
     for other, different in (
@@ -874,7 +874,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     assert refuse(2, "nf4", model, "-o", "things", "--resume")[0] == "things exists"
     file = ("gguf", model, "-t", "Q8_0", "-o", "out.gguf")
     assert quantkit(*file, "-q").code == 0
-    assert quantkit(*file, "--resume", "-q").out == "out.gguf is finished: nothing to do\n"
+    assert quantkit(*file, "--resume", "-q").out == "out.gguf is already finished\n"
     assert contents(tmp_path / "out") == before
 
 
@@ -893,7 +893,7 @@ def test_a_finished_job_is_told_from_one_of_other_text_or_files(quantkit, refuse
     assert 1 < samples < 128
     for more in ((), ("--samples", samples), ("--samples", 64), ("--dtype", "float32"), ("--device", "cpu")):
         done = quantkit(*asked, "short.txt", *more, "--resume", "-q")
-        assert (done.code, done.out) == (0, "out is finished: nothing to do\n"), done.err
+        assert (done.code, done.out) == (0, "out is already finished\n"), done.err
     for other, different in (
         (("other.txt",), "--calibration (short.txt there, other.txt here)"),
         (("short.txt", "--samples", 1), f"--samples ({samples} there, 1 here)"),
@@ -921,7 +921,7 @@ def test_a_finished_job_without_text_is_not_one_with_text(quantkit, refuse, mode
     assert error.endswith("different: calibration text (none there, one here)")
     assert quantkit("nf4", model, "-o", "nf4", "-q").code == 0
     done = quantkit("nf4", model, "-o", "nf4", *small[:2], "--resume", "-q")
-    assert done.out == "nf4 is finished: nothing to do\n"
+    assert done.out == "nf4 is already finished\n"
 
 
 @pytest.mark.parametrize("job", [5, {"calibration": 5}, {"execution": []}, None])
@@ -972,7 +972,7 @@ def test_files_that_exist_are_all_named_and_the_others_made_by_resume(
     after = contents(tmp_path / "files")
     assert len(after) == 3 and {name: after[name] for name in before} == before
     assert quantkit(*asked, "--resume", "-q").out.splitlines() == [
-        f"{name} is finished: nothing to do" for name in names
+        f"{name} is already finished" for name in names
     ]
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
     assert [row["output"] for row in told["jobs"]] == names

@@ -95,7 +95,7 @@ def test_a_folder_that_turns_read_only(server, library, workplace, reference, er
     folder = workplace / f"read-only {error} {number}"
     assert server.run(folder, stops.command(NAME), call=call(library, folder, "w", -number, error)) in (1, 5)
     said, hint = lines(folder)
-    words = "the disk of out.partial is read-only by now"
+    words = "the disk of out.partial has become read-only"
     if error == errno.EACCES:
         words = "out.partial cannot be written any more: permission denied"
     assert said == words and hint.endswith(

@@ -1,4 +1,4 @@
-"""The command line. Commands only wire: flags in, QuantkitError out, data on stdout, the rest on stderr."""
+"""The command line: data goes to stdout, everything else to stderr. Commands contain no logic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from quantkit.cli import commands, ranks, running
 
 EPILOG = f"""Examples:
 
-  quantkit plan org/name --gpu rtx-3090     (will it fit? nothing is loaded)
+  quantkit plan org/name --gpu rtx-3090     (will it fit? loads nothing)
 
   quantkit gptq ./model               (4 bit, the shipped calibration text)
 
-  quantkit gptq ./model --dry-run     (what it would do, and what it takes)
+  quantkit gptq ./model --dry-run     (the plan: memory, disk, time)
 
   quantkit run gptq-w3 ./model        (a recipe; see quantkit recipes list)
 
@@ -26,7 +26,7 @@ EPILOG = f"""Examples:
 
 app = typer.Typer(
     cls=commands.Root,
-    help="Compress causal language models and show honestly what it cost.",
+    help="Compress language models and measure what the compression cost.",
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

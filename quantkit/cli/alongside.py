@@ -1,4 +1,4 @@
-"""A command as one of several processes: it joins the others, or refuses to."""
+"""Commands under torchrun: join the group of processes, or refuse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = ("run", "imatrix", "eval")  # commands besides the methods that several
 
 
 def guard(app: typer.Typer, name: str) -> None:
-    """Let the commands of an application join the other processes, or refuse to."""
+    """Make the commands of an application join the other processes, or refuse if unsupported."""
     for command in app.registered_commands:
         command.callback = _alongside(command.callback, name)
     for group in app.registered_groups:

@@ -1,4 +1,4 @@
-"""Flags: made from the fields of the options' dataclasses, and those every job takes besides."""
+"""Command-line flags: made from dataclasses of options, plus the flags that all jobs share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantkit.quantize.prepare import recipe
 
 
 def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
-    """What a shell is offered for an argument, besides files: those of the names that begin as it does."""
+    """Return a shell completion that offers the names beginning with the typed text."""
 
     def complete(incomplete: str) -> list[str]:
         return [name for name in names() if name.startswith(incomplete)]
@@ -113,7 +113,7 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
-    """A flag for every option of a recipe's section, or `only` some, on a panel of its name."""
+    """Return a flag for every option of a dataclass, or `only` for some, in a help panel named `section`."""
     hints, parameters = get_type_hints(options), []
     for field in dataclasses.fields(options):
         if not field.metadata or (only and field.name not in only):
@@ -134,31 +134,31 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
 
 
 def options(kind: type, values: dict[str, Any]) -> Any:
-    """The options of a dataclass, out of the values of a command's flags."""
+    """Return an instance of the dataclass `kind`, filled with the values of a command's flags."""
     found = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
 
 
 def opening() -> list[inspect.Parameter]:
-    """The flags of commands that open checkpoints and print what they found."""
+    """Return the flags of commands that open checkpoints and print a result."""
     names = ("revision", "offline", "trust_remote_code", "as_json", "quiet")
     return [parameter(name, *FIXED[name]) for name in names]
 
 
 def fixed(without: str = "") -> list[inspect.Parameter]:
-    """The flags that are no options of the job itself."""
+    """Return the flags that all jobs share, except the one named `without`."""
     return [parameter(name, *described) for name, described in FIXED.items() if name != without]
 
 
 def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
-    """One argument or flag, as Typer reads it off a signature."""
+    """Return one argument or flag in the form that Typer reads from a signature."""
     if isinstance(default, tuple):
         default = list(default)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """Give `invoke(context, **values)` the signature Typer makes a command of."""
+    """Give `invoke(context, **values)` a signature from which Typer builds a command."""
     parameters = [parameter("context", typer.Context), *parameters]
     invoke.__signature__ = inspect.Signature(parameters)
     invoke.__annotations__ = {row.name: row.annotation for row in parameters}
@@ -166,6 +166,6 @@ def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -
 
 
 def typed(context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:
-    """Those of the values that stand on the command line; lists as the options' tuples."""
+    """Return the values that were typed on the command line, lists as tuples."""
     given = [name for name in values if context.get_parameter_source(name).name == "COMMANDLINE"]
     return {name: tuple(v) if isinstance(v := values[name], list) else v for name in given}

@@ -1,4 +1,4 @@
-"""`quantkit imatrix`: an importance matrix of a checkpoint, for llama-quantize and for quantkit."""
+"""`quantkit imatrix`: write an importance matrix for llama-quantize and for quantkit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ EPILOG = """Examples:
   quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
 
   llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
-FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # what of a run concerns a forward pass
+FORWARD = (
+    "dtype",
+    "device",
+    "batch_size",
+    "max_memory",
+    "threads",
+)  # options of a run that a forward pass uses
 OUTPUT = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),
@@ -28,7 +34,7 @@ FIXED = ("dry_run", "overwrite", "revision", "offline", "trust_remote_code", "as
 
 
 def _command() -> Callable[..., None]:
-    """The function behind `quantkit imatrix`."""
+    """Return the function that runs `quantkit imatrix`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.cli.progress import listener, uncollected

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar on a terminal, plain lines in a log, nothing but warnings when quiet."""
+"""Progress on stderr: a bar on a terminal, lines in a log, only warnings with `--quiet`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SILENCE = 30.0  # seconds after which a log hears that the job is alive
 
 
 class Quiet(Progress):
-    """Warnings only; the base of the other two. Keeps the arithmetic of the estimated time."""
+    """Print warnings only, and estimate the time left; the base class of the other two."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -55,7 +55,7 @@ class Quiet(Progress):
             self.warn(f"{spec.name}: {note}")
 
     def remaining(self) -> str:
-        """Estimated time left, from the blocks computed in this run."""
+        """Return the estimated time left, from the blocks computed in this run."""
         if not self._computed:
             return "--:--"
         each = (time.monotonic() - self._began) / self._computed
@@ -67,11 +67,11 @@ class Quiet(Progress):
             self.console.print(printable(f"warning: {text}"), style="yellow", markup=False)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
 
 
 class Lines(Quiet):
-    """One line per block, and one after every `silence` seconds without: for logs and pipes."""
+    """Print one line per block, and one after `silence` seconds without any; for logs and pipes."""
 
     def __init__(self, silence: float = SILENCE) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Lines(Quiet):
         self.console.print(printable(text), markup=False)
 
     def _do(self, text: str) -> None:
-        """From now on, this is what is being done."""
+        """Set the current activity."""
         self._doing, self._since = text, time.monotonic()
 
     def phase(self, text: str) -> None:
@@ -134,7 +134,7 @@ class Lines(Quiet):
 
 
 class Live(Quiet):
-    """A bar with block, linear, error, elapsed and remaining time; one that moves where no end is known."""
+    """Show a bar with block, linear, error, elapsed and remaining time; it pulses if the end is unknown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class Live(Quiet):
 
 
 def clock(seconds: float) -> str:
-    """`1:02:03` or `02:03`."""
+    """Return seconds as `1:02:03` or `02:03`."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes:02d}:{left:02d}"
@@ -198,7 +198,7 @@ def clock(seconds: float) -> str:
 
 @contextmanager
 def listener(quiet: bool) -> Iterator[Quiet]:
-    """The listener that fits where stderr goes; of several processes the first speaks for all."""
+    """Yield the progress display for stderr; of several processes, only the first prints."""
     capable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     progress = Quiet() if quiet or not ranks.is_first() else Live() if capable else Lines()
     progress.console.quiet = not ranks.is_first()
@@ -210,8 +210,8 @@ def listener(quiet: bool) -> Iterator[Quiet]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Import without looking for cyclic garbage: of modules nothing becomes garbage, and looking through a
-    million objects again and again is an eighth of the time."""
+    """Disable garbage collection during imports: modules leave no garbage, and collecting takes an eighth of
+    the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""One command per method, and `run` for recipes: flags in, a job done, its result out."""
+"""The commands of all methods, and `run` for recipes: read flags, run the job, print the result."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RUN_EPILOG = """Examples:
 
 
 def epilog(method: str) -> str:
-    """Examples under the help of a method's command."""
+    """Return the examples in the help of a method's command."""
     return f"""Examples:
 
   quantkit {method} ./model
@@ -54,7 +54,7 @@ def epilog(method: str) -> str:
 
 
 def command(method: str) -> Callable[..., None]:
-    """The function behind `quantkit METHOD`."""
+    """Return the function that runs `quantkit METHOD`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         named = values["recipe_name"]
@@ -73,10 +73,10 @@ def command(method: str) -> Callable[..., None]:
 
 
 def run_command() -> Callable[..., None]:
-    """The function behind `quantkit run`: every flag that does not depend on the method."""
+    """Return the function that runs `quantkit run`, with the flags that all methods share."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
-        """A job from a recipe."""
+        """Run a job from a recipe."""
         base = recipe.load(values["recipe"])
         _quantize(recipe.merge(base, values["settings"], flags.typed(context, values)), values)
 
@@ -168,15 +168,15 @@ def _print_summaries(summaries: list[Summary], results: dict | None, as_json: bo
 
 
 def _print_finished(outputs: list[str], as_json: bool) -> None:
-    """The answer to --resume where nothing is left to do."""
+    """Print that the outputs are finished, for `--resume` without work left."""
     if as_json:
         _print_json([{"schema": "quantkit.job/2", "output": one, "finished": True} for one in outputs])
     for output in () if as_json else outputs:
-        print(f"{output} is finished: nothing to do")
+        print(f"{output} is already finished")
 
 
 def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
-    """One for every output that is asked for."""
+    """Return one request per output."""
     from quantkit.quantize import job
 
     return [
@@ -199,5 +199,5 @@ def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
 
 
 def _print_json(records: list[dict]) -> None:
-    """Always one object: of several outputs, one that holds theirs."""
+    """Print one JSON object; several outputs are a list inside it."""
     print(json.dumps(records[0] if len(records) == 1 else {"schema": SEVERAL, "jobs": records}, indent=2))

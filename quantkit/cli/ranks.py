@@ -1,7 +1,6 @@
-"""Commands as several processes, started by torchrun: who prints, how they end together, how to go on.
+"""Commands under torchrun: which process prints, how all processes end together, how to continue.
 
-The ranks' work is in `quantkit/models/machine/distributed.py`; here is what a user sees of it. Nothing of it
-is imported where nobody started several.
+The work of the ranks is in `quantkit/models/machine/distributed.py`, which is imported only under torchrun.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 
 def wanted() -> int:
-    """Return how many processes there are to be, by the environment that torchrun makes."""
+    """Return the number of processes that torchrun set in the environment; 1 without torchrun."""
     number = os.environ.get("WORLD_SIZE", "1")
     return int(number) if number.isdecimal() else 1
 
 
 def refuse_letters() -> None:
-    """Raise QuantkitError unless what torchrun counts in the environment are numbers."""
+    """Raise QuantkitError if a variable of torchrun in the environment is not a number."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not (text := os.environ.get(name) or "0").isdecimal():
             raise QuantkitError(
@@ -34,7 +33,7 @@ def refuse_letters() -> None:
 
 
 def refuse(what: str, supported: bool = False) -> None:
-    """Raise QuantkitError for what one process does alone, unless it is supported."""
+    """Raise QuantkitError if the command does not support several processes."""
     if not supported:
         raise QuantkitError(
             f"{what} does not run as several processes, and {wanted()} were started",
@@ -45,12 +44,12 @@ def refuse(what: str, supported: bool = False) -> None:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that shows progress."""
+    """Return whether this process is the one that shows progress."""
     return wanted() == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
-    """End this process with the other ranks; one of them prints the error."""
+    """End this process together with the other ranks; one of them prints the error."""
     if wanted() == 1:
         return
     from quantkit.models.machine import distributed
@@ -64,7 +63,7 @@ def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
 
 
 def end(exit_code: int) -> None:
-    """End a rank at once: torch threads that wait for another rank would delay or abort its exit."""
+    """End a rank at once, because torch threads that wait for another rank would delay its exit."""
     if wanted() == 1:
         return
     for stream in (sys.stdout, sys.stderr):
@@ -73,16 +72,16 @@ def end(exit_code: int) -> None:
 
 
 def flush(stream: Any) -> None:
-    """Send what was printed on its way, if anybody reads it."""
+    """Flush a stream, and ignore that its reader may be gone."""
     try:
         stream.flush()
     except OSError:
-        return  # its reader is gone, and so is this process
+        return
 
 
 @contextmanager
 def resumable(kept: str, again: str) -> Iterator[None]:
-    """Add the way to go on to an error that has no hint."""
+    """Add the command that continues as the hint of an error without one."""
     try:
         yield
     except QuantkitError as error:
@@ -92,7 +91,7 @@ def resumable(kept: str, again: str) -> Iterator[None]:
 
 
 def launcher() -> list[str]:
-    """Return what a command begins with when it is typed."""
+    """Return the first words of a command line: `quantkit`, or torchrun with its arguments."""
     if wanted() == 1:
         return ["quantkit"]
     here, whole = int(os.environ.get("LOCAL_WORLD_SIZE") or wanted()), wanted()

@@ -1,4 +1,4 @@
-"""`quantkit recipes`: the shipped recipes, and a file to begin one's own with."""
+"""`quantkit recipes`: list and show shipped recipes, and create new ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write
 
 @app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
 def list_command(as_json: AS_JSON = False) -> None:
-    """The recipes that come with quantkit."""
+    """List the recipes that come with quantkit."""
     rows = [recipe.load(name) for name in recipe.shipped()]
     if as_json:
         records = [{"name": r.name, "method": r.method, "description": r.description} for r in rows]
@@ -68,7 +68,7 @@ def show_command(name: NAME) -> None:
 
 @app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
 def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
-    """Write a recipe that has every option of a method, at its default and with its help."""
+    """Write a recipe with every option of a method, its default and its help."""
     text, path = recipe.template(method), output or Path(f"{method}.yaml")
     try:
         with path.open("x", encoding="utf-8") as file:

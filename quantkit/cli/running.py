@@ -1,4 +1,4 @@
-"""What all commands have in common: errors in one form, exit codes, `--verbose`, no word too many."""
+"""Errors, exit codes, interrupts and `--verbose`, the same for all commands."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ from quantkit.errors import (
     printable,
 )
 
-REPORT = "this should not happen: please report it with the lines above and what `quantkit doctor` says"
+REPORT = "this is a bug: please report it with the lines above and the output of `quantkit doctor`"
 UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
 CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
-STOPS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED}  # what asks to stop, and the exit code
-ALIKE = 0.75  # of two words that one is taken for the other's misspelling
+STOPS = {
+    signal.SIGINT: INTERRUPTED,
+    signal.SIGTERM: TERMINATED,
+}  # signals that stop a job, and their exit codes
+ALIKE = 0.75  # similarity of a name and its misspelling
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
 
 
@@ -62,7 +65,7 @@ VERBOSE = Annotated[
 
 
 def add_verbose(app: typer.Typer) -> None:
-    """Give every command of an application `--verbose`, those of its groups included."""
+    """Add `--verbose` to every command of an application and of its groups."""
     for command in app.registered_commands:
         command.callback = _with_verbose(command.callback)
     for group in app.registered_groups:
@@ -82,7 +85,7 @@ def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _decoded(value: Any) -> Any:
-    """An option's value, text as UTF-8 in any locale; names of files stay as the system has them."""
+    """Return an option's value with text decoded as UTF-8 in any locale; existing paths stay unchanged."""
     if isinstance(value, list):
         return [_decoded(entry) for entry in value]
     if not isinstance(value, str) or value.isascii() or os.path.lexists(value):
@@ -91,14 +94,14 @@ def _decoded(value: Any) -> Any:
 
 
 def exit_codes() -> str:
-    """One line for the help."""
+    """Return one line that lists all exit codes, for the help."""
     return "Exit codes: " + ", ".join(f"{code} {words}" for code, words in EXIT_CODES.items()) + "."
 
 
 def run(app: typer.Typer) -> NoReturn:
-    """Run the command line to its exit code; every error becomes `error:` and `hint:` on stderr."""
+    """Run the command line and exit; every error is printed as `error:` and `hint:` on stderr."""
     streams.prepare()
-    state = SimpleNamespace(verbose=False)  # which the command line may change
+    state = SimpleNamespace(verbose=False)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
     try:  # standalone, Typer would print the parser's errors its own way
         code = app(prog_name="quantkit", standalone_mode=False, obj=state)
@@ -130,11 +133,11 @@ def run(app: typer.Typer) -> NoReturn:
 
 @contextmanager
 def stopping() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM raise KeyboardInterrupt, and their exit codes are listed.
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt; yield a list that collects their exit codes.
 
-    It is the list that counts: torch turns some KeyboardInterrupts into other exceptions. What is ignored
-    stays so: a shell lets its background jobs ignore SIGINT, lest its own Ctrl-C end them. Not for what
-    forks: multiprocessing ends its processes by SIGTERM, and one that has just begun would swallow it.
+    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions. Ignored
+    signals stay ignored: shells make background jobs ignore SIGINT. Do not use this around a fork:
+    multiprocessing ends its processes by SIGTERM, and a new process would swallow the signal.
     """
     asked: list[int] = []
 
@@ -160,8 +163,11 @@ def resumable(
     made: Callable[[], Sequence[Path]] = tuple,
     begun: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
-    """Answer what asks to stop with the way to go on. folders: in which `kept` is by then, one an output;
-    made: the outputs that are finished by then; begun: whether nothing is kept yet."""
+    """Turn an interrupt into an error whose hint is the command that continues.
+
+    folders: the staging folder of each output. kept: words for their content. made: returns the outputs that
+    are finished. begun: returns whether nothing has been staged yet.
+    """
     with stopping() as asked, ranks.resumable(f"{kept()} kept in {folders[0]}", _again()):
         try:
             yield
@@ -184,7 +190,7 @@ def resumable(
 
 @contextmanager
 def done_already(output: Path, hint: str) -> Iterator[None]:
-    """Answer an interrupt by the output, if it is there by then and was not before."""
+    """Turn an interrupt into an error that says the output is finished, if it appeared in the meantime."""
     from quantkit.quantize.staging import may_replace
 
     before = may_replace.identity(output)
@@ -197,18 +203,18 @@ def done_already(output: Path, hint: str) -> Iterator[None]:
 
 
 def _again() -> str:
-    """The command as typed, with --resume; --overwrite stays, for there is an output to be replaced."""
+    """Return the command as typed, with `--resume`."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]
     return shlex.join([*ranks.launcher(), *typed, "--resume"])
 
 
 def _typed() -> str:
-    """The command as typed."""
+    """Return the command as typed."""
     return shlex.join(["quantkit", *sys.argv[1:]])
 
 
 def _give_up_unread() -> None:
-    """Let Python's last flush succeed: what cannot be written goes nowhere, and the exit code stays."""
+    """Redirect streams that cannot be flushed to /dev/null, so that Python exits with our exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -217,7 +223,7 @@ def _give_up_unread() -> None:
 
 
 def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
-    """Print the error, after the traceback of what is `traced`, and exit."""
+    """Print the traceback of `traced`, if given, then the error, and exit."""
     if traced is not None:
         traceback.print_exception(traced)
     ranks.fail(error, print_error)
@@ -227,7 +233,7 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
 
 
 def print_error(error: QuantkitError) -> None:
-    """`error:` and `hint:` on stderr, and with --json the record on stdout."""
+    """Print `error:` and `hint:` on stderr, and with `--json` the record on stdout."""
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
     if "--json" in typed:  # the parser itself may be what refused
         print(json.dumps(error.record(), indent=2))
@@ -240,28 +246,28 @@ def print_error(error: QuantkitError) -> None:
 
 
 def _unexpected(error: Exception) -> QuantkitError:
-    """Memory or disk that ran out, or a mistake of ours: the traceback is what a report of it needs."""
+    """Return the QuantkitError for an exception that is not one: memory, disk, a file, or a bug."""
     if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-        hint = "close other programs, or see the command's help for what takes less"
+        hint = "close other programs, or choose options that need less memory"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
     if full := full_disk(error):
         hint = f"{full[1]}, or write elsewhere"
         return QuantkitError(f"the disk {full[0]}: {first_line(error)}", hint, RESOURCES)
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        hint = "check the path, and who may read and write there"
+        hint = "check the path and its permissions"
         return QuantkitError(f"{os.fsdecode(error.filename)}: {error.strerror}", hint, RUNTIME)
     return QuantkitError(f"{type(error).__name__}: {first_line(error)}", REPORT, RUNTIME)
 
 
 def _is_close(name: str, typed: str) -> bool:
-    """Whether one is likely to be meant by the other; the parser suggests whatever is least unlike."""
+    """Return whether the typed word is probably a misspelling of the name."""
     name, typed = name.strip("-"), typed.strip("-")
     alike = difflib.SequenceMatcher(None, name, typed).ratio() >= ALIKE
     return alike or name.startswith(typed) or typed.startswith(name)
 
 
 def _parser_error(error: Any) -> QuantkitError:
-    """What the parser refused, in the form of our own errors."""
+    """Return the parser's error as a QuantkitError."""
     offered = getattr(error, "possibilities", None)
     near = [name for name in offered or () if _is_close(name, getattr(error, "option_name", name))]
     words = (error.message if offered else error.format_message()).replace("Value error, ", "").split()

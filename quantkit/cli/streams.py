@@ -1,4 +1,4 @@
-"""Streams as they may be: closed, or of an encoding that lacks most letters; and text that came in by one."""
+"""Standard streams that are closed or not Unicode, and text that was typed in such a locale."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from quantkit.errors import USAGE, QuantkitError
 
-PLAIN = {  # what is printed where the encoding has not the sign itself, as wide, for the sake of tables
+PLAIN = {  # replacements of the same width for encodings without the character
     "–": "-",
     "—": "-",
     "−": "-",
@@ -43,16 +43,16 @@ PLAIN = {  # what is printed where the encoding has not the sign itself, as wide
 
 
 def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Python's answer to what it cannot encode: see `codecs.register_error`."""
+    """Replace characters that cannot be encoded; an error handler for `codecs.register_error`."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return "".join(PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
 
 
 def decoded(text: str, name: str) -> str:
-    """Return text with the bytes that the locale has no letters for, which Python escapes, read as UTF-8.
+    """Return text whose bytes outside the locale's encoding, escaped by Python, are decoded as UTF-8.
 
-    Raises QuantkitError (exit code 2) where they are not UTF-8 either; it calls the text `name`.
+    Raises QuantkitError (exit code 2) if they are not UTF-8; the message calls the text `name`.
     """
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
@@ -63,8 +63,7 @@ def decoded(text: str, name: str) -> str:
 
 
 def prepare() -> None:
-    """Let nothing that is printed raise for where it goes: a closed stream swallows it, an encoding that is
-    not Unicode's gets plain signs."""
+    """Make printing safe: closed streams discard text, and encodings without Unicode get plain characters."""
     codecs.register_error("plain", _plain)
     if hasattr(sys.stdin, "reconfigure"):
         with suppress(io.UnsupportedOperation):  # stdin was read before: a caller in the same process
