@@ -54,7 +54,7 @@ def test_closed_streams_swallow_what_is_said(command, code):
 @pytest.mark.parametrize(
     "error, said",
     [
-        (OSError(errno.EFBIG, "File too large"), "takes no file of that size"),
+        (OSError(errno.EFBIG, "File too large"), "allows no file of this size"),
         (SafetensorError("Error while serializing: I/O error: File too large (os error 27)"), "ulimit -f"),
         (SafetensorError("Error while serializing: No space left on device (os error 28)"), "is full"),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "the quota is used up"),
