@@ -332,7 +332,7 @@ def test_the_cache_of_latent_attention_is_that_of_the_checkpoint(tmp_path):
     keys = {"block_count": 3, "embedding_length": 64, "attention.head_count": 4, "expert_count": 4}
     keys |= {"expert_used_count": 2, "leading_dense_block_count": 1, "attention.q_lora_rank": 64}
     keys |= {"attention.kv_lora_rank": 64, "rope.dimension_count": 16, "attention.key_length_mla": 32}
-    keys |= {"attention.value_length_mla": 16, "expert_group_count": 1, "expert_group_used_count": 1}
+    keys |= {"attention.value_length_mla": 16}
     keys = {f"deepseek2.{key}": value for key, value in keys.items()}
     heads = {"attn_k_b": (4, 64, 16), "attn_v_b": (4, 16, 64), "attn_kv_a_mqa": (80, 64)}
     entries = [Entry("token_embd.weight", "F32", (512, 64))]
