@@ -327,22 +327,8 @@ def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
 
 
 def test_the_cache_of_latent_attention_is_that_of_the_checkpoint(tmp_path):
-    """Of a file that other tools wrote: quantkit writes none of these."""
     folder = save_model(tmp_path / "model", "deepseek_v3")
-    keys = {"block_count": 3, "embedding_length": 64, "attention.head_count": 4, "expert_count": 4}
-    keys |= {"expert_used_count": 2, "leading_dense_block_count": 1, "attention.q_lora_rank": 64}
-    keys |= {"attention.kv_lora_rank": 64, "rope.dimension_count": 16, "attention.key_length_mla": 32}
-    keys |= {"attention.value_length_mla": 16}
-    keys = {f"deepseek2.{key}": value for key, value in keys.items()}
-    heads = {"attn_k_b": (4, 64, 16), "attn_v_b": (4, 16, 64), "attn_kv_a_mqa": (80, 64)}
-    entries = [Entry("token_embd.weight", "F32", (512, 64))]
-    entries += [
-        Entry(f"blk.{k}.{name}.weight", "F32", shape) for k in range(3) for name, shape in heads.items()
-    ]
-    path = tmp_path / "model.gguf"
-    with GgufWriter(path, {"general.architecture": "deepseek2"} | keys, entries) as writer:
-        for entry in entries:
-            writer.write(entry.name, [bytes(entry.nbytes)])
+    path = gguf_files.export(folder, tmp_path / "model.gguf")
     found, whole = (source.read(str(place)) for place in (path, folder))
     caches = layer_caches(found.settings, found.parameters)
     assert caches == layer_caches(whole.settings, whole.parameters)

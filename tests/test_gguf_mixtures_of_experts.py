@@ -17,7 +17,7 @@ from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.gguf import configuration
+from quantkit.models.gguf import configuration, imatrix
 from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
@@ -32,6 +32,11 @@ FEW = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GLM = {**FEW, "n_routed_experts": 6, "partial_rotary_factor": 0.5}
 GRANITE = {**GROUPED, "num_local_experts": 6, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
 GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
+LATENT = {**FEW, "num_key_value_heads": 4, "n_routed_experts": 6, "n_shared_experts": 2}
+LATENT |= {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+LATENT |= {"v_head_dim": 24, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+MSCALED = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
+MSCALED |= {"mscale": 0.707, "mscale_all_dim": 0.707}
 GPT_OSS = {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 16}
 # bounds of yarn behind the first and the last dimension, where rounding them makes no difference
 WHOLE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 150, "rope_theta": 4.0}
@@ -76,6 +81,17 @@ CASES = {  # name -> (configuration class, its arguments)
     "olmoe": (
         hf.OlmoeConfig,
         {**GROUPED, "num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "deepseek-v2 lite": (hf.DeepseekV2Config, LATENT),
+    "deepseek-v2": (hf.DeepseekV2Config, LATENT | {"q_lora_rank": 48, "rope_parameters": MSCALED}),
+    "deepseek-v3": (
+        hf.DeepseekV3Config,
+        LATENT | {"q_lora_rank": 48, "n_group": 3, "topk_group": 2, "norm_topk_prob": True},
+    ),
+    "deepseek-v3 scaled": (
+        hf.DeepseekV3Config,
+        LATENT
+        | {"n_group": 1, "topk_group": 1, "rope_parameters": MSCALED | {"mscale": 1, "mscale_all_dim": 1}},
     ),
     "gpt-oss": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "gpt-oss scaled": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": WHOLE, "num_hidden_layers": 2}),
@@ -247,7 +263,7 @@ def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
 
 @pytest.mark.parametrize(
     "name, solver",
-    [("granitemoe", "rtn"), ("gpt-oss", "gptq")],
+    [("granitemoe", "rtn"), ("deepseek-v2 lite", "gptq"), ("gpt-oss", "gptq")],
 )
 def test_what_lies_otherwise_in_the_file_is_encoded(name, solver, tmp_path):
     """Experts that are stored in one tensor, gate and up in turn; heads that the file has apart."""
@@ -260,6 +276,23 @@ def test_what_lies_otherwise_in_the_file_is_encoded(name, solver, tmp_path):
         summary = jobs.quantize("gguf", folder, path, options | PLAIN, calibration=calibration)
         assert summary.error < summary.rtn_error
     agrees_with_llama_cpp(path)
+
+
+def test_heads_of_latent_attention_have_their_own_importance(tmp_path):
+    folder, path, given = (
+        wide(tmp_path / "model", "deepseek-v2 lite"),
+        tmp_path / "m.gguf",
+        tmp_path / "i.gguf",
+    )
+    name = "blk.1.attn_v_b.weight"
+    sums = torch.rand(4, 256, generator=torch.Generator().manual_seed(0)) ** 4
+    imatrix.write(given, imatrix.Imatrix({name: sums}, {name: torch.ones(4)}, ("text",), 1, 1))
+    jobs.quantize("gguf", folder, path, {"type": ("Q4_K_M",), "solver": "rtn", "imatrix": str(given)})
+    weight = open_checkpoint(str(folder)).read("model.layers.1.self_attn.kv_b_proj.weight").view(4, 40, 256)
+    (found,) = (tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
+    assert found.tensor_type.name == "Q4_K"
+    for head, values in enumerate(weight[:, 16:]):
+        assert np.array_equal(encode_rows("Q4_K", values, sums[head]).numpy(), found.data[head]), head
 
 
 def test_an_importance_matrix_counts_per_expert(source, tmp_path):
@@ -316,17 +349,24 @@ def test_it_resumes(source, tmp_path, monkeypatch):
 REFUSED = {
     "another bend of the experts": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     "rounded bounds": ("gpt-oss", {"rope_parameters": WHOLE | {"truncate": True}}, "truncate True"),
+    "experts of the best groups": (
+        "deepseek-v2",
+        {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+        "topk_method 'group_limited_greedy'",
+    ),
+    "another epsilon than inside attention": ("deepseek-v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05"),
+    "all groups": ("deepseek-v3", {"n_group": 3, "topk_group": 3}, "n_group 3, topk_group 3"),
+    "the depth of a smaller model": ("deepseek-v2", {"num_hidden_layers": 27}, "q_lora_rank 48 in 27 blocks"),
+    "rotations of another size": (
+        "deepseek-v2",
+        {"rope_parameters": MSCALED | {"mscale": 1.0}},
+        "without mscale equal to mscale_all_dim",
+    ),
     "probabilities that add up to 1": ("qwen2moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
     "probabilities that do not": ("qwen3moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
     "dense blocks between": ("qwen3moe", {"mlp_only_layers": [1]}, "mlp_only_layers [1]"),
     "grouped heads": ("olmoe", {"num_key_value_heads": 2}, "2 key/value heads of 4"),
 }
-
-
-def test_latent_attention_is_refused():
-    with pytest.raises(QuantkitError) as refused:
-        configuration.to_metadata(hf.DeepseekV3Config())
-    assert "GGUF of deepseek_v3 is not supported" in refused.value.message
 
 
 def test_a_family_that_llama_cpp_computes_otherwise_is_refused():

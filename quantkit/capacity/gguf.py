@@ -44,7 +44,7 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tu
     quantkit's exporter does not know.
     """
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
-    if row is None or row.latent:
+    if row is None:
         raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
     # the exporter joins and splits experts: its own list, from a model built of shapes alone
     built = row.mixture or row.hybrid

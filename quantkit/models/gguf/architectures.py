@@ -21,6 +21,7 @@ from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim, kv_heads
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+GATE = "expert_gating_func"
 Computed = Mapping[str, Callable[["PretrainedConfig"], Any]]
 DEFAULTS: Computed = {  # where the field is absent or None
     "context_length": lambda config: 2048,
@@ -31,6 +32,13 @@ DEFAULTS: Computed = {  # where the field is absent or None
     "ssm.inner_size": lambda config: config.linear_num_value_heads * config.linear_value_head_dim,
     "full_attention_interval": lambda config: config.layer_types.index("full_attention") + 1,
     ROPE_SECTIONS: variants.rope_sections,
+}
+LATENT: Computed = {  # of multi-head latent attention: of a token's vector, whatever the heads
+    "attention.key_length": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
+    "attention.value_length": lambda config: config.kv_lora_rank,
+    "attention.head_count_kv": lambda config: 1,
+    "attention.key_length_mla": lambda config: config.qk_nope_head_dim + config.qk_rope_head_dim,
+    "attention.q_lora_rank": lambda config: config.q_lora_rank or 0,
 }
 
 
@@ -49,10 +57,9 @@ class Architecture:
     attention, in all but the last of so many blocks unless told.
     wide_blocks: at this depth it takes hidden size per head, not the head's size, for the scale of attention.
     head: output.weight must exist ("always"), is left out when tied, or is never read. latent: keys and
-    values are made from one vector of each token (MLA): plans know these files, they are neither written nor
-    read. truncate: yarn has whole dimensions as bounds, which llama.cpp takes for granted. refuse: of
-    `variants`, further reasons against a configuration; restore: further fields of the configuration that a
-    file describes.
+    values are made from one vector of each token (MLA). truncate: yarn has whole dimensions as bounds, which
+    llama.cpp takes for granted. refuse: of `variants`, further reasons against a configuration; restore:
+    further fields of the configuration that a file describes.
     """
 
     name: str
@@ -117,12 +124,12 @@ def of_config(config: PretrainedConfig) -> Architecture:
     """The row of a configuration's model_type. Raises QuantkitError (exit code 4) when there is none."""
     kind = config.model_type
     for row in TABLE:
-        if kind in row.model_types and not row.latent:
+        if kind in row.model_types:
             return row
     if otherwise := _stored["unlike"].get(kind):
         what = f"GGUF of {kind} is not supported: llama.cpp computes {otherwise}"
         raise QuantkitError(what, ALIKE, UNSUPPORTED)
-    known = sorted(kind for row in TABLE if not row.latent for kind in row.model_types)
+    known = sorted(kind for row in TABLE for kind in row.model_types)
     raise QuantkitError(
         f"GGUF of {kind} is not supported",
         hint=f"quantkit knows what llama.cpp expects of: {', '.join(known)}",
@@ -134,16 +141,23 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
     name = metadata.get("general.architecture")
     keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
-    if (row := named(str(name), keys)) and not row.latent:
+    if row := named(str(name), keys):
         return row
-    kind = f"mixtures of experts of {name}" if keys.get("expert_count") else name or "no architecture"
-    known = sorted({row.name for row in TABLE if not row.latent and row.mixture == ("mixtures" in kind)})
-    raise QuantkitError(
-        f"GGUF files of {kind} are not read", f"quantkit reads {', '.join(known)}", UNSUPPORTED
-    )
+    if named(str(name), {}):
+        what = f"the GGUF file holds a mixture of {keys['expert_count']} experts"
+        known = f"mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}"
+    else:
+        what = f"GGUF files of {name or 'no architecture'} are not read"
+        known = ", ".join(sorted({row.name for row in TABLE}))
+    raise QuantkitError(what, f"quantkit reads {known}", UNSUPPORTED)
 
 
 def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
-    """The row of an architecture of llama.cpp, by the keys below its name; None where there is none."""
-    mixture = bool(keys.get("expert_count"))
-    return next((row for row in TABLE if row.name == name and row.mixture == mixture), None)
+    """The row of an architecture of llama.cpp, by the keys below its name; None where there is none.
+
+    Of two mixtures with one name, the one whose router computes as the file says; the first if it says
+    nothing.
+    """
+    rows = [row for row in TABLE if row.name == name and row.mixture == bool(keys.get("expert_count"))]
+    gate = keys.get(GATE)
+    return next((row for row in rows if row.constants.get(GATE) == gate), rows[0] if rows else None)

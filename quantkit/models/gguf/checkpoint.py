@@ -41,12 +41,14 @@ class GgufCheckpoint(Checkpoint):
     """A GGUF file, opened: the header is read and checked, the factors of rotary embeddings are loaded.
 
     `infos` hold the names and shapes of a checkpoint of the same model, and where the file has their
-    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names. scales:
-    what the matrices of a tensor are multiplied with, by its name in the file.
+    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names. pieces: of
+    a tensor that lies there as several, all of them and where they are; its info is that of the first.
+    scales: what the matrices of a tensor are multiplied with, by its name in the file.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
     targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
+    pieces: Mapping[str, list[tuple[Target, TensorInfo]]] = field(default_factory=dict, repr=False)
     scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
@@ -72,12 +74,13 @@ class GgufCheckpoint(Checkpoint):
 
     def coded(self, linears: Collection[str]) -> GgufCheckpoint:
         """The same file, whose linears of these names stay in their blocks of codes, as packed linears of any
-        other layout do; but for those of types without a grid here or with a scale of their own."""
+        other layout do; but for those of types without a grid here or with a scale of their own, and those
+        that the file holds in several pieces."""
         infos = {name: self.infos.get(f"{name}.weight") for name in linears}
         packed = {
             name: {GgmlLayout.marker: info.name}
             for name, info in infos.items()
-            if info and info.dtype in TYPES and info.dtype not in SCALED
+            if info and info.dtype in TYPES and info.dtype not in SCALED and info.name not in self.pieces
         }
         return replace(self, layout=GgmlLayout(), _quantized=packed)
 
@@ -114,6 +117,8 @@ class GgufCheckpoint(Checkpoint):
         info = self.infos[name]
         if info.file != self.folder:
             return super()._load(name, dtype)
+        if name in self.pieces:
+            return self._joined(name, info.shape, dtype)
         target = self.targets[name]
         shape = target.shape if target.parameters == (name,) else info.shape
         values = _decode(info, shape, dtype, target, self._scale(target, name))
@@ -123,10 +128,20 @@ class GgufCheckpoint(Checkpoint):
             values = values[:, None]
         return values.t().contiguous() if target.conv1d else values
 
-    def _scale(self, target: Target, name: str) -> Tensor | None:
-        """What the matrices of the tensor of this name are multiplied with."""
+    def _joined(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        values = [
+            _decode(info, target.shape, dtype, target, self._scale(target))
+            for target, info in self.pieces[name]
+        ]
+        whole = torch.empty(shape, dtype=values[0].dtype)
+        for (target, _), part in zip(self.pieces[name], values, strict=True):
+            target.part.of(whole).copy_(part)
+        return whole
+
+    def _scale(self, target: Target, name: str | None = None) -> Tensor | None:
+        """What its matrices are multiplied with, or the one of them that has this name."""
         scale = self.scales.get(target.name)
-        alone = scale is None or len(target.parameters) == 1
+        alone = scale is None or len(target.parameters) == 1 or name is None
         return scale if alone else scale[[target.parameters.index(name)]]
 
     def _plain(self, info: TensorInfo) -> TensorInfo:
@@ -174,7 +189,13 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     scales = _scales(stored, targets)
     beside = {name for name in stored if name.endswith(INPUT_SCALE)}  # of engines that round inputs, too
     _check(path, stored, targets, {*factors, *scales, *beside})
-    infos = {name: info for target in targets for name, info in _parts(target, stored[target.name])}
+    whole = [target for target in targets if target.part is None]
+    infos = {name: info for target in whole for name, info in _parts(target, stored[target.name])}
+    pieces: dict[str, list[tuple[Target, TensorInfo]]] = {}
+    for target in targets:
+        if target.part:
+            pieces.setdefault(target.parameters[0], []).append((target, stored[target.name]))
+    infos |= {name: _whole(name, parts) for name, parts in pieces.items()}
     return GgufCheckpoint(
         source=source,
         folder=path,
@@ -184,6 +205,7 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         layout=None,
         metadata=metadata,
         targets={name: target for target in targets for name in target.parameters},
+        pieces=pieces,
         scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
         seen=seen,
     )
@@ -277,6 +299,12 @@ def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
     for row, name in enumerate(target.parameters):
         start = info.offset + row * nbytes
         yield name, replace(info, name=name, shape=info.shape[1:], offset=start, nbytes=nbytes)
+
+
+def _whole(name: str, parts: list[tuple[Target, TensorInfo]]) -> TensorInfo:
+    """Of a tensor that the file holds in parts."""
+    target, first = parts[0]
+    return replace(first, name=name, shape=target.part.shape, nbytes=sum(info.nbytes for _, info in parts))
 
 
 def _decode(

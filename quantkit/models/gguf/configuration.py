@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf import architectures, file_config, rope, variants
-from quantkit.models.gguf.architectures import DEFAULTS, Architecture
+from quantkit.models.gguf.architectures import DEFAULTS, LATENT, Architecture
 from quantkit.models.gguf.file_config import FULL, PATTERN, SLIDING, layer_types
 from quantkit.models.gguf.variants import head_dim
 
@@ -39,6 +39,7 @@ def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
     row = architectures.of_config(config)
     _refuse_others(row, config)
     keys = {key: _value(config, key, names) for key, names in row.fields.items()}
+    keys |= {key: compute(config) for key, compute in LATENT.items()} if row.latent else {}
     keys |= _window(row, config) | rope.metadata(row, config) | dict(row.constants)
     given = {f"{row.name}.{key}": value for key, value in keys.items() if value is not None}
     return {"general.architecture": row.name} | given

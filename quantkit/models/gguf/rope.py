@@ -23,7 +23,7 @@ from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
-ATTENTION = "rope.scaling.attn_factor"
+ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
@@ -50,6 +50,8 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
         if sliding["rope_type"] != "default":
             raise row.inexpressible("scaled rotary embeddings in blocks with sliding attention")
         keys["rope.freq_base_swa"] = float(sliding["rope_theta"])
+    if row.latent and kind == "yarn":
+        return keys | _latent_yarn(row, rope, config)
     return keys | _scaling(config, rope, kind)
 
 
@@ -87,6 +89,16 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
     if rope.get("attention_factor") is not None or (rope.get("mscale") and rope.get("mscale_all_dim")):
         keys[ATTENTION] = _attention(config, kind) / _mscale(factor)
     return keys
+
+
+def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
+    """Of multi-head latent attention: what is rotated keeps its size, the scores grow by `mscale_all_dim`."""
+    share = rope.get("mscale_all_dim")
+    if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
+        raise row.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")
+    return {key: value for key, value in _scaling(config, rope, "yarn").items() if key != ATTENTION} | {
+        LOG_MULTIPLIER: 0.1 * share
+    }
 
 
 def _mscale(factor: float) -> float:
@@ -172,6 +184,8 @@ def _unscaled(
             rope["attention_factor"] = keys[ATTENTION] * _mscale(factor)
         if not row.truncate:
             rope["truncate"] = False
+        if row.latent:
+            rope["mscale"] = rope["mscale_all_dim"] = round(10 * keys.get(LOG_MULTIPLIER, 0.0), 6)
         return rope
     if kind not in ("none", "longrope"):
         raise row.inexpressible(f"rotary embeddings scaled by {kind!r}")

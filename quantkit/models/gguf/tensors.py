@@ -39,14 +39,23 @@ BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\
 
 
 @dataclass(frozen=True)
+class Part:
+    """Several tensors of a file may hold a parameter of `shape`: `of` gives one of them as a view of it."""
+
+    shape: tuple[int, ...]
+    of: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
 class Target:
     """One tensor of a GGUF file.
 
     parameters: the model's names of what it is made of, one or (a linear per expert) several to be stacked;
     none for computed ones, whose values are `values`. stored: the same by the checkpoint's names. shape:
     `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row `index[k]` of the model, or
-    None. shift: what the file's values have over the model's. decay: it has minus their exponential. conv1d:
-    the checkpoint holds `[in, out]`; single: `[out, 1, in]`.
+    None. shift: what the file's values have over the model's. part: what it holds of its parameter,
+    where that is not all. decay: it has minus their exponential.
+    conv1d: the checkpoint holds `[in, out]`; single: `[out, 1, in]`.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Target:
     single: bool = False
     values: Tensor | None = None
     stored: tuple[str, ...] = ()
+    part: Part | None = None
 
     @property
     def changed(self) -> bool:
@@ -68,7 +78,7 @@ class Target:
     @property
     def parts(self) -> list[Target]:
         """Its matrices, one for each expert; of any other tensor itself."""
-        if len(self.shape) < 3:
+        if len(self.shape) < 3 or self.part:
             return [self]
         pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
         return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
@@ -86,7 +96,8 @@ class Target:
             tensor = tensor.t().contiguous()
         if self.single and tensor.ndim == 3:
             tensor = tensor.squeeze(1)
-        return checked(tensor, self.shape, self.stored[0])
+        tensor = checked(tensor, self.part.shape if self.part else self.shape, self.stored[0])
+        return self.part.of(tensor).contiguous() if self.part else tensor
 
     def to_gguf(self, tensor: Tensor) -> Tensor:
         """From the model's values, or encoded rows, to the file's."""
@@ -226,6 +237,12 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
         shape = shape[::2] if single else shape
         shape = (len(parameters), *shape) if parameters != [stack] else shape
         leaf = name.split(".")[-2]
+        if row.latent and leaf == "attn_kv_b":
+            for other, view in _latent(config).items():
+                part = name.replace(leaf, other)
+                held = tuple(view(torch.empty(shape, device="meta")).shape)
+                found[part] = Target(part, tuple(parameters), held, part=Part(shape, view))
+            continue
         found[name] = Target(
             name,
             tuple(parameters),
@@ -305,3 +322,13 @@ ORDERS: dict[str, Callable[[int, PretrainedConfig], Tensor]] = {
     "rotary_kv": lambda rows, config: _rotary(rows, kv_heads(config)),
     "grouped": _grouped,
 }
+
+
+def _latent(config: PretrainedConfig) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Of every head, the rows that make its keys and those that make its values of a token's vector:
+    keys transposed, `[heads, in, out]`, for queries are multiplied with them, and `[heads, out, in]`."""
+    heads, size = config.num_attention_heads, config.qk_nope_head_dim
+    return {
+        "attn_k_b": lambda weight: weight.unflatten(0, (heads, -1))[:, :size].transpose(1, 2),
+        "attn_v_b": lambda weight: weight.unflatten(0, (heads, -1))[:, size:],
+    }

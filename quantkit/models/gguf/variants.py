@@ -73,6 +73,18 @@ def unlike_delta_net(config: PretrainedConfig) -> str | None:
     return None if whole else f"mrope_section {sections[:3]} for {angles:g} angles"
 
 
+def query_rank_of_lite(config: PretrainedConfig) -> str | None:
+    """Its loader takes models of that depth for DeepSeek-V2-Lite."""
+    lite = config.num_hidden_layers in (26, 27) and config.q_lora_rank
+    return f"q_lora_rank {config.q_lora_rank} in {config.num_hidden_layers} blocks" if lite else None
+
+
+def grouped_experts(config: PretrainedConfig) -> str | None:
+    """Its loader stops where all groups are used."""
+    groups = config.n_group, config.topk_group
+    return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
+
+
 # ---- restoring
 
 

@@ -24,6 +24,7 @@ from quantkit.models.gguf.mixtures import (
     Choice,
     Wishes,
     choose,
+    nbytes,
     without_importance,
 )
 from quantkit.options import option
@@ -32,6 +33,7 @@ from quantkit.quantize.prepare import composing
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
+    from quantkit.models.files.checkpoint import Checkpoint
     from quantkit.models.gguf.imatrix import Imatrix
     from quantkit.models.gguf.tensors import Target
     from quantkit.models.skeleton import Skeleton
@@ -154,6 +156,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     encoded = any(choice.type in TYPES for choice in choices)
     if feedback:
         _check_feedback(choices)
+    if feedback and encoded:
+        choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
     tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
     weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
@@ -177,7 +181,12 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
             f"not written, because the file holds a language model alone: {name_all(list(output.left_out))}"
         )
     notes += configuration.notes(checkpoint.text_config)
-    stored = {name: output.chosen[target.name] for target in targets for name in target.stored}
+    stored = {
+        name: output.chosen[target.name]
+        for target in targets
+        for name in target.stored
+        if target.part is None
+    }
 
     def make_grid(
         name: str, out_features: int, in_features: int, override: Override | None
@@ -214,6 +223,18 @@ def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given:
             "leave out --imatrix: it is gathered from the calibration text",
             USAGE,
         )
+
+
+def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
+    """As stored, for a matrix that the file holds in parts: it has no one type, nor one side of inputs."""
+    if target.part is None:
+        return choice
+    info = checkpoint.infos.get(target.stored[0])
+    type = info.dtype if info and info.dtype in FLOATS else "F32"
+    if choice.type == type:
+        return choice
+    cost = nbytes(type, target.shape) - nbytes(choice.type, target.shape)
+    return Choice(choice.name, type, choice.type, "error feedback needs a matrix that lies there whole", cost)
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:

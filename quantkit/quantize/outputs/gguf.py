@@ -67,9 +67,12 @@ class GgufOutput:
 
     @property
     def linears(self) -> dict[str, str]:
-        """Stored name of a linear -> name of its weight in the file."""
+        """Stored name of a linear -> name of its weight in the file, where that is one tensor."""
         return {
-            name.removesuffix(".weight"): target.name for target in self.targets for name in target.stored
+            name.removesuffix(".weight"): target.name
+            for target in self.targets
+            for name in target.stored
+            if target.part is None
         }
 
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
