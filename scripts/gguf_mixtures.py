@@ -84,17 +84,23 @@ SHAPES = {
         {n: s for n, s in LLAMA.items() if "ffn" not in n}
         | {f"ffn_down.{k}.weight": [2, 256] for k in range(2)},
     ),
+    "falcon of 32": _model(Model("falcon", 32, 4, 1), UNTIED, FUSED),
+    "falcon of 9, tied": _model(Model("falcon", 9, 4, 4), TIED, FUSED),
     "gpt2 of 12": _model(Model("gpt2", 12, 4, 4), TIED | {"position_embd.weight": [4, 256]}, FLOATS | FUSED),
     "phi3 of 32": _model(Model("phi3", 32, 4, 1), UNTIED, FUSED),
     "96 columns": _model(Model("llama", 10, 4, 4), _wide(UNTIED, 96), _wide(LLAMA, 96)),
     "96 columns, tied": _model(Model("llama", 10, 4, 4), _wide(TIED, 96), _wide(LLAMA, 96)),
+    "128 columns, 256 on the way down": _model(
+        Model("falcon", 10, 4, 1), _wide(TIED, 128), _wide(FUSED, 128)
+    ),
     "48 columns in the blocks": _model(Model("llama", 8, 4, 4), UNTIED, _wide(LLAMA, 48)),
     "rows of one": _model(
         Model("llama", 2, 4, 4), UNTIED, LLAMA | {"attn_k.weight": [1, 256], "attn_v.weight": [2, 1, 256]}
     ),
 }
 ARCHITECTURES = """
-    llama qwen2 qwen3 gemma2 gemma3 phi3 gpt2 gptneox starcoder2 olmo2 granite
+    llama qwen2 qwen3 gemma2 gemma3 phi3 gpt2 gptneox bloom falcon starcoder starcoder2 olmo2 granite stablelm
+    command-r
 """.split()
 SHAPES |= {  # what llama.cpp takes for a 70B
     f"{name} of 80, {heads} heads": _model(Model(name, 80, heads, 2), TIED, {"attn_v.weight": [2, 256]})

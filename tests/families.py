@@ -48,7 +48,12 @@ FAMILIES = {  # name -> (configuration class, its arguments)
     "starcoder2": (hf.Starcoder2Config, GROUPED),
 }
 FURTHER = {  # of which only GGUF files are tested
+    "glm": (hf.GlmConfig, {**GROUPED, "head_dim": 16, "pad_token_id": 0}),
     "glm4": (hf.Glm4Config, {**GROUPED, "head_dim": 32, "pad_token_id": 0}),
+    "exaone4": (
+        hf.Exaone4Config,
+        {**GROUPED, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
     "smollm3": (hf.SmolLM3Config, {**GROUPED, "num_hidden_layers": 5, "pad_token_id": 0}),
     "nemotron": (hf.NemotronConfig, GROUPED),
     "qwen3_5": (

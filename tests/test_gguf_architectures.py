@@ -54,6 +54,7 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
     "llama yarn factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 1.3}}),
     "llama yarn mscale": ("llama", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0}}),
     "llama 3": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}),
+    "llama 3 elsewhere": ("llama", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
     "llama longrope": (
         "llama",
         {"rope_parameters": LONGROPE | {"original_max_position_embeddings": 256, "factor": 4.0}},
@@ -81,6 +82,16 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
     "gptneox": ("gpt_neox", {}),
     "gptneox tied": ("gpt_neox", {"tie_word_embeddings": True}),
     "gptneox sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "bloom": ("bloom", {}),
+    "falcon 7b": ("falcon", {}),
+    "falcon 40b": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon 11b": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon heads": ("falcon", {"multi_query": False}),
+    "starcoder": ("gpt_bigcode", {}),
+    "starcoder heads": ("gpt_bigcode", {"multi_query": False}),
     "starcoder2": ("starcoder2", {}),
     "olmo2": ("olmo2", {}),
     "granite": ("granite", {}),
@@ -88,9 +99,22 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
         "granite",
         MULTIPLIERS | {"attention_bias": True, "mlp_bias": True, "head_dim": 32},
     ),
-    "granite scaled": ("granite", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 8192}}),
+    "granite scaled": ("granite", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "glm": ("glm", {}),
+    "glm tied": ("glm", {"attention_bias": False, "tie_word_embeddings": True}),
     "glm4": ("glm4", {}),
     "glm4 tied": ("glm4", {"attention_bias": False, "tie_word_embeddings": True}),
+    "exaone4": ("exaone4", {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 64}}),
+    "exaone4 deep": (  # sliding windows, and no rotary embeddings between
+        "exaone4",
+        {
+            "num_hidden_layers": 64,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "sliding_window": 16,
+            "layer_types": None,
+        },
+    ),
     "smollm3": ("smollm3", {}),
     "smollm3 untied": ("smollm3", {"tie_word_embeddings": False, "rope_parameters": YARN}),
     "nemotron": ("nemotron", {}),
@@ -107,6 +131,19 @@ CASES = {  # name -> (family, what its configuration has beside the usual)
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "stablelm": ("stablelm", {}),
+    "stablelm 12b": ("stablelm", {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True}),
+    "cohere": ("cohere", {"logit_scale": 0.5}),
+    "cohere plus": (
+        "cohere",
+        {
+            "use_qk_norm": True,
+            "logit_scale": 1.0,
+            "num_hidden_layers": 64,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+        },
+    ),
 }
 LENGTHS = {"phi3 long": 300}  # beyond the original context
 GELU_ERROR = 2e-3  # llama.cpp looks GELU up in a table of float16
@@ -114,8 +151,12 @@ EXACT = 1e-5
 
 
 def has_gelu(config) -> bool:
-    fields = ("hidden_act", "hidden_activation", "activation_function")
-    return any("gelu" in str(getattr(config, name, "")) for name in fields)
+    """Bloom's GELU has no field of its own."""
+    fields = ("hidden_act", "hidden_activation", "activation", "activation_function")
+    return any(
+        "gelu" in str(getattr(config, name, "gelu" if config.model_type == "bloom" else ""))
+        for name in fields
+    )
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -50,7 +50,7 @@ def llama_file(tiny_model):
     return gguf_files.export(folder, folder.with_suffix(".gguf"))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon", "gemma2", "stablelm"])
 @pytest.mark.parametrize("type", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_every_tensor_is_what_the_file_says(tiny_model, family, type):
     """Values equal the gguf package's decoding of the same rows, in transformers' order and orientation."""

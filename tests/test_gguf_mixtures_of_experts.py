@@ -29,7 +29,10 @@ pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402
 
 FEW = {**GROUPED, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+ERNIE = {**GROUPED, "moe_intermediate_size": 32, "moe_k": 2, "moe_num_experts": 6, "pad_token_id": 0}
 GLM = {**FEW, "n_routed_experts": 6, "partial_rotary_factor": 0.5}
+DOTS = {**FEW, "n_routed_experts": 6, "first_k_dense_replace": 1, "routed_scaling_factor": 2.5}
+DOTS |= {"n_shared_experts": 2, "norm_topk_prob": True, "head_dim": 16, "num_key_value_heads": 4}
 GRANITE = {**GROUPED, "num_local_experts": 6, "attention_multiplier": 0.2, "embedding_multiplier": 3.0}
 GRANITE |= {"residual_multiplier": 0.5, "logits_scaling": 2.0}
 LATENT = {**FEW, "num_key_value_heads": 4, "n_routed_experts": 6, "n_shared_experts": 2}
@@ -41,6 +44,10 @@ GPT_OSS = {**GROUPED, "num_local_experts": 6, "num_experts_per_tok": 2, "head_di
 # bounds of yarn behind the first and the last dimension, where rounding them makes no difference
 WHOLE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 150, "rope_theta": 4.0}
 WHOLE |= {"truncate": False}
+LLAMA4 = {**GROUPED, "num_hidden_layers": 5, "num_local_experts": 4, "intermediate_size": 32, "head_dim": 32}
+LLAMA4 |= {"intermediate_size_mlp": 96}
+STEP = {"rope_type": "llama3", "factor": 16.0, "original_max_position_embeddings": 8192, "rope_theta": 5e5}
+STEP |= {"low_freq_factor": 1.0, "high_freq_factor": 1.0}
 HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 CASES = {  # name -> (configuration class, its arguments)
     "mixtral": (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
@@ -54,6 +61,11 @@ CASES = {  # name -> (configuration class, its arguments)
         {**FEW, "num_experts": 4, "shared_expert_intermediate_size": 64, "qkv_bias": False},
     ),
     "qwen3moe": (hf.Qwen3MoeConfig, {**FEW, "num_experts": 6, "norm_topk_prob": True, "head_dim": 32}),
+    "ernie": (hf.Ernie4_5_MoeConfig, ERNIE),
+    "ernie no shared experts": (
+        hf.Ernie4_5_MoeConfig,
+        ERNIE | {"moe_num_shared_experts": 0, "moe_layer_start_index": 0, "tie_word_embeddings": False},
+    ),
     "glm4moe": (hf.Glm4MoeConfig, GLM),
     "glm4moe everything": (
         hf.Glm4MoeConfig,
@@ -68,6 +80,7 @@ CASES = {  # name -> (configuration class, its arguments)
             "head_dim": 32,
         },
     ),
+    "dots1": (hf.Dots1Config, DOTS),
     "minimax-m2": (
         hf.MiniMaxM2Config,
         {
@@ -95,6 +108,15 @@ CASES = {  # name -> (configuration class, its arguments)
     ),
     "gpt-oss": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     "gpt-oss scaled": (hf.GptOssConfig, GPT_OSS | {"rope_parameters": WHOLE, "num_hidden_layers": 2}),
+    "llama4": (hf.Llama4TextConfig, LLAMA4 | {"interleave_moe_layer_step": 2}),
+    "llama4 of 128": (
+        hf.Llama4TextConfig,
+        LLAMA4 | {"interleave_moe_layer_step": 4, "num_local_experts": 128, "use_qk_norm": False},
+    ),
+    "llama4 scaled": (
+        hf.Llama4TextConfig,
+        LLAMA4 | {"num_hidden_layers": 4, "rope_parameters": STEP, "tie_word_embeddings": True},
+    ),
     "granitemoe": (hf.GraniteMoeConfig, GRANITE),
     "granitemoe with biases": (
         hf.GraniteMoeConfig,
@@ -263,7 +285,7 @@ def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
 
 @pytest.mark.parametrize(
     "name, solver",
-    [("granitemoe", "rtn"), ("deepseek-v2 lite", "gptq"), ("gpt-oss", "gptq")],
+    [("granitemoe", "rtn"), ("llama4", "rtn"), ("deepseek-v2 lite", "gptq"), ("gpt-oss", "gptq")],
 )
 def test_what_lies_otherwise_in_the_file_is_encoded(name, solver, tmp_path):
     """Experts that are stored in one tensor, gate and up in turn; heads that the file has apart."""
@@ -347,6 +369,11 @@ def test_it_resumes(source, tmp_path, monkeypatch):
 
 
 REFUSED = {
+    "chunks of another size": ("llama4", {"attention_chunk_size": 16}, "attention_chunk_size 16"),
+    "positions in all blocks": ("llama4", {"no_rope_layers": [1] * 5}, "no_rope_layers [1, 1, 1, 1, 1]"),
+    "too few blocks": ("llama4", {"num_hidden_layers": 3}, "3 blocks"),
+    "no norms of queries": ("llama4", {"use_qk_norm": False}, "use_qk_norm False"),
+    "other blocks with experts": ("llama4", {"moe_layers": [0]}, "moe_layers [0]"),
     "another bend of the experts": ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit 5.0"),
     "rounded bounds": ("gpt-oss", {"rope_parameters": WHOLE | {"truncate": True}}, "truncate True"),
     "experts of the best groups": (

@@ -56,7 +56,7 @@ def test_what_stays_in_float32(tiny_model):
     assert matrices == blocks | {"token_embd.weight"}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "granite"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "falcon", "bloom", "gpt_bigcode", "granite"])
 def test_encoded_rows_change_places_as_values_do(tiny_model, family):
     """Blocks run along the rows: permuting before encoding or after makes no difference."""
     changes = {"multi_query": False} if family in ("falcon", "gpt_bigcode") else {}
@@ -71,7 +71,7 @@ def test_encoded_rows_change_places_as_values_do(tiny_model, family):
             assert torch.equal(target.to_gguf(q4_0(values)), q4_0(target.to_gguf(values)))
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", ["gpt2", "llama", "bloom"])
 def test_names_without_prefix_and_stale_buffers(tiny_model, family):
     """Older checkpoints lack the base model's prefix and hold buffers that are computed nowadays."""
     plain = tiny_model(family)
@@ -139,7 +139,7 @@ def test_values_that_are_not_finite_are_refused(tiny_model):
 REFUSED = {  # (family, configuration) -> what llama.cpp does not know
     "no row": ("opt", {}, "GGUF of opt is not supported"),
     "activation": ("llama", {"hidden_act": "relu"}, "hidden_act 'relu'"),
-    "two at once": ("qwen3", {"hidden_act": "relu", "attention_bias": True}, "'relu', attention_bias True"),
+    "two at once": ("falcon", {"alibi": True, "bias": True}, "alibi True, bias True"),
     "attention's scale": ("gemma2", {"query_pre_attn_scalar": 256}, "query_pre_attn_scalar 256 (only 16)"),
     "no capping": ("gemma2", {"query_pre_attn_scalar": 16, "attn_logit_softcapping": None}, "soft-capping"),
     "own head": ("gemma2", {"query_pre_attn_scalar": 16, "tie_word_embeddings": False}, "lm_head.weight"),
@@ -152,6 +152,9 @@ REFUSED = {  # (family, configuration) -> what llama.cpp does not know
         "sliding attention other than in all but every nth block",
     ),
     "heads": ("qwen2", {"head_dim": 32}, "head_dim 32 with 4 heads of 64"),
+    "norms by depth": ("cohere", {"use_qk_norm": True}, "use_qk_norm True at this depth"),
+    "heads of another width": ("glm", {"head_dim": 32}, "head_dim 32"),
+    "windows by depth": ("exaone4", {"sliding_window": 16}, "sliding_window 16 at this depth"),
     "rotary blocks": ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "no_rope_layers other than"),
     "another activation": ("nemotron", {"hidden_act": "silu"}, "hidden_act 'silu'"),
     "value heads": ("qwen3_5", {"linear_num_value_heads": 8}, "8 value heads over 4 key heads"),

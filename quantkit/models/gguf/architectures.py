@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.gguf import variants
-from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim, kv_heads
+from quantkit.models.gguf.variants import ROPE_SECTIONS, SHARED_LENGTH, head_dim, kv_heads
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +29,7 @@ DEFAULTS: Computed = {  # where the field is absent or None
     "attention.head_count_kv": kv_heads,
     "attention.key_length": head_dim,
     "attention.value_length": head_dim,
+    SHARED_LENGTH: lambda config: config.moe_intermediate_size * config.moe_num_shared_experts or None,
     "ssm.inner_size": lambda config: config.linear_num_value_heads * config.linear_value_head_dim,
     "full_attention_interval": lambda config: config.layer_types.index("full_attention") + 1,
     ROPE_SECTIONS: variants.rope_sections,
@@ -54,7 +55,7 @@ class Architecture:
     (see `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added
     to norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary:
     heads may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
-    attention, in all but the last of so many blocks unless told.
+    attention, in all but the last of so many blocks unless told; window_depth: at this depth alone.
     wide_blocks: at this depth it takes hidden size per head, not the head's size, for the scale of attention.
     head: output.weight must exist ("always"), is left out when tied, or is never read. latent: keys and
     values are made from one vector of each token (MLA). truncate: yarn has whole dimensions as bounds, which
@@ -74,12 +75,17 @@ class Architecture:
     partial_rotary: bool = False
     free_head_dim: bool = False
     window: int | None = None
+    window_depth: int | None = None
     wide_blocks: int | None = None
     head: str = "tied"
     latent: bool = False
     truncate: bool = True
     refuse: str | None = None
     restore: str | None = None
+
+    def period(self, blocks: int) -> int | None:
+        """Of so many blocks the last attends to all tokens, unless the file says otherwise."""
+        return self.window if self.window_depth in (None, blocks) else 1
 
     @property
     def hybrid(self) -> bool:

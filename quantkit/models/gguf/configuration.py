@@ -83,9 +83,11 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     if row.window is None:
         return {}
     kinds = list(config.layer_types)
-    for period in (row.window, *range(1, len(kinds) + 1)):
+    usual = row.period(len(kinds))
+    others = () if row.window_depth else range(1, len(kinds) + 1)
+    for period in (usual, *others):
         if kinds == variants.every(period, len(kinds), FULL, SLIDING):
-            return {} if period == row.window else {PATTERN: period}
+            return {} if period == usual else {PATTERN: period}
     raise row.inexpressible("sliding attention other than in all but every nth block")
 
 

@@ -86,7 +86,7 @@ def fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str
 def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[str] | None:
     """Which blocks, `most` of them at most, attend to all tokens; None where that is not said."""
     blocks = keys.get("block_count")
-    period = keys.get(PATTERN, row.window)
+    period = keys.get(PATTERN, row.period(blocks))
     if isinstance(period, list):
         return [SLIDING if slides else FULL for slides in period] if len(period) == blocks else None
     if type(period) is not int or type(blocks) is not int or period < 1 or blocks > most:

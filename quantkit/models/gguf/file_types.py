@@ -72,6 +72,7 @@ CONDITIONS: dict[str, Callable[[Place], bool]] = {
     "early16": lambda at: at.index < at.count // 16,
     "middle": lambda at: at.count // 8 <= at.index < 7 * at.count // 8,
     "more": _more,
+    "falcon": lambda at: at.model.architecture == "falcon",
     "imatrix": lambda at: at.has_imatrix,
     "grouped": lambda at: at.model.grouped,
     "experts4": lambda at: at.model.experts >= 4,

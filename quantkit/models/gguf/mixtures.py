@@ -217,8 +217,9 @@ class _Mixture:
         if self.chosen.experts and "_exps." in name:
             return self.chosen.experts
         if name == self.output:
+            wide = self.chosen.base == "Q8_0" or self.model.architecture == "falcon"
             fits = columns % BLOCKS[self.chosen.output][0] == 0
-            return "Q8_0" if self.chosen.base == "Q8_0" else self.chosen.output if fits else "Q6_K"
+            return "Q8_0" if wide else self.chosen.output if fits else "Q6_K"
         if name == EMBEDDING and self.chosen.embedding:
             return self.chosen.embedding
         return self._by_rule(name, _kind(name)) or self.chosen.base
@@ -232,7 +233,7 @@ class _Mixture:
         eight = self.model.experts == 8 and not chosen.sparing
         if eight and kind in (VALUES, KEYS):
             return "Q8_0"
-        if eight and kind == ATTENTION:
+        if eight and kind == ATTENTION and self.model.architecture != "falcon":
             return chosen.eight_experts
         if kind is None:
             return None

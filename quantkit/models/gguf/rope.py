@@ -24,7 +24,9 @@ from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far, but for Llama 4
+LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
+LLAMA3_CONTEXT = 8192
 YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
 
@@ -193,11 +195,14 @@ def _unscaled(
 
 
 def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
-    """Llama 3's scaling if its usual numbers give these divisors, else LongRoPE with them at any length."""
-    usual = {"rope_type": "llama3", "factor": divisors.max().item(), **LLAMA3}
-    expected = _llama3(usual | {"rope_theta": keys.get("rope.freq_base", 10000.0)}, dimensions)
-    if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
-        return usual
+    """Llama 3's scaling if its usual bounds give these divisors, else LongRoPE with them at any length."""
+    theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
+    for original in (LLAMA3_CONTEXT, *_original_lengths(divisors.double(), theta, factor)):
+        for bounds in (LLAMA3, LLAMA4):
+            usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
+            expected = _llama3(usual | bounds | {"rope_theta": theta}, dimensions)
+            if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
+                return usual | bounds
     always = divisors.tolist()
     return {
         "rope_type": "longrope",
@@ -206,3 +211,15 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
         "attention_factor": 1.0,
         "original_max_position_embeddings": keys["context_length"],
     }
+
+
+def _original_lengths(divisors: Tensor, theta: float, factor: float) -> list[int]:
+    """The original context that `_llama3` must have had, from a divisor that it blended."""
+    blended = ((divisors > 1) & (divisors < factor)).nonzero().flatten().tolist()
+    if not blended:
+        return []
+    index = blended[0]
+    wavelength = 2 * math.pi * theta ** (index / len(divisors))
+    share = (1 / divisors[index].item() - 1 / factor) / (1 - 1 / factor)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    return [round(wavelength * (low + share * (high - low)))]

@@ -30,6 +30,7 @@ from quantkit.models.skeleton.loading import checked
 if TYPE_CHECKING:
     from quantkit.models.files.checkpoint import Checkpoint
 
+STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # one norm a head, one tensor in the file
 BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of it is computed nowadays
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
@@ -50,11 +51,11 @@ class Part:
 class Target:
     """One tensor of a GGUF file.
 
-    parameters: the model's names of what it is made of, one or (a linear per expert) several to be stacked;
-    none for computed ones, whose values are `values`. stored: the same by the checkpoint's names. shape:
-    `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row `index[k]` of the model, or
-    None. shift: what the file's values have over the model's. part: what it holds of its parameter,
-    where that is not all. decay: it has minus their exponential.
+    parameters: the model's names of what it is made of, one or (a norm per head, a linear per expert)
+    several to be stacked; none for computed ones, whose values are `values`. stored: the same by the
+    checkpoint's names. shape: `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row
+    `index[k]` of the model; None when they agree. shift: what the file's values have over the model's.
+    part: what it holds of its parameter, where that is not all. decay: it has minus their exponential.
     conv1d: the checkpoint holds `[in, out]`; single: `[out, 1, in]`.
     """
 
@@ -224,7 +225,7 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     experts = _experts(model)
     stacks: dict[str, list[str]] = {}
     for name in shapes:
-        stacks.setdefault(experts.get(name, name), []).append(name)
+        stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
     found, lost = {}, []
     names = _Names(row, model, config.num_hidden_layers)
     for stack, parameters in stacks.items():

@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from quantkit.errors import name_all
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Keys = Mapping[str, Any]
+SHARED_LENGTH = "expert_shared_feed_forward_length"
 ROPE_SECTIONS = "rope.dimension_sections"  # of heads, by time, height and width: one position for text
 DELTA = "full_attention", "linear_attention"
+UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a model with so many
 
 
 def kv_heads(config: PretrainedConfig) -> int:
     """Key/value heads of attention, whatever the configuration calls them."""
+    if getattr(config, "new_decoder_architecture", False):
+        return config.num_kv_heads
+    if hasattr(config, "multi_query"):  # GPTBigCode's num_key_value_heads may be wrong
+        return 1 if config.multi_query else config.num_attention_heads
     return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
@@ -45,10 +53,27 @@ def without_capping(config: PretrainedConfig) -> str | None:
     return "scores and logits without soft-capping" if None in caps else None
 
 
+def norms_by_depth(config: PretrainedConfig) -> str | None:
+    """Its loader looks for norms of queries and keys in the models of 64 blocks and more, and only there."""
+    expected = config.num_hidden_layers >= 64
+    return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
+
+
+def heads_of_other_width(config: PretrainedConfig) -> str | None:
+    heads = config.num_attention_heads
+    return f"head_dim {config.head_dim}" if config.head_dim * heads != config.hidden_size else None
+
+
 def grouped_heads(config: PretrainedConfig) -> str | None:
     """Its loader wants as many keys as queries, or numbers in the norm of the keys."""
     few = kv_heads(config) < config.num_attention_heads
     return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
+
+
+def rope_by_depth(config: PretrainedConfig) -> str | None:
+    """It has sliding windows, and no rotary embeddings between them, at one depth alone."""
+    given = config.sliding_window
+    return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
 
 
 def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
@@ -85,7 +110,43 @@ def grouped_experts(config: PretrainedConfig) -> str | None:
     return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
 
 
+def dense_at_the_end(config: PretrainedConfig) -> str | None:
+    last = config.moe_layer_end_index
+    return f"moe_layer_end_index {last}" if 0 <= last < config.num_hidden_layers - 1 else None
+
+
+def other_blocks(config: PretrainedConfig) -> str | None:
+    """Which blocks know positions, have experts and norms is not told: every fourth, every nth, and all but
+    those of the largest model."""
+    blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
+    usual = {
+        "no_rope_layers": every(4, blocks, 0, 1),
+        "layer_types": every(4, blocks, "full_attention", "chunked_attention"),
+        "moe_layers": list(range(step - 1, blocks, step)),
+        "use_qk_norm": config.num_local_experts != UNNORMED,
+    }
+    odd = [f"{name} {getattr(config, name)}" for name in usual if getattr(config, name) != usual[name]]
+    odd += [f"{blocks} blocks (it stops where none is without positions)"] if blocks < 4 else []
+    return name_all(odd) if odd else None
+
+
 # ---- restoring
+
+
+def falcon(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    two_norms = "blk.0.attn_norm_2.weight" in names
+    if multi_query(keys, names)["multi_query"] and not two_norms:
+        return {"multi_query": True}
+    return {
+        "new_decoder_architecture": True,
+        "num_kv_heads": keys.get("attention.head_count_kv", keys.get("attention.head_count")),
+        "num_ln_in_parallel_attn": 2 if two_norms else 1,
+    }
+
+
+def multi_query(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    return {"multi_query": keys.get("attention.head_count_kv", keys.get("attention.head_count")) == 1}
 
 
 def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
@@ -102,6 +163,14 @@ def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     return {"norm_topk_prob": True}
 
 
+def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    """Shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
+    if type(shared) is not int or type(width) is not int or width < 1:
+        return {}
+    return {"moe_num_shared_experts": shared // width, "moe_layer_end_index": -1}
+
+
 def latent(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     """What the sizes of multi-head latent attention say."""
     rotated = keys.get("rope.dimension_count", 0)
@@ -112,3 +181,7 @@ def latent(keys: Keys, names: Collection[str]) -> dict[str, Any]:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": keys.get("attention.key_length_mla", 0) - rotated,
     }
+
+
+def llama4_norms(keys: Keys, names: Collection[str]) -> dict[str, Any]:
+    return {"use_qk_norm": keys.get("expert_count") != UNNORMED}
