@@ -30,21 +30,21 @@ EPILOG = """Examples:
 
   quantkit distill ./model --blocks 24 --text mine.txt --samples 4096
 
-Never worse: what does not lower the divergence from the teacher on text held out of the training is not kept;
-the exit code is 0 all the same."""
+Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
+the exit code is 0 nevertheless."""
 TEACHER = Annotated[str, typer.Argument(help="The original: checkpoint folder, GGUF file or hub id.")]
 STUDENT = Annotated[
     str | None,
     typer.Argument(
-        help="What quantkit made of it, in any layout; its codes stay as they are. Without it, --blocks "
-        "makes a smaller student."
+        help="The model that quantkit made from the teacher, in any layout; its codes do not change. Without "
+        "STUDENT, --blocks makes a smaller student."
     ),
 ]
 TEXT = Annotated[
     str | None,
     typer.Option(
-        help="Text to learn on, an eighth of it held out: a file (.txt, .jsonl, .parquet) or a dataset, as "
-        "for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
+        help="Training text, an eighth of which is held out: a file (.txt, .jsonl, .parquet) or a dataset, "
+        "as for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
         rich_help_panel="Text",
     ),
 ]
@@ -56,7 +56,7 @@ OUTPUT = Annotated[
 ]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns training
 HELP = {  # help that differs from that of other jobs
-    "dtype": "Precision of the forward passes; what is trained is float32. (auto: float32)",
+    "dtype": "Precision of the forward passes; trained values are float32. (auto: float32)",
     "batch_size": "Sequences per step. (default: about 512 tokens; of a smaller student 2,048)",
 }
 SHARED = DistillOptions.__dataclass_fields__.keys() & SmallerOptions.__dataclass_fields__.keys()
@@ -76,10 +76,10 @@ def _distill(context: typer.Context, **values: Any) -> None:
         typed["calibration"] = typed.pop("text")
     smaller = "blocks" in typed
     if values["student"] is None and not smaller:
-        hint = "name what was made of the teacher, or make it smaller with --blocks"
+        hint = "give the compressed model, or --blocks to make a smaller student"
         raise QuantkitError("no STUDENT is given", hint, USAGE)
     if values["student"] is not None and smaller:
-        hint = "leave out --blocks, or the student: a smaller one is made of the teacher"
+        hint = "leave out --blocks, or STUDENT: a smaller student is made from the teacher"
         raise QuantkitError("a compressed STUDENT keeps its shape", hint, USAGE)
     options, other = (SmallerOptions, DistillOptions) if smaller else (DistillOptions, SmallerOptions)
     for name in other.__dataclass_fields__.keys() - options.__dataclass_fields__.keys() & typed.keys():

@@ -18,7 +18,7 @@ EPILOG = """Examples:
 
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt --kv-dtype q8_0     (and the cache quantized)
 
-  quantkit eval ./model ./model-w8a8 --text test.txt --weights-only     (which half loses?)
+  quantkit eval ./model ./model-w8a8 --text test.txt --weights-only     (the loss of weights alone)
 
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
 
@@ -32,14 +32,14 @@ GATES = "Gates (exit code 7 when one fails)"
 
 def command(
     models: flags.MODELS,
-    text: Annotated[Path, typer.Option(help="UTF-8 text to measure on. Never the calibration text.")],
+    text: Annotated[Path, typer.Option(help="UTF-8 text to evaluate on. Never the calibration text.")],
     trials: Annotated[
         list[str] | None,
         typer.Option(
             "--as",
             metavar="METHOD[,OPTION=VALUE…]",
-            help="Measure the first model as this method would leave it, without writing anything: int8, nf4 "
-            "or fp8, or with options by which it needs no text, such as fp4,solver=rtn. Repeatable.",
+            help="Evaluate the first model as quantized by this method, without writing anything: int8, nf4 "
+            "or fp8, or a method with options that need no text, such as fp4,solver=rtn. Repeatable.",
         ),
     ] = None,
     kv_dtypes: Annotated[
@@ -47,16 +47,16 @@ def command(
         typer.Option(
             "--kv-dtype",
             metavar="TYPE",
-            help="Measure every model with a key/value cache of this type as well: fp8 as vLLM keeps it, "
-            "q8_0 or q4_0 as llama.cpp. Repeatable.",
+            help="Evaluate every model also with a key/value cache of this type: fp8 as in vLLM, q8_0 or "
+            "q4_0 as in llama.cpp. Repeatable.",
         ),
     ] = None,
     weights_only: Annotated[
         bool,
         typer.Option(
             "--weights-only",
-            help="Where clients quantize activations, too (int8, fp8, w8a8, fp4), measure the weights alone "
-            "as well: the table says which half loses.",
+            help="Evaluate models whose clients quantize activations (int8, fp8, w8a8, fp4) also without "
+            "quantized activations, to separate the two losses.",
         ),
     ] = False,
     ctx: Annotated[
@@ -68,8 +68,8 @@ def command(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Tasks of lm-evaluation-harness as well, separated by commas (extra: tasks). cloze is here, "
-            "the others come from the hub.",
+            help="Run these tasks of lm-evaluation-harness, separated by commas (extra: tasks). cloze comes "
+            "with quantkit, the data of other tasks from the hub.",
         ),
     ] = None,
     task_limit: Annotated[int | None, typer.Option(help="Use the first N examples of every task.")] = None,
@@ -77,8 +77,8 @@ def command(
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Of ppl, dppl, kld, top1 and floor, separated by commas. Without kld and top1 the head runs "
-            "half as often. (default: all)",
+            help="Metrics among ppl, dppl, kld, top1 and floor, separated by commas. Without kld and top1 "
+            "the head runs half as often. (default: all)",
         ),
     ] = None,
     max_ppl_increase: Annotated[
@@ -101,7 +101,7 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Append gates and table as Markdown, as $GITHUB_STEP_SUMMARY takes it.",
+            help="Append gates and table as Markdown, for example to $GITHUB_STEP_SUMMARY.",
         ),
     ] = None,
     html: flags.HTML = None,
@@ -115,8 +115,8 @@ def command(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="What the whole process may take of the host's memory, such as 6GB; hidden states that do "
-            "not fit wait in a file of TMPDIR or /var/tmp. (default: what is free)",
+            help="Host memory of the whole process at most, such as 6GB. Hidden states that do not fit are "
+            "kept in a file in TMPDIR or /var/tmp. (default: the free memory)",
         ),
     ] = None,
     revision: flags.FIRST_REVISION = None,

@@ -24,23 +24,21 @@ EPILOG = """Examples:
 def command(
     models: flags.MODELS,
     prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")],
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="At most so many new tokens.")] = 64,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="New tokens at most.")] = 64,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
     temperature: Annotated[
-        float, typer.Option(help="0: the likeliest token, always. Above: sample, the higher the wilder.")
+        float, typer.Option(help="0: always the most likely token. Above: sample; higher is more random.")
     ] = 0.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from so many of the likeliest tokens only; 0: from all.")
-    ] = 0,
+    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0: from all.")] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens that together have this probability.")
+        float, typer.Option(help="Sample from the most likely tokens that together have this probability.")
     ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Precision of all models. auto: the first one's where the hardware has it."),
+        typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
     ] = "auto",
     device: flags.DEVICE = "auto",
     revision: flags.FIRST_REVISION = None,

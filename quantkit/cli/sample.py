@@ -27,12 +27,14 @@ def command(
         typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
     ] = None,
     samples: Annotated[int, typer.Option(help="Sequences to write.")] = 128,
-    seqlen: Annotated[int, typer.Option(help="Tokens of each.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
-    batch_size: Annotated[int, typer.Option(help="Sequences written at once: faster, in more memory.")] = 32,
+    seqlen: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    batch_size: Annotated[
+        int, typer.Option(help="Sequences written at once: more are faster and take more memory.")
+    ] = 32,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Precision. auto: the model's own where the hardware has it."),
+        typer.Option(help="Precision. auto: the model's own if the hardware supports it."),
     ] = "auto",
     device: flags.DEVICE = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older text.")] = False,

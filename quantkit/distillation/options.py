@@ -13,17 +13,15 @@ from quantkit.options import option
 class DistillOptions:
     """Options of a compressed student."""
 
-    epochs: int = option(2, "Passes over the text end to end; 0 leaves that stage out.")
+    epochs: int = option(2, "Passes over the text in the stage end to end; 0 skips the stage.")
     block_epochs: int = option(
-        1, "Passes over the text for each block, before that; 0 leaves that stage out."
+        1, "Passes over the text for each block, in the stage before; 0 skips the stage."
     )
     lr: float = option(
-        0.002, "Learning rate end to end, at its peak: a share of the size of what is trained."
+        0.002, "Peak learning rate of the stage end to end, relative to the size of the trained values."
     )
-    block_lr: float = option(0.002, "The same, block by block.")
-    temperature: float = option(
-        1.0, "Of teacher and student in the loss end to end; the divergence that decides has 1."
-    )
+    block_lr: float = option(0.002, "Peak learning rate of the stage block by block.")
+    temperature: float = option(1.0, "Temperature of the loss end to end. Decisions use temperature 1.")
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
@@ -43,18 +41,16 @@ class SmallerOptions:
     """Options of a smaller student."""
 
     blocks: int | None = option(
-        None, "Decoder blocks of the student: those whose absence changes the predictions most are kept."
+        None, "Decoder blocks of the student: the most important blocks of the teacher are kept."
     )
     epochs: int = option(3, "Passes over the training text.")
     steps: int | None = option(None, "Training steps; replaces --epochs.")
     lr: float = option(
-        1e-3, "Highest learning rate of AdamW: up in a tenth of the steps, then a cosine to 0."
+        1e-3, "Peak learning rate of AdamW: linear warm-up in a tenth of the steps, then a cosine to 0."
     )
-    temperature: float = option(
-        2.0, "Divides the logits of both in the loss: above 1, what is unlikely counts for more."
-    )
+    temperature: float = option(2.0, "Temperature of the loss: above 1, unlikely tokens count for more.")
     hidden_weight: float = option(
-        1.0, "Weight of the relative squared distance between what enters the heads of teacher and student."
+        1.0, "Weight of the relative squared distance between the inputs of both heads."
     )
 
     def check(self) -> None:

@@ -189,7 +189,7 @@ def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise QuantkitError(
             f"the quantkit.json of {checkpoint.source} is not a manifest of quantkit: {error!r}",
-            hint="it only tells what each linear lost: take it away, or write the checkpoint again",
+            hint="delete the file, which only holds errors of linears, or write the checkpoint again",
         ) from error
     return LayerErrors("output" if measured else "weight", errors) if errors else None
 

@@ -179,7 +179,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
         ids = tokenizing.encode(tokenizer, text)
     if not ids:
         raise QuantkitError(
-            f"the prompt is no token to {checkpoint.source}", "give other text with -p", USAGE
+            f"the prompt has no token in {checkpoint.source}", "give other text with -p", USAGE
         )
     return torch.tensor([ids])
 

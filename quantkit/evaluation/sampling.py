@@ -36,7 +36,7 @@ class Sampling:
         if not 0 < self.top_p <= 1:
             raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
         if not self.temperature and (self.top_k or self.top_p < 1):
-            hint = "add --temperature 1, or leave them out: the likeliest token is chosen"
+            hint = "add --temperature 1, or leave out --top-k and --top-p"
             raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
 
 

@@ -91,7 +91,7 @@ def beginning(checkpoint: Checkpoint) -> int:
     first = next((mark for mark in marks if mark is not None), None)
     if first is None:
         raise QuantkitError(
-            f"{checkpoint.source} has no token that begins a text, so it cannot write one by itself",
+            f"{checkpoint.source} has no token that begins a text, so no text can be sampled",
             hint="give text with --calibration instead",
             exit_code=UNSUPPORTED,
         )
@@ -147,4 +147,4 @@ def check_output(output: Path, overwrite: bool) -> None:
     with open(output, "rb") as file:
         first = file.read(9)
     if first not in (b'{"text": ', b""):
-        raise QuantkitError(f"{output} holds no text that was written here", "choose another -o", USAGE)
+        raise QuantkitError(f"{output} was not written by quantkit sample", "choose another -o", USAGE)

@@ -104,7 +104,7 @@ def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
     """
     if len(tokens) < 2:
         raise QuantkitError(
-            "one sequence of text is not enough: some text is learned from, other text is held out",
+            "one sequence of text is not enough: training and held-out text need one each",
             "give more --samples, a longer text or a shorter --seqlen",
             USAGE,
         )

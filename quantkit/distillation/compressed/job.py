@@ -37,7 +37,7 @@ from quantkit.text.calibration import hold_out
 SCHEMA = "quantkit.distill/1"
 BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
 UNLIKE = 0.5  # relative difference of two embeddings that no rounding makes
-HINT = "a student learns from the model that it was made from: give that one"
+HINT = "give the model that the student was compressed from"
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class CompressedJob(Job):
             raise QuantkitError(
                 f"{self.request.student} was not made from {self.request.teacher}: their embeddings have "
                 "nothing in common",
-                hint="give the model that it was compressed from",
+                hint="give the model that the student was compressed from",
                 exit_code=UNSUPPORTED,
             )
 
@@ -209,7 +209,7 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     if teacher.folder.resolve() == student.folder.resolve():
         raise QuantkitError(
             f"{request.student} is teacher and student",
-            "give the original first, then what was made of it",
+            "give the original model first, then the compressed model",
             USAGE,
         )
     if not student.quantized:

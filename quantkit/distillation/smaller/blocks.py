@@ -89,7 +89,7 @@ def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Te
         raise QuantkitError(
             f"{skeleton.checkpoint.source} cannot be cut: its blocks pass more than hidden states to one "
             "another, such as keys, embeddings of the tokens or several streams",
-            hint="quantkit cuts models whose blocks stand by themselves",
+            hint="quantkit cuts models whose blocks pass hidden states alone",
             exit_code=UNSUPPORTED,
         )
     return found

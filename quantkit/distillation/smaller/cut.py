@@ -99,8 +99,8 @@ def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source:
         difference = relative_distance(found, wanted)
         if not difference <= tolerance:
             raise QuantkitError(
-                f"{source} cannot be cut so: the smaller model differs by {difference:.2g} from the teacher "
-                "without what was left out",
-                hint="what its blocks compute depends on their number, or on their neighbours",
+                f"{source} cannot be cut: the smaller model differs by {difference:.2g} from the teacher "
+                "without these blocks",
+                hint="the result of its blocks depends on their number or their neighbours",
                 exit_code=UNSUPPORTED,
             )

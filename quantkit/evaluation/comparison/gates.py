@@ -127,7 +127,7 @@ def refuse_failed(record: dict) -> None:
     if failed:
         raise QuantkitError(
             f"{len(failed)} of {len(verdicts)} gates failed: " + "; ".join(failed),
-            hint="use more bits or smaller groups, or another method; the result was written all the same",
+            hint="use more bits or smaller groups, or another method; the result was written nevertheless",
             exit_code=GATE,
             found=record,
         )
