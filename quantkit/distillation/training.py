@@ -27,7 +27,7 @@ Curve = dict[int, float]  # divergence on held-out text, by the steps before it
 
 
 class Learner(Protocol):
-    """A student that is trained."""
+    """A student in training."""
 
     descent: Descent
 

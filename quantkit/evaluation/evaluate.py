@@ -40,8 +40,9 @@ FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight ti
 
 @dataclass(frozen=True)
 class Size:
-    """weight_bytes: all tensors; disk_bytes: all files of the folder; bits over the whole model, and over
-    the weights that are stored quantized (scales and the like included), None where none is."""
+    """The size of a model. weight_bytes: all tensors; disk_bytes: all files of the folder; bits over the
+    whole model, and over the weights that are stored quantized (scales and the like included), None where
+    none is."""
 
     disk_bytes: int
     weight_bytes: int
@@ -63,7 +64,7 @@ class LayerErrors:
 
 @dataclass(frozen=True)
 class Result:
-    """One model of a comparison. layers: what its maker recorded about each linear, where that is known.
+    """One model of a comparison. layers: errors of linears in its manifest, if any.
 
     tasks: task -> metric -> value and standard error; None where none were run. kv: its quantized key/value
     cache; None where keys and values were read as they were computed. weights_only: its activations

@@ -66,7 +66,7 @@ class Parting:
 
 @dataclass(frozen=True)
 class Continuation:
-    """ids: new tokens, the end of text among them. probabilities: what the model gave to each. compared: with
+    """A continuation. ids: new tokens, the end of text included. probabilities: of each token. compared: with
     the first model, token by token. parting: None where nothing differs, or nothing was compared."""
 
     source: str
@@ -185,7 +185,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
 
 
 class _Recorder(transformers.LogitsProcessor):
-    """Records the probability of every chosen token, and of the `expected` ones."""
+    """A recorder of the probability of every chosen token, and of the `expected` ones."""
 
     def __init__(self, prompt_tokens: int, expected: Sequence[int]):
         self.prompt_tokens = prompt_tokens

@@ -38,7 +38,7 @@ class Kv:
 
 
 class KvCache:
-    """The quantized cache of one model that runs. name: of `kv_types.TYPES`. scales: `k_scale` and `v_scale`
+    """The quantized cache of a running model. name: of `kv_types.TYPES`. scales: `k_scale` and `v_scale`
     of attention by its block and name there, where the checkpoint has such; `fp8` is by these."""
 
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
@@ -91,7 +91,7 @@ def _parameter(module: nn.Module) -> str | None:
 
 
 class _Place:
-    """A module that is given a cache, its forward replaced; what it passes on to modules inside is replaced
+    """A module with a cache, its forward replaced; a cache passed on to modules inside is replaced
     there. used: whether it handed keys and values to it."""
 
     def __init__(self, module: nn.Module, parameter: str, rounding: KvRounding):
@@ -114,7 +114,7 @@ class _Place:
 
 
 class _OtherCache(AttributeError):
-    """Raised when a module uses an attribute that no cache of keys and values has."""
+    """The error of a module that uses an attribute which no cache of keys and values has."""
 
 
 class _Reading:

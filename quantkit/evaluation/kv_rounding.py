@@ -24,7 +24,7 @@ ROTATED = 64  # least size of llama.cpp's rotations
 
 @dataclass(frozen=True)
 class KvRounding:
-    """keys, values: their rounding, of each token as it comes; even its own query reads it so."""
+    """The rounding of keys and values. Every token is rounded, also for its own query."""
 
     keys: Callable[[Tensor], Tensor]
     values: Callable[[Tensor], Tensor]

@@ -23,7 +23,7 @@ SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
 
 @dataclass(frozen=True)
 class Scores:
-    """Of every scored token, in the order of the windows. nll: float32 `[tokens]`, in nats.
+    """Scores of every scored token, in the order of the windows. nll: float32 `[tokens]`, in nats.
 
     kld: float32 `[tokens]`, KL divergence of this model's prediction from the base's; agree: bool
     `[tokens]`, whether both rank the same token first. None where not measured. 9 bytes a token in all.
@@ -52,7 +52,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Increase:
-    """Perplexity minus the base's; `relative`: the same as a share of the base's. Paired by token."""
+    """Increase of the perplexity over the base's; `relative`: as a share of the base's. Paired by token."""
 
     value: float
     stderr: float

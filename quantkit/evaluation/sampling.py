@@ -16,8 +16,8 @@ from quantkit.models.files.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Sampling:
-    """tokens: at most so many new ones. temperature 0: the likeliest token, always; else the distribution is
-    sampled, bare or cut to the top_k likeliest tokens and to as many as make up top_p."""
+    """Settings of sampling. tokens: new tokens at most. temperature 0: always the most likely token; else the
+    distribution is sampled, whole or cut to the top_k most likely tokens and to as many as make up top_p."""
 
     tokens: int = 64
     temperature: float = 0.0

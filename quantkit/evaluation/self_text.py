@@ -33,7 +33,7 @@ SPARE = 16  # one sequence more for so many: read again, a text may be fewer tok
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a file of text: samples sequences of seqlen tokens; batch_size: how many are written at once."""
+    """Settings of a file of text: samples sequences of seqlen tokens, batch_size sequences at once."""
 
     samples: int = 128
     seqlen: int = 512

@@ -21,7 +21,7 @@ Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A checkpoint, or what a trial makes of it. name: as results call it. cache: quantized keys and values.
+    """A checkpoint, or the model of a trial. name: the source in results. cache: quantized keys and values.
 
     weights_only: linears compute with decoded weights, whatever clients do to activations.
     errors: relative squared errors of the weights that the trial quantized, known once it has run.

@@ -23,7 +23,7 @@ NOTED = 0.05  # share of a text that may be left out unsaid
 
 @dataclass(frozen=True)
 class Protocol:
-    """Everything a perplexity depends on besides the model. Unlike protocols never share a table.
+    """The conditions of a perplexity besides the model. Figures of different protocols never share a table.
 
     Windows are `ctx` tokens, `stride` apart; only tokens no earlier window predicted are scored, each
     given the window's tokens before it. bos: every window begins with the tokenizer's BOS, in place
@@ -41,8 +41,8 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Windows:
-    """ids: int64 `[windows, ctx]`. first: index of the first scored target in each window, `[windows]`. left:
-    tokens at the end of the text that fill no window."""
+    """Windows of a text. ids: int64 `[windows, ctx]`. first: index of the first scored target in each
+    window, `[windows]`. left: tokens at the end of the text that fill no window."""
 
     ids: Tensor
     first: list[int]

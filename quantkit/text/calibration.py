@@ -44,7 +44,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """tokens: int64 `[samples, seqlen]`."""
+    """Calibration tokens, int64 `[samples, seqlen]`, with their origin."""
 
     tokens: Tensor
     provenance: Provenance

@@ -19,7 +19,7 @@ TODAY = datetime.date(2024, 7, 26)  # always, or no job could be resumed tomorro
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as they lie in a dataset, each {"role", "content"} or ShareGPT's {"from", "value"}."""
+    """Messages as in a dataset, each {"role", "content"} or ShareGPT's {"from", "value"}."""
 
     messages: list[Any]
     where: str  # the row, for an error

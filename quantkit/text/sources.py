@@ -33,7 +33,7 @@ Document = str | Conversation
 
 @dataclass(frozen=True)
 class Source:
-    """Documents in seeded order, read as they are taken. `dataset` is set for a dataset of the hub."""
+    """Documents in seeded order, read on demand. `dataset` is set for a dataset of the hub."""
 
     name: str
     documents: Iterator[Document]

@@ -26,11 +26,11 @@ ANSWER = 6 * TEXT + 1024  # bytes of an answer: JSON writes a character in six a
 
 
 class Failed(Exception):
-    """The template raised; the message is that of the error."""
+    """The error of a template, with its message."""
 
 
 class Runaway(Exception):
-    """The worker was ended; the message is the reason."""
+    """The reason why the worker was ended."""
 
 
 class Worker:

@@ -31,7 +31,7 @@ SMALLEST = 1e-12  # mean square of a token's states below which its error is not
 
 @dataclass(frozen=True)
 class Text:
-    """Batches of ids `[batch, tokens]` to train on, and those held out to decide on."""
+    """Batches of ids `[batch, tokens]` for training, and held-out batches for decisions."""
 
     train: list[Tensor]
     held_out: list[Tensor]

@@ -42,7 +42,7 @@ HINT = "give the model that the student was compressed from"
 
 @dataclass(frozen=True)
 class CompressedJob(Job):
-    """trained: number of linears and of norms and biases."""
+    """The job of a compressed student. trained: number of linears and of norms and biases."""
 
     student: Student
     text: Text

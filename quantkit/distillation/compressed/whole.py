@@ -25,7 +25,7 @@ from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, th
 
 
 class EndToEnd:
-    """Trains `start`, floats of all blocks and of what follows them by their names in the model. hold: keep
+    """The training of `start`, floats of all blocks and after, by names in the model. hold: keep
     the codes of all blocks in memory."""
 
     def __init__(

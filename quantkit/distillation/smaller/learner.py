@@ -31,7 +31,8 @@ STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
 
 @dataclass(frozen=True)
 class Schedule:
-    """batch: sequences of a step, `together` of them in one forward; every: steps between stops."""
+    """The schedule of a training. batch: sequences of a step, `together` of them in one forward; every:
+    steps between stops."""
 
     steps: int
     batch: int
@@ -60,9 +61,9 @@ class Schedule:
 
 
 class Learner:
-    """A model in memory, trained in place: those of its parameters that require gradients.
+    """A model in memory whose parameters that require gradients are trained in place.
 
-    stored: gives these as they will be stored. bfloat16: the precision of the forward passes.
+    stored: returns these as they will be stored. bfloat16: the precision of the forward passes.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class Point:
 class Series:
     """One model. Joined points make a line named in a legend; others are dots.
 
-    colour: index into a palette. hollow: drawn as a ring. bare: a dashed line alone, which no legend names.
+    colour: index into a palette. hollow: drawn as a ring. bare: a dashed line without an entry in the legend.
     """
 
     label: str
@@ -45,7 +45,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """kind: number, bytes or whole. ticks: where they are; none for round values."""
+    """An axis. kind: number, bytes or whole. ticks: their values; none for round values."""
 
     label: str
     kind: str = "number"
@@ -64,7 +64,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """key: a word for file names. front: corners of the Pareto front, from small to large."""
+    """A plot. key: a word for file names. front: corners of the Pareto front, from small to large."""
 
     key: str
     title: str

@@ -20,7 +20,8 @@ Rows = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Table:
-    """groups: rows of cells, each group under its heading, which may be empty. meanings: of columns."""
+    """A table. groups: rows of cells, each group under its heading, which may be empty. meanings: of
+    columns."""
 
     headers: Sequence[str]
     groups: Sequence[tuple[str, Rows]]
@@ -44,7 +45,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """facts stand before the tables; notes, with rich's style of each, after them. more: facts under a
+    """A report: facts, tables and notes with rich's style of each, in this order. more: facts under a
     heading, on the page alone."""
 
     title: str

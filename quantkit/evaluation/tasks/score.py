@@ -27,7 +27,7 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """log_prob: of the whole continuation, in nats. greedy: every token of it was the likeliest."""
+    """The score of a continuation. log_prob: in nats. greedy: whether each token was the most likely."""
 
     log_prob: float
     greedy: bool
