@@ -17,7 +17,7 @@ from quantkit.evaluation.generate import Continuation, Settings
 from quantkit.tables import print_line
 
 COLUMN = 34  # characters below which columns would be too narrow to read
-MARKS = ("[", "]")  # around the first token that differs: it must be seen without colour, too
+MARKS = ("[", "]")  # around the first token that differs: it must be visible without colour
 
 
 def stream(settings: Settings) -> Callable[[str], None]:

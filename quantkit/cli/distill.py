@@ -54,7 +54,7 @@ OUTPUT = Annotated[
         "--output", "-o", help="Output folder, or GGUF file. (default: STUDENT-distilled, or TEACHER-b24)"
     ),
 ]
-FORWARD = ("dtype", "device", "batch_size", "threads")  # what of a run concerns training
+FORWARD = ("dtype", "device", "batch_size", "threads")  # options of a run that training has
 HELP = {  # help that differs from that of other jobs
     "dtype": "Precision of the forward passes; trained values are float32. (auto: float32)",
     "batch_size": "Sequences per step. (default: about 512 tokens; of a smaller student 2,048)",
@@ -114,7 +114,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
             def made() -> list[Path]:
                 return [staging.output] if staging.finished() else []
 
-            with running.resumable([staging.folder], lambda: "what was learned is", made):
+            with running.resumable([staging.folder], lambda: "the training so far is", made):
                 record = prepared.run(progress)
     if values["as_json"]:
         print(json.dumps(record, indent=2))

@@ -34,7 +34,7 @@ def _print_compressed(record: dict) -> None:
     }
     if not done:
         where = "above the interpreter" if execution["device"] == "cpu" else f"on {execution['device']}"
-        how = "codes of all blocks held" if memory["hold"] else "codes read again for every block"
+        how = "codes of all blocks in memory" if memory["hold"] else "codes read again for every block"
         whole = f", {megabytes(memory['whole'])} end to end ({how})" if options["epochs"] else ""
         facts["stages"] = _stages(options)
         facts["memory"] = f"about {megabytes(memory['blocks'])} block by block{whole}, {where}"

@@ -96,7 +96,7 @@ class Job(ABC):
     def run(self, progress: Progress) -> dict:
         """Run the job and return its record.
 
-        Raises QuantkitError; what was staged survives any error, and the output appears whole or not at all.
+        Raises QuantkitError. The staging folder survives any error; the output appears whole or not at all.
         """
         timings = Timings(self.teacher.device)
         with disk_errors(self.staging.folder, "run the same command with --resume"):

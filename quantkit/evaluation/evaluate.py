@@ -267,7 +267,7 @@ def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
     checkpoint = skeleton.checkpoint
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
-    if trial:  # what would be written
+    if trial:  # sizes of the tensors that would be written
         sizes = trial.sizes(checkpoint)
         packed_bytes, packed = sizes.quantized, sizes.weights
         disk_bytes, weight_bytes = disk_bytes + sizes.total - weight_bytes, sizes.total

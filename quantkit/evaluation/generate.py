@@ -29,7 +29,7 @@ from quantkit.models.machine.memory import return_freed_pages
 from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
-BROKEN = "\ufffd"  # what tokens decode to that end inside a character
+BROKEN = "\ufffd"  # text of tokens that end inside a character
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,9 @@ class Settings(Sampling):
 class Parting:
     """The first token that differs from the first model's, after equal text.
 
-    token: what it chose, at `probability`; expected: what the first model chose, at `probability_there`, and
-    what this one gave to that. start, end: where the token stands in the text.
+    token: the model's choice, with `probability`; expected: the first model's choice, with
+    `probability_there`, and the probability that this model gave. start, end: place of the token in the
+    text.
     """
 
     index: int
@@ -130,11 +131,11 @@ def continue_prompt(
     same_tokens: bool = True,
     stream: Stream | None = None,
 ) -> Continuation:
-    """Load the model, continue the prompt, free the model. `first`: what another is compared with, token by
-    token if `same_tokens`.
+    """Load the model, continue the prompt, free the model. `first`: the continuation to compare with,
+    token by token if `same_tokens`.
 
-    Raises QuantkitError when the model does not fit the memory (exit code 5), lacks tensors, or has no chat
-    template to put a `chat` prompt into.
+    Raises QuantkitError when the model does not fit the memory (exit code 5), lacks tensors, or has no
+    chat template to put a `chat` prompt into.
     """
     began = time.monotonic()
     ids, ends = encode(checkpoint, settings), ends_of_text(checkpoint)
@@ -142,7 +143,7 @@ def continue_prompt(
     loaded = time.monotonic()
     tokenizer = checkpoint.tokenizer
     recorder = _Recorder(ids.shape[1], first.ids if first and same_tokens else [])
-    # What the checkpoint recommends would make models differ by more than their weights.
+    # Settings recommended by checkpoints are not used: models should differ by their weights alone.
     streamer = Streamer(tokenizer, stream) if stream else None
     given = ids.to(device)
     out = sampling.generate(model, given, settings, ends, logits_processor=[recorder], streamer=streamer)

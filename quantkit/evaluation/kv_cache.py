@@ -1,8 +1,8 @@
 """A streamed model with a quantized key/value cache: attention reads the values of an engine's cache.
 
-transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with what
-that returns. The cache here returns all of a window at once, rounded as the engine that has the type rounds
-(kv_rounding.py).
+transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with
+the returned values. The cache here returns all of a window at once, rounded as the engine that has the
+type rounds (kv_rounding.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantkit.models import kv_types
 from quantkit.models.skeleton import Skeleton
 
 EMPTY: Mapping = MappingProxyType({})
-PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # what forwards call a cache
+PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of caches in forwards
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class KvCache:
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """Return the calibrated scales of a checkpoint's cache, by block and name of attention in the block: what
-    compressed-tensors and vLLM quantize keys and values by."""
+    """Return the calibrated scales of a checkpoint's cache, by block and name of attention in the block, as
+    compressed-tensors and vLLM use them."""
     found, checkpoint = {}, skeleton.checkpoint
     for index, block in enumerate(skeleton.names.stored_blocks):
         inside = (name.removesuffix(".k_scale") for name in checkpoint.infos if name.endswith(".k_scale"))
@@ -106,7 +106,7 @@ class _Place:
         bound.arguments[self._parameter] = reading
         try:
             out = self._forward(*bound.args, **bound.kwargs)
-        except _OtherCache:  # a recurrent layer's, or an indexer's: what those keep is not quantized
+        except _OtherCache:  # of a recurrent layer or an indexer, which are not quantized
             bound.arguments[self._parameter] = None
             return self._forward(*bound.args, **bound.kwargs)
         self.used = self.used or reading.used

@@ -20,8 +20,8 @@ from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTE
 from quantkit.quantize.prepare.placement import TENTH, check_memory
 from quantkit.quantize.prepare.plan import check_disk, shapes_of
 
-CHUNK_BYTES = 1 << 26  # float32 logits held at a time, per model
-CHUNKS = 5  # of them: logits of one model as they are and normed, the other's, and what they differ by
+CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, per model
+CHUNKS = 5  # of them: logits and log-probabilities of one model, those of the other, and the difference
 
 
 def need(

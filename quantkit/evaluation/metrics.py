@@ -2,7 +2,7 @@
 
 Every metric is a mean over scored tokens, in nats, or follows from such means by the delta method.
 Standard errors treat tokens as independent. Differences to the base are paired: both models predict the
-same tokens, so most of what makes a token hard cancels, and the difference is known far better than
+same tokens, so the difficulty of tokens mostly cancels, and the difference is known far better than
 either perplexity.
 """
 

@@ -27,7 +27,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
-BATCH = 32  # sequences written side by side: part of what decides the text
+BATCH = 32  # sequences sampled together; the text depends on the number
 SPARE = 16  # one sequence more for so many: read again, a text may be fewer tokens than were written
 
 
@@ -106,8 +106,8 @@ def write(
     device: torch.device,
     listen: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Write a file of JSON lines, `{"text": ...}`, for `--calibration`, and tell what was written. It appears
-    whole or not at all."""
+    """Write a file of JSON lines, `{"text": ...}`, for `--calibration`, and return a record of the file.
+    The file appears whole or not at all."""
     settings.check(checkpoint)
     tokens = texts = 0
     more = replace(settings, samples=settings.samples + settings.samples // SPARE + 1)

@@ -39,7 +39,7 @@ class StreamedModel:
         checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, trial: Trial | None = None,
         kv_dtype: str | None = None, weights_only: bool = False,
     ) -> StreamedModel:  # fmt: skip
-        """Load all but the blocks. kv_dtype: what keys and values are kept in, of `kv_types.TYPES`; None: as
+        """Load all but the blocks. kv_dtype: the type of keys and values, of `kv_types.TYPES`; None: as
         they are computed, or by the scales that the checkpoint has of them. Raises QuantkitError naming
         tensors that are absent."""
         skeleton = Skeleton(checkpoint, dtype, device)

@@ -20,7 +20,7 @@ from quantkit.text.sources import Document, open_source
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
-HELD_OUT = 8  # one sequence of so many is held out of the text that is learned from
+HELD_OUT = 8  # one sequence of so many is held out of training
 MOST_HELD_OUT = 32  # sequences: enough to decide on
 
 

@@ -1,4 +1,4 @@
-"""Calibration datasets of the hub: streamed, never downloaded whole; offline, what the caches hold."""
+"""Calibration datasets of the hub: streamed, never downloaded whole; offline read from the cache."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]
 
 
 def _cached(repo: str, revision: str | None) -> Path:
-    """Return the folder of files fetched with `hf download`, a part of them too. No request."""
+    """Return the folder of files fetched with `hf download`, even of a part of the dataset. No request."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -133,7 +133,7 @@ def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
                     places = (f"{path}, row {number}" for number in itertools.count(row + 1))
                     yield from _documents(zip(places, values, strict=False), column)
                     row += len(values)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns, too
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns may be broken
         raise QuantkitError(
             f"{path} is not parquet that can be read: {first_line(error)}",
             hint="write it again, or give another file",

@@ -20,7 +20,7 @@ from typing import Any
 
 SECONDS = 10.0
 START_SECONDS = 300.0  # to import transformers on a machine with other work
-MEMORY = 256 << 20  # bytes beyond what the worker has after its imports
+MEMORY = 256 << 20  # bytes in addition to the worker's size after its imports
 TEXT = 16 << 20  # characters of the result
 ANSWER = 6 * TEXT + 1024  # bytes of an answer: JSON writes a character in six at most, but for rare ones
 
@@ -64,7 +64,7 @@ class Worker:
                 kind, text = self._ask(request.encode())
                 if kind == "runaway":
                     raise Runaway(text)
-            except BaseException:  # an interrupt, too: its answer would be taken for the next one's
+            except BaseException:  # also an interrupt: its answer would be taken for the next one's
                 self.stop()
                 raise
         if kind == "failed":

@@ -4,8 +4,8 @@
         teacher's states ▶ its block: the target      student's states ▶ its block, trained, rounded, staged
 
 A block of each is in memory, and the hidden states of all tokens on their way through both. The student's
-input is what its own blocks before have given, so each block also makes up for what those have lost; the
-target is the teacher's own output (docs/distill.md has what the other choice measured).
+input is the output of its own previous blocks, so each block also makes up for their errors; the
+target is the teacher's own output (docs/distill.md measures the other choice).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Text:
 
 @dataclass(frozen=True)
 class Final:
-    """Final hidden states: the teacher's, of the training text, too; the student's as it was, and as its
-    blocks became; what the blocks became, by names in the model."""
+    """Final hidden states: the teacher's of training and held-out text; the student's before and after
+    training its blocks; and the trained floats, by names in the model."""
 
     taught: States
     teacher: States

@@ -174,7 +174,7 @@ class CompressedJob(Job):
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
     """Open and check teacher and student, and plan the job. Raises QuantkitError for invalid input.
 
-    text: that of --eval. A dry run skips what only matters to a job that will run: the output's place and the
+    text: that of --eval. A dry run skips the check of the output's place and the
     hashes.
     """
     request.options.check()
@@ -182,7 +182,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     teacher, student = open_pair(request)
     publish.manifest_of(student)  # odd content is refused before the work
     if teacher.quantized:
-        progress.warn(f"{request.teacher} is compressed itself: the student learns its errors, too")
+        progress.warn(f"{request.teacher} is compressed itself: the student also learns its errors")
     staging, adopted = stage(request, student, "student", progress, dry_run)
     run = request.run if request.run.dtype != "auto" else replace(request.run, dtype="float32")
     taught = open_skeleton(teacher, run, adopted)

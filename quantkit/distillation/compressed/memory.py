@@ -14,8 +14,8 @@ from quantkit.quantize.prepare.placement import check_memory
 
 FLOAT32 = 4
 TRACED = 1 + 4 * FLOAT32  # bytes a weight of the block that runs: code, level, value, and two gradients
-HELD = 2  # bytes a weight of all blocks: its code, and less than that for what is trained and its moments
-ROOM = 0.8  # share of the free memory beyond which codes are read again instead of held
+HELD = 2  # bytes a weight of all blocks: its code, and less for trained floats and their moments
+ROOM = 0.8  # share of the free memory beyond which codes are read again instead of kept
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The student's files with trained floats: copied whole, patched where the floats lie, read back.
 
-No tensor changes its place or its size, so what loaded the student loads the result.
+No tensor changes its place or its size, so clients of the student load the result.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _card(record: dict, name: str) -> str:
         f"{record['after']:.5f} after.",
         f"Text: {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text (sha256 "
         f"{made['sha256'][:16]}…), of which {record['held_out']} were held out.",
-        "What it gained: `quantkit eval "
+        "Evaluate the gain: `quantkit eval "
         f"{record['teacher']['name']} {record['student']['name']} {name} --text TEXT`.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 """The student: a compressed checkpoint whose blocks run on given floats.
 
-Codes stay what they are. Of every linear the layout's floats (`Grid.floats`), and of norms and biases all
+Codes do not change. Of every linear the layout's floats (`Grid.floats`), and of norms and biases all
 values, are handed to a block each time it runs: autograd follows from its output to them, and what is kept
 of a block is one byte a weight.
 """
@@ -180,7 +180,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:
-    """Raise QuantkitError unless the layout, given a linear's own floats, stores what is stored already."""
+    """Raise QuantkitError unless the layout, given a linear's own floats, stores the same tensors again."""
     again = layout.with_floats(parts, layout.decode(parts).floats())
     unlike = [name for name, old in parts.items() if not _equal(old, again[name])]
     if unlike:

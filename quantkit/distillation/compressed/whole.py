@@ -1,6 +1,6 @@
 """Training end to end: all floats at once, on the teacher's distribution of the next token.
 
-The student's blocks are run forward without autograd, and only what enters each is kept; then backwards one
+The student's blocks are run forward without autograd, and only the input of each is kept; then backwards one
 by one, each run again with autograd for the gradient that its output is given (checkpointing by block, Chen
 et al. 2016, arXiv:1604.06174). So weights are decoded for one block at a time. Codes of all blocks are held
 where they find room, else read again for every block that is run: slower, with the same result. Of the

@@ -1,10 +1,10 @@
 """The importance of blocks: the divergence from the teacher's predictions without each block.
 
-Blocks are left out one after another, the least missed first, and what is left is measured again (SLEB, Song
-et al. 2024, arXiv 2402.09025, section 3: blocks look dispensable one by one that are not so together). A
-round is one walk over the weights, one block in memory at a time: the hidden states of every variant go
-through it side by side, and a new variant begins at each block, with what entered it. n blocks cost n²/2
-forwards of a block, and the states of n + 1 variants of a few thousand tokens.
+Blocks are left out one after another, the least missed first, and the remaining blocks are measured again
+(SLEB, Song et al. 2024, arXiv 2402.09025, section 3: blocks look dispensable one by one that are not so
+together). A round is one walk over the weights, one block in memory at a time: the hidden states of every
+variant go through it side by side, and a new variant begins at each block, with what entered it. n blocks
+cost n²/2 forwards of a block, and the states of n + 1 variants of a few thousand tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def choose(
     """Return the `keep` most important blocks, in order, and the divergences of each round, by the block left
     out.
 
-    batches: ids `[batch, tokens]`, all of one shape. What lies outside the blocks is loaded.
+    batches: ids `[batch, tokens]`, all of one shape. Parameters outside the blocks are loaded.
     """
     kept = list(range(len(skeleton.blocks)))
     rounds: list[dict[int, float]] = []

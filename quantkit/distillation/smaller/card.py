@@ -56,6 +56,6 @@ Blocks: {blocks} of {big["blocks"]}, those whose absence changes the predictions
 
 {table}
 
-`quantkit.json` holds every option, what each block was worth, and the hashes of teacher and text.
+`quantkit.json` holds every option, the importance of each block, and the hashes of teacher and text.
 Measure it yourself: `quantkit eval {source} {name} --text TEXT`.
 """

@@ -83,7 +83,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source: str) -> None:
     """Open the student and run it on `ids [batch, tokens]`.
 
-    expected: the final hidden states of the teacher without what was left out, `[batch, tokens, hidden]`.
+    expected: the final hidden states of the teacher without the other blocks, `[batch, tokens, hidden]`.
     Equal results prove that the configuration with fewer blocks is understood as intended.
     Raises QuantkitError for other results, such as of blocks that depend on their number.
     """

@@ -1,6 +1,6 @@
 """The job of a smaller student: choose blocks, cut, prove, train, judge, publish.
 
-Everything is opened, resolved and checked before anything is loaded. Each stage leaves what it made in the
+Everything is opened, resolved and checked before anything is loaded. Each stage leaves its results in the
 staging folder, from which `--resume` goes on.
 """
 
@@ -148,7 +148,9 @@ class SmallerJob(Job):
         }
         write_text(choice, json.dumps(chosen, indent=2))
         os.replace(temporary, place)
-        self.staging.write_rest({"blocks": torch.tensor(kept)})  # from here on an error leaves what was done
+        self.staging.write_rest(
+            {"blocks": torch.tensor(kept)}
+        )  # from here on an error keeps the staging folder
         return self._named(place, "as cut"), chosen
 
     def _named(self, place: Path, how: str) -> Checkpoint:
@@ -219,7 +221,7 @@ class SmallerJob(Job):
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
     """Open and check the teacher, and plan the job. Raises QuantkitError for invalid input.
 
-    text: that of --eval. A dry run skips what matters only to a job that will run.
+    text: that of --eval. A dry run skips the check of the output's place and the hashes.
     """
     options = request.options
     options.check()

@@ -1,8 +1,8 @@
 """Training of a smaller student on the teacher's predictions, as a whole model in memory.
 
 The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
-section 2), over all tokens; beside it the squared distance of what enters the heads, relative to its size.
-The student is trained in float32, whatever it is stored in.
+section 2), over all tokens; plus the squared distance between the inputs of the heads, relative to their
+size. The student is trained in float32, whatever it is stored in.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The student's configuration, checked by transformers: nothing is known here of any architecture.
 
 The student's model is built from the changed configuration, shapes alone, and compared with the teacher's:
-block k of the student with the block of the teacher that it was. What does not fit is refused by name.
+block k of the student with the block of the teacher that it was. Parameters that differ are refused by name.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def check_teacher(checkpoint: Checkpoint, skeleton: Skeleton, blocks: int) -> No
     if checkpoint.quantized or "quantization_config" in checkpoint.raw_config:
         why, hint = "it is quantized", "distil the original checkpoint, then compress the student"
     elif checkpoint.text_config is not checkpoint.config or skeleton.towers:
-        why = "other modalities are wrapped around its language model, whose blocks their code counts, too"
+        why = "its language model is part of a multimodal model, whose code also counts the blocks"
         hint = "distil a model of text alone"
     elif getattr(checkpoint.text_config, DEPTH, None) != depth:
         why = f"{DEPTH} in its configuration is not {depth}, its number of blocks"

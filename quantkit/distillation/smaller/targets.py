@@ -1,6 +1,6 @@
 """Predictions of the teacher: its final hidden states for all training tokens, in a mapped file.
 
-The teacher runs once, block by block, and is never held whole. Hidden states are hidden-size wide, not
+The teacher runs once, block by block, and is never in memory whole. Hidden states are hidden-size wide, not
 vocabulary-size: the teacher's logits are formed from them again where they are needed, by its own norm and
 head.
 """
@@ -21,7 +21,7 @@ from quantkit.quantize.prepare import plan
 
 GROUP_TOKENS = 1 << 18  # whose states are in memory at a time: weights are read once for each group
 
-Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; what entered the head, [… , hidden]
+Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; inputs of the head, [… , hidden]
 
 
 class Targets:
@@ -66,7 +66,7 @@ def gather(
 ) -> Targets:  # fmt: skip
     """Return the targets for `ids [sequences, tokens]`; an existing file at `path` is used.
 
-    What lies outside the blocks is loaded. The file appears whole or not at all.
+    Parameters outside the blocks are loaded. The file appears whole or not at all.
     """
     shape = (*ids.shape, skeleton.checkpoint.text_config.hidden_size)
     if not path.exists():

@@ -66,12 +66,12 @@ KV = Column(
     lambda model: bits(model["kv"] and 8 * model["kv"]["bytes_per_value"]) if "kv" in model else NOTHING,
     floor=False,
 )
-COLUMNS = (  # what people choose by comes first: narrow terminals cut a table in two
+COLUMNS = (  # the most important first: narrow terminals cut a table in two
     Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes), floor=False),
     Column("bits/weight", "over the whole model", _at("size.bits_per_weight", bits), floor=False),
     Column(
         "quantized",
-        "bits per weight of all that is stored quantized, an embedding too, scales and all",
+        "bits per weight of all quantized tensors, embeddings and scales included",
         _at("size.bits_per_quantized_weight", bits),
         floor=False,
     ),
@@ -87,7 +87,7 @@ COLUMNS = (  # what people choose by comes first: narrow terminals cut a table i
     ),
     Column(
         "top-1",
-        "tokens for which the same next token is likeliest as for the first model",
+        "tokens with the same most likely next token as the first model",
         _at("metrics.top1", percent),
         "top1",
     ),

@@ -1,7 +1,7 @@
 """Gates: limits on the loss of a candidate, for continuous integration.
 
 A gate judges the measured value itself; the standard error in the table decides nothing.
-What could not be measured as a number has not passed.
+A value that is not a number fails.
 """
 
 from __future__ import annotations

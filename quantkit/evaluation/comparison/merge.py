@@ -86,7 +86,7 @@ def merge(results: Sequence[Named]) -> dict:
 
 
 def _conditions(record: dict) -> dict[str, Any]:
-    """Return what a record's figures depend on; names of text and first model may differ."""
+    """Return the conditions of a record's figures; names of text and first model may differ."""
     base = record["models"][0]
     loss = base["metrics"]["nll"]["value"]  # a machine sums in another order than the next
     held = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}

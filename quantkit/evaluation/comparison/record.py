@@ -27,7 +27,7 @@ def record(
 ) -> dict:  # fmt: skip
     """Return all measurements with protocol and environment. Numbers that are not finite become null.
 
-    tasks: what the tasks' figures depend on, where some were run.
+    tasks: settings of the tasks, if any.
     """
     floor = evaluation.floor
     models = _finite(
@@ -64,7 +64,7 @@ def environment(device: str) -> dict:
 
 def pareto(models: Sequence[dict]) -> dict:
     """Return the sources of the models on the Pareto front: no other is as small and as good, and better in
-    one. What is measured by its weights only is no model that anybody serves.
+    one. A model measured by its weights only does not count.
 
     The loss is the KL divergence, 0 for the base, or the perplexity where no divergence was measured.
     """

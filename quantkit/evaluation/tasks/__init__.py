@@ -104,10 +104,10 @@ def _load(names: Sequence[str]) -> dict[str, Any]:
         )
     try:
         return manager.load([cloze() if name == CLOZE else name for name in names])
-    except (OSError, ValueError, RuntimeError) as error:  # what datasets and the hub raise
+    except (OSError, ValueError, RuntimeError) as error:  # raised by datasets and the hub
         raise QuantkitError(
             f"--tasks: the data of {','.join(others)} could not be loaded: {first_line(error)}",
-            hint=f"it comes from the hub; that of {CLOZE} is here",
+            hint=f"the data comes from the hub; {CLOZE} needs none",
             exit_code=NOT_FOUND,
         ) from error
 

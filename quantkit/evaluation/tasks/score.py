@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 
-ROUND_TOKENS = 1 << 16  # whose hidden states are held while the blocks pass by
+ROUND_TOKENS = 1 << 16  # whose hidden states are in memory while the blocks are loaded
 LENGTHS = 32  # of a batch are multiples of this: few shapes, and little padding
 
 Request = tuple[list[int], list[int]]  # ids of a context and of its continuation, neither empty
@@ -34,7 +34,8 @@ class Score(NamedTuple):
 
 
 def score(model: StreamedModel, requests: Sequence[Request], longest: int, listen: Listener) -> list[Score]:
-    """Return the score of every request, in order. What is longer than `longest` tokens loses its beginning.
+    """Return the score of every request, in order. Requests longer than `longest` tokens lose their
+    beginning.
 
     Rows are padded at the end, which no position before it attends to in a causal model.
     """
