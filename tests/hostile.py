@@ -494,12 +494,8 @@ def result(samples: Path, place: Path, source: random.Random, deep: bool) -> Non
 
 def manifest(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
     """quantkit.json."""
-    from quantkit.evaluation.evaluate import read_layer_errors
-    from quantkit.models.files.open import open_checkpoint
-
     folder = _folder("gptq", samples, place)
     json_file(folder / "quantkit.json", source)
-    read_layer_errors(open_checkpoint(str(folder), offline=True))
     _opened(folder, deep)
 
 

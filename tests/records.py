@@ -36,16 +36,6 @@ def model(source: str, nbytes: int, kld: float | None = None, dppl: float = 0.5,
             "top1": None if base else top1,
         },
         "tasks": None,
-        "layers": None
-        if base
-        else {
-            "measure": "output",
-            "linears": {
-                f"model.layers.{index}.{linear}": kld / 10 * (index + 1)
-                for index in range(3)
-                for linear in ("self_attn.q_proj", "mlp.up_proj")
-            },
-        },
     }
 
 

@@ -1,6 +1,5 @@
 """quantkit.evaluation.evaluate against transformers: whole models, whole logits, one window after another."""
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -22,7 +21,6 @@ from quantkit import cli
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import evaluate, metrics, stream
 from quantkit.evaluation import windows as windows_of
-from quantkit.evaluation.evaluate import read_layer_errors
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 
@@ -201,10 +199,6 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
     linears = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     weights = sum(tensors[f"{name}.weight"].numel() for name in linears)
     assert of_packed.size.bits_per_quantized_weight == 8 * packed_bytes / weights
-    manifest = json.loads((packed / "quantkit.json").read_text())
-    errors = {row["name"]: row["error"] for row in manifest["linears"] if "error" in row}
-    assert (of_packed.layers.measure, of_packed.layers.linears) == ("output", errors)
-    assert errors.keys() == set(linears) and of_dense.layers is None
 
 
 def test_sixteen_bit_passes_are_the_models_own(tiny_model, text):
@@ -269,11 +263,9 @@ def test_a_trial_measures_like_what_it_would_write(tiny_model, text):
     assert planned.weight_bytes == pytest.approx(stored.weight_bytes, rel=1e-4)
     planned, stored = planned.bits_per_quantized_weight, stored.bits_per_quantized_weight
     assert planned == pytest.approx(stored, rel=1e-3) and stored < 7
-    assert found[2].layers == found[1].layers and found[2].layers.measure == "weight"
 
 
 def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
-    """Its manifest lies inside it; what it stores in blocks of codes are linears and embeddings."""
     path = tmp_path / "demo.gguf"
     words = f"gguf {demo_model} -t Q8_0 --solver rtn --imatrix none -o {path} -q --json"
     assert CliRunner().invoke(cli.app, words.split()).exit_code == 0
@@ -281,24 +273,6 @@ def test_a_gguf_file_is_measured_beside_its_source(demo_model, tmp_path):
     found = evaluation([demo_model, path], windows, chosen=NO_FLOOR).results[1]
     assert 0 < found.metrics.kld.mean < 0.001
     assert found.size.bits_per_quantized_weight == 8.5 and found.size.disk_bytes == path.stat().st_size
-    checkpoint = open_checkpoint(str(path))
-    assert json.loads(checkpoint.manifest())["linears"] == [] and found.layers is None  # rtn measures none
-    row = {"name": "model.layers.0.mlp.up_proj", "error": 0.5, "rtn_error": 0.6}
-    metadata = {**checkpoint.metadata, "quantkit.manifest": json.dumps({"linears": [row, {"kept": "asked"}]})}
-    layers = read_layer_errors(dataclasses.replace(checkpoint, metadata=metadata))
-    assert (layers.measure, layers.linears) == ("output", {"model.layers.0.mlp.up_proj": 0.5})
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", '{"linears": 5}', '{"linears": [{"error": 1}]}', '{"linears": [{"error": "a"}]}']
-)
-def test_a_broken_manifest_is_refused_before_the_work(tiny_model, text, content):
-    base = tiny_model("llama", tokenizer=True)
-    shutil.copytree(base, other := base.with_name("other"))
-    (other / "quantkit.json").write_text(content)
-    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 200)
-    message, hint = refused(1, measure, [base, other], windows)
-    assert f"the quantkit.json of {other} is not a manifest" in message and hint
 
 
 # ---- the record
@@ -338,7 +312,6 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
                     "bits_per_weight": 32.0,
                     "bits_per_quantized_weight": None,
                 },
-                "layers": None,
                 "tasks": None,
                 "kv": None,
                 "weights_only": False,
@@ -372,7 +345,7 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
 
 
 def test_what_is_printed_fits_the_shipped_schema(tiny_model, text):
-    """With everything in it that can be: a trial, its layers, the noise floor, gates."""
+    """With everything in it that can be: a trial, the noise floor, gates."""
     base = tiny_model("llama", tokenizer=True, hidden_size=64)
     words = f"eval {base} --as nf4 --text {text} --ctx 32 --limit 200 --json -q"
     for more in ("--max-kld 9 --max-ppl-increase 900%", "--metrics ppl", "--metrics dppl,top1"):
@@ -381,7 +354,6 @@ def test_what_is_printed_fits_the_shipped_schema(tiny_model, text):
         schema = (Path(evaluate.__file__).parent / "comparison" / "eval-3.json").read_text()
         jsonschema.validate(record, json.loads(schema), jsonschema.Draft202012Validator)
         assert len(record["gates"]) == (2 if "max" in more else 0)
-        assert record["models"][1]["layers"]["measure"] == "weight"
 
 
 def test_a_model_that_broke_is_recorded_and_fails_its_gates(tiny_model, text):

@@ -12,14 +12,11 @@ from quantkit.evaluation.comparison import drawing, figures, table
 
 
 def test_figures_hold_the_records_numbers():
-    quality, layers = figures.figures(records.record())
+    (quality,) = figures.figures(records.record())
     points = {series.label: (series.points[0].x, series.points[0].y) for series in quality.series}
     assert points == {"four": (4_000_000, 0.02), "three": (3_000_000, 0.08)}
     assert quality.front == ((3_000_000, 0.08), (4_000_000, 0.02))
     assert [(line.axis, line.value) for line in quality.lines] == [("x", 16_000_000), ("y", 0.0002)]
-    assert layers.key == "layers-output"
-    assert [point.x for point in layers.series[0].points] == [0, 1, 2]
-    assert [point.y for point in layers.series[0].points] == pytest.approx([0.002, 0.004, 0.006])
 
 
 def test_what_has_no_place_on_a_logarithmic_axis_is_said():

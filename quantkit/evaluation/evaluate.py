@@ -7,7 +7,6 @@ candidate are formed chunk by chunk from them, so the KL divergence is exact and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -51,30 +50,14 @@ class Size:
 
 
 @dataclass(frozen=True)
-class LayerErrors:
-    """Relative squared error of each quantized linear, by its stored name.
-
-    measure: "output", `|X(W - Ŵ)ᵀ|² / |X Wᵀ|²` on the calibration tokens, or "weight", `|W - Ŵ|² / |W|²`
-    where there were none.
-    """
-
-    measure: str
-    linears: dict[str, float]
-
-
-@dataclass(frozen=True)
 class Result:
-    """One model of a comparison. layers: errors of linears in its manifest, if any.
-
-    tasks: task -> metric -> value and standard error; None where none were run. kv: its quantized key/value
-    cache; None where keys and values were read as they were computed. weights_only: its activations
-    were left as they are, though clients quantize them.
-    """
+    """One model of a comparison. tasks: task -> metric -> value and standard error; None where none were
+    run. kv: its quantized key/value cache; None where keys and values were read as they were computed.
+    weights_only: its activations were left as they are, though clients quantize them."""
 
     source: str
     size: Size
     metrics: Metrics
-    layers: LayerErrors | None
     tasks: TaskScores | None = None
     kv: Kv | None = None
     weights_only: bool = False
@@ -128,21 +111,19 @@ def evaluate(
         (*model, kv, alone) for model in models for kv in (None, *kv_dtypes)
         for alone in _halves(*model, weights_only and kv is None)
     ]  # fmt: skip
-    recorded = [None if trial else read_layer_errors(checkpoint) for checkpoint, trial, *_ in candidates]
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     place, peak = memory.decide(*planned)
     results, base, base_scores, floor = [], None, None, None
-    for (checkpoint, trial, kv, alone), layers in zip(candidates, recorded, strict=True):
+    for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = model, _run(model, windows, listen, place)
         scores = _score(*measured, windows, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, chosen)
-        layers = LayerErrors("weight", model.errors) if trial else layers
         scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
         size = _size(model.skeleton, trial)
-        results.append(Result(model.name, size, metrics, layers, scored, model.kv, alone))
+        results.append(Result(model.name, size, metrics, scored, model.kv, alone))
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
@@ -175,24 +156,6 @@ def check_comparable(
                 hint,
                 UNSUPPORTED,
             )
-
-
-def read_layer_errors(checkpoint: Checkpoint) -> LayerErrors | None:
-    """Return the errors in the checkpoint's manifest, if any. Raises QuantkitError for an invalid
-    manifest."""
-    stored = checkpoint.manifest()
-    if stored is None:
-        return None
-    try:
-        rows = [row for row in json.loads(stored)["linears"] if row.get("error") is not None]
-        errors = {str(row["name"]): float(row["error"]) for row in rows}
-        measured = any(row["rtn_error"] is not None for row in rows)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise QuantkitError(
-            f"the quantkit.json of {checkpoint.source} is not a manifest of quantkit: {error!r}",
-            hint="delete the file, which only holds errors of linears, or write the checkpoint again",
-        ) from error
-    return LayerErrors("output" if measured else "weight", errors) if errors else None
 
 
 def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:

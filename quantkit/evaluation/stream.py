@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ class StreamedModel:
     """A checkpoint, or the model of a trial. name: the source in results. cache: quantized keys and values.
 
     weights_only: linears compute with decoded weights, whatever clients do to activations.
-    errors: relative squared errors of the weights that the trial quantized, known once it has run.
     """
 
     name: str
@@ -32,7 +31,6 @@ class StreamedModel:
     trial: Trial | None = None
     cache: KvCache | None = None
     weights_only: bool = False
-    errors: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def open(
@@ -59,7 +57,7 @@ class StreamedModel:
         def entered(index: int) -> None:
             listen(self.name, index, count)
             if self.trial:
-                self.errors.update(self.trial.apply(self.skeleton, index, self.weights_only))
+                self.trial.apply(self.skeleton, index, self.weights_only)
             if self.cache:
                 self.cache.attach(index, self.skeleton.blocks[index])
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.grids.distance import weight_error
 from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -73,30 +73,17 @@ class Trial:
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
         return Trial(typed, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
 
-    def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> dict[str, float]:
+    def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> None:
         """Quantize block `index`, which is loaded, and make it compute as a client of the result would, or
-        with the decoded weights alone.
-
-        Returns the relative squared error of each of its linears' weights. Codes of streamed experts stay in
-        memory, their weights do not.
-        """
-        errors, layout = {}, self.method.layout
-        layout = WeightsOnly(layout) if weights_only else layout
+        with the decoded weights alone. Codes of streamed experts stay in memory, their weights do not."""
+        layout = WeightsOnly(self.method.layout) if weights_only else self.method.layout
         for row in self.specs:
             if row.block == index and row.grid is not None:
                 weight = skeleton.part(index, row.local).weight.float()
                 (solved,) = self.method.solver.solve([weight], [row.grid], None)
                 parts = self.method.layout.encode(solved.weight)
-                values = skeleton.install(
-                    index,
-                    row.local,
-                    layout,
-                    parts,
-                    f"{row.name}.weight",
-                    lambda parts=parts: parts,
-                )
-                errors[row.name] = weight_error(weight, values)
-        return errors
+                again = partial(dict, parts)
+                skeleton.install(index, row.local, layout, parts, f"{row.name}.weight", again)
 
     def sizes(self, checkpoint: Checkpoint) -> Sizes:
         """Return the sizes of the tensors that would be written."""

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
 from quantkit.evaluation.comparison.gates import look_up
-from quantkit.inspection import names
 from quantkit.tables import megabytes
 
 KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
-MEASURES = {
-    "output": "the outputs of a block's quantized linears on the calibration tokens",
-    "weight": "the weights of a block's quantized linears",
-}
 
 
 @dataclass(frozen=True)
@@ -77,9 +71,9 @@ class Figure:
 
 
 def figures(record: dict) -> list[Figure]:
-    """Return every plot with data: quality, errors by layer."""
-    made = [quality(record), *(by_layer(record, measure) for measure in MEASURES)]
-    return [figure for figure in made if figure and figure.series]
+    """Return the plot of quality, if there is something to draw."""
+    made = quality(record)
+    return [made] if made and made.series else []
 
 
 def quality(record: dict) -> Figure | None:
@@ -130,33 +124,3 @@ def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, f
     if stderr is None:
         return None, None
     return max(value - stderr, value / 10) if log else value - stderr, value + stderr
-
-
-def by_layer(record: dict, measure: str) -> Figure:
-    """Return errors of the quantized linears by block; outputs and weights have different scales."""
-
-    def points(model: dict, name: str) -> Iterator[Point]:
-        layers = model["layers"]
-        if layers and layers["measure"] == measure:
-            blocks: dict[int, list[float]] = {}
-            for linear, error in layers["linears"].items():
-                if error is not None and (block := names.split(linear)[0]) is not None:
-                    blocks.setdefault(block, []).append(error)
-            for block, errors in sorted(blocks.items()):
-                if (mean := sum(errors) / len(errors)) > 0:
-                    yield Point(float(block), mean, note=f"{name}, block {block}: {number(mean)}")
-
-    labels = label_by_source(record)
-    found = [tuple(points(model, labels[model["source"]])) for model in record["models"]]
-    return Figure(
-        key=f"layers-{measure}",
-        title=f"Error of {measure}s by block",
-        caption=f"Mean relative squared error of {MEASURES[measure]}, as the checkpoint was made.",
-        x=Axis("block", "whole"),
-        y=Axis("relative squared error", log=True),
-        series=tuple(
-            Series(labels[model["source"]], points, position, True)
-            for position, (model, points) in enumerate(zip(record["models"], found, strict=True))
-            if points
-        ),
-    )

@@ -18,7 +18,7 @@ MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY 
 @dataclass(frozen=True)
 class Outputs:
     """Paths of the output files; None for a file that is not written. plot: `NAME.svg` or `NAME.png`, the
-    first plot; the others get their key after the name, as in `NAME-layers-output.svg`."""
+    first plot; the others get their key after the name, as in `NAME-speed.svg`."""
 
     html: Path | None = None
     plot: Path | None = None

@@ -7,15 +7,12 @@ from quantkit.evaluation.comparison.columns import (
     floor_note,
     label_by_source,
     labels,
-    number,
     protocol,
     rows,
 )
 from quantkit.evaluation.comparison.figures import figures
 from quantkit.evaluation.comparison.gates import describe
 from quantkit.evaluation.comparison.report import Report, Table
-
-WORST = 10  # linears of a model that are listed
 
 
 def report(record: dict) -> Report:
@@ -31,7 +28,7 @@ def report(record: dict) -> Report:
         tables=[Table(["model", *meanings], [("", rows(record))], meanings)],
         notes=notes,
         figures=figures(record),
-        more={**_worst(record), "Protocol": data, "Environment": record["env"]},
+        more={"Protocol": data, "Environment": record["env"]},
     )
 
 
@@ -68,18 +65,6 @@ def gates_line(record: dict) -> str:
         return "quantkit eval"
     failed = f"{found.count(False)} of {len(found)} gates failed"
     return f"quantkit eval: {'all gates passed' if all(found) else failed}"
-
-
-def _worst(record: dict) -> dict[str, dict[str, str]]:
-    """Return the linears of each model with the largest errors, under a heading."""
-    names, found = label_by_source(record), {}
-    for model in record["models"]:
-        if layers := model["layers"]:
-            errors = {name: error for name, error in layers["linears"].items() if error is not None}
-            worst = sorted(errors, key=errors.get, reverse=True)[:WORST]
-            heading = f"Largest relative squared errors of {names[model['source']]}, {layers['measure']}"
-            found[heading] = {name: number(errors[name]) for name in worst}
-    return found
 
 
 def _escape(text: str) -> str:
