@@ -37,7 +37,7 @@ SIGN = 8  # bit of a code
 FLOAT8 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 E4M3_MIN = 2.0**-9  # smallest above 0 (subnormal)
-# Scales of the largest weights are at most that: half as much again fits, too, and ggml's own encoder takes
+# Scales of the largest weights are at most that: half as much again also fits, and ggml's own encoder takes
 # what is above 256 for the largest scale there is.
 E4M3_TOP = 240.0
 CODES_BELOW, CODES_ABOVE = 2, 6  # neighbours in e4m3 of `largest / 6` that are tried: 4/5 to 7/4 of it
@@ -98,7 +98,7 @@ class Fp4Grid(Fp4Levels):
         return self.fit_columns(weight.t().contiguous(), importance)
 
     def fit_columns(self, columns: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Return `fit` for groups `columns [group_size, rows]`; `importance` may be of that shape, too."""
+        """Return `fit` for groups `columns [group_size, rows]`; `importance` may have the same shape."""
         divisor = self._divisor(columns)
         candidates = self._candidates(columns.abs().amax(0).mul_(divisor))
         scale = candidates[0].clone()

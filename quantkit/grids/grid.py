@@ -22,7 +22,7 @@ class Grid:
     """The quantization of groups of `group_size` neighbouring columns of `W [out, in]`: everything that
     solvers and transforms need. A grid overrides what raises here, and of the rest what it knows better.
 
-    Error feedback works column by column, so columns can be rounded by themselves, too: in every grid
+    Error feedback works column by column, so single columns can also be rounded: in every grid
     `value = step * level - low` with one step and low for `sub_size` columns of a row, and levels that are
     the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
     spans_matrix: parameters of one group depend on the other groups' (double quantization): they are

@@ -168,7 +168,7 @@ def _quantized_part(
 ) -> Tensor:
     """Multiply both factors in int8 with sums in int32, dequantized by the outer product of their scales.
 
-    A row's scale covers its values below the threshold; like bitsandbytes, those in outlier columns, too.
+    A row's scale covers its values below the threshold; as in bitsandbytes, also those in outlier columns.
     """
     rows = inputs.half().float().flatten(0, 1)
     if threshold > 0:

@@ -1,7 +1,7 @@
 """The layout of DeepSeek-V3 and of what transformers calls finegrained fp8: blocks of 8-bit floats.
 
 `weight` float8 e4m3 `[out, in]`; `weight_scale_inv` float32 `[out / 128, in / 128]`, rounded up: what a
-block's floats are to be *multiplied* with, whatever its name says. Inputs are rounded to e4m3, too: each
+block's floats are to be *multiplied* with, despite its name. Inputs are also rounded to e4m3: each
 token by groups of 128 columns, in float32. Read besides: scales in E8M0. Format: DeepSeek-V3
 `inference/kernel.py`; transformers 5.23 `integrations/finegrained_fp8.py`.
 """

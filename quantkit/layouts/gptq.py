@@ -5,7 +5,7 @@ Per linear, `W[o, i] = scales[g_idx[i], o] * (q[i, o] - z[g_idx[i], o])`:
 `qzeros` int32 `[groups, out * bits / 32]`, the same stream along out, holding z - 1 in
 `checkpoint_format` "gptq" and z in "gptq_v2"; `scales` float16 `[groups, out]`; `g_idx` int32 `[in]`.
 Codes of 5, 6 and 7 bits are split into planes of 4, 2 and 1 bits, whose words lie one after another for every
-32 codes; "gptq_p", GPTQModel's alone, holds z, and splits codes of 3 bits, too.
+32 codes; "gptq_p", GPTQModel's alone, holds z and also splits codes of 3 bits.
 Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel 7.6 `BaseQuantLinear.pack_original` and
 `utils/planar_packing.py`.
 """
@@ -104,7 +104,7 @@ class GptqLayout(Layout):
         }
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return bits and group size by the shapes, so that linears with overrides are read, too."""
+        """Return bits and group size by the shapes, also for linears with overrides."""
         groups, out_features = parts["scales"].shape
         bits = parts["qzeros"].shape[1] * WORD // out_features if "qzeros" in parts else self.bits
         rows, columns = parts["qweight"].shape

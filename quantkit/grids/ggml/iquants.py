@@ -48,7 +48,7 @@ class Search:
 @dataclass(frozen=True)
 class CodeBookGrid(BlockGrid):
     """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: see CodeBook. even: of eight
-    signs an even number is negative. unweighted: ggml encodes it without importance, too."""
+    signs an even number is negative. unweighted: ggml also encodes it without importance."""
 
     distances: int = 2
     unit: float = 0.25

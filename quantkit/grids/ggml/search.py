@@ -96,7 +96,7 @@ def make_qkx(
 
     Beginning with the range of x, finer and coarser scales round x; for the codes of each the scale and
     low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
-    codes: return the codes of the best, too.
+    codes: also return the codes of the best.
     """
     low = lowest(x).clamp_(max=0)
     high = x.amax(0)

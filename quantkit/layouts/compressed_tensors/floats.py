@@ -1,4 +1,4 @@
-"""Forms of floats: of 8 bits, and of 4 (MXFP4, NVFP4). Inputs may be rounded to such, too."""
+"""Forms of floats: of 8 bits, and of 4 (MXFP4, NVFP4). Inputs may be rounded to the same floats."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class NvFp4Packed(MxFp4Packed):
 
     `weight_packed` as in MXFP4; `weight_scale` float8 e4m3 `[out, in / 16]`; `weight_global_scale` float32
     `[1]`, by which scales are divided: `w = e2m1 * (weight_scale / weight_global_scale)`. Where inputs are
-    rounded, too, `input_global_scale` float32 `[1]`: 448 * 6 / (the largest input in calibration text);
+    also rounded, `input_global_scale` float32 `[1]`: 448 * 6 / (the largest input in calibration text);
     scales of 16 inputs follow at run time. vLLM has one linear of q, k and v, and of gate and up, and takes
     the largest divisor of those for all: theirs are to be the same.
     """

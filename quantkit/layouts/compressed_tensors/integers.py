@@ -1,4 +1,4 @@
-"""Forms of integers: packed in words, weights alone; or a byte each, with inputs rounded to such, too."""
+"""Forms of integers: packed in words, weights alone; or a byte each, with inputs rounded to bytes."""
 
 from __future__ import annotations
 
