@@ -19,18 +19,17 @@ Params = TypeVar("Params", bound=Any)
 
 
 class Grid:
-    """The quantization of groups of `group_size` neighbouring columns of `W [out, in]`: everything that
-    solvers and transforms need. A grid overrides what raises here, and of the rest what it knows better.
+    """The quantization of groups of `group_size` neighbouring columns of `W [out, in]`, for solvers and
+    transforms. A grid overrides the methods that raise here.
 
-    Error feedback works column by column, so single columns can also be rounded: in every grid
-    `value = step * level - low` with one step and low for `sub_size` columns of a row, and levels that are
-    the same for all. Counted in steps, rounding a column has no parameters, and needs no pass for them.
-    spans_matrix: parameters of one group depend on the other groups' (double quantization): they are
-    fitted for the whole matrix before any column is chosen. vector_size: so many columns are chosen together,
-    from a code book; then none can be rounded by itself (see `ggml.iquants.CodeBookGrid`). weighted: round to
-    nearest, too, is to know how much each input column counts, as llama.cpp's encoders do with an importance
-    matrix. joint: linears that engines make one of are to have parameters in common (`together`). clip: given
-    second moments, round to nearest cuts off each group's range by AWQ's search.
+    Error feedback rounds single columns: in every grid `value = step * level - low`, with one step and low
+    for `sub_size` columns of a row, and the same levels for all rows. In units of steps, rounding a column
+    needs no parameters and no extra pass.
+    spans_matrix: parameters depend on all groups of a matrix (double quantization) and are fitted before any
+    column is chosen. vector_size: columns chosen together from a code book (`ggml.iquants.CodeBookGrid`).
+    weighted: round to nearest uses the importance of input columns, as llama.cpp's encoders do with an
+    importance matrix. joint: linears that engines fuse share parameters (`together`). clip: with second
+    moments, round to nearest clips each group's range by AWQ's search.
     """
 
     group_size: int

@@ -1,7 +1,7 @@
-"""The layout of GGUF files, read by llama.cpp and its kin. `blocks.py` has ggml's blocks, bit by bit.
+"""The layout of GGUF files for llama.cpp and related engines. `blocks.py` has ggml's blocks, bit by bit.
 
-In staging, linear X is `X.ggml`, its bytes, and `X.ggml_type`, ggml's number for the type; of NVFP4, too,
-`X.ggml_scale`, float32 `[1]`, what all of it is multiplied with.
+Staging stores a linear X as `X.ggml`, its bytes, and `X.ggml_type`, ggml's number of the type; NVFP4 adds
+`X.ggml_scale`, float32 `[1]`, a factor of the matrix.
 """
 
 from __future__ import annotations
