@@ -1,4 +1,4 @@
-"""Two checkpoints weight by weight, decoded one pair at a time."""
+"""Compare two checkpoints weight by weight, one decoded pair at a time."""
 
 from __future__ import annotations
 

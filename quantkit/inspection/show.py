@@ -1,4 +1,4 @@
-"""The record of a checkpoint, and the difference of two, for people."""
+"""Print the record of a checkpoint, and the differences of two."""
 
 from __future__ import annotations
 
