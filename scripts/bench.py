@@ -40,27 +40,29 @@ PYTHON, QUANTKIT = [sys.executable, "-c"], [sys.executable, "-m", "quantkit"]
 
 
 def best(ways: dict[str, Callable[[], float | None]], runs: int) -> dict[str, float]:
-    """The least of what each returns, or of its wall seconds where it returns None; the runs take turns, so
-    that a busy minute meets all of them."""
+    """Return the least value of each way, or its least wall seconds where it returns None.
+
+    The runs take turns, so a busy minute meets all of them.
+    """
     found = dict.fromkeys(ways, float("inf"))
     for _ in range(runs):
         for name, way in ways.items():
             start = time.perf_counter()
-            told = way()
-            seconds = time.perf_counter() - start if told is None else told
+            value = way()
+            seconds = time.perf_counter() - start if value is None else value
             found[name] = min(found[name], seconds)
     return found
 
 
 def output(command: list[str], **environment: str) -> str:
-    """What a process of this checkout with one thread prints."""
+    """Return the output of a process of this checkout with one thread."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     return done.stdout
 
 
 def cpu_seconds(command: list[str]) -> float:
-    """User and system time of the process."""
+    """Return user and system time of the process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     output(command)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -71,7 +73,7 @@ def cpu_seconds(command: list[str]) -> float:
 
 
 def matmul_rate(dtype, device, rows: int, inner: int, columns: int) -> float:
-    """FLOP/s of `[rows, inner] @ [inner, columns]`, the best of six."""
+    """Return FLOP/s of `[rows, inner] @ [inner, columns]`, the best of six."""
     import torch
 
     left = torch.randn(rows, inner, device=device).to(dtype)
@@ -86,7 +88,7 @@ def matmul_rate(dtype, device, rows: int, inner: int, columns: int) -> float:
 
 
 def flops(args: argparse.Namespace) -> tuple[float, float]:
-    """Forward (linears and attention) and Hessian (one triangle per site) of the whole job."""
+    """Return the job's FLOPs of forward (linears, attention) and Hessian (one triangle per site)."""
     h, m, tokens = args.hidden, args.intermediate, args.samples * args.seqlen
     forward = 2 * tokens * (4 * h * h + 3 * h * m) + 2 * tokens * args.seqlen * h  # causal half of 4·T·S·h
     hessian = tokens * (3 * h * h + m * m)
@@ -151,7 +153,7 @@ def gptq(args: argparse.Namespace) -> None:
 
 
 def job_seconds(command: list[str], out: Path, turns: list[dict[str, float]]) -> float:
-    """Wall seconds of the job; those of the whole command and of the stages are added to `turns`."""
+    """Return wall seconds of the job; those of the whole command and of the stages are added to `turns`."""
     start = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
     output([*command, "-o", str(out)])

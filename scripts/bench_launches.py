@@ -1,4 +1,4 @@
-"""How many kernels each method launches on an accelerator, a column of the weight and a block of Llama-3-8B.
+"""Count the kernels that each method launches on an accelerator, a column and a block of Llama-3-8B.
 
     python scripts/bench_launches.py [--columns 1024 --rows 64 --microseconds 5]
 

@@ -46,7 +46,7 @@ CALIBRATED = ("gguf", "gptq", "gptq-unscaled", "gptq-repeat", "awq")
 
 
 def shapes(args: argparse.Namespace, block: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a block."""
+    """Return name and shape of every tensor of a block."""
     at, hidden, inner, key_values = (
         f"model.layers.{block}.",
         args.hidden,
@@ -70,7 +70,7 @@ def shapes(args: argparse.Namespace, block: int, experts: int) -> Iterator[tuple
 
 
 def config(args: argparse.Namespace, blocks: int, experts: int) -> dict:
-    """Its config.json."""
+    """Return the config.json of the random model."""
     made = {
         "hidden_size": args.hidden, "intermediate_size": args.inner, "num_hidden_layers": blocks,
         "num_attention_heads": args.heads, "num_key_value_heads": args.key_values or args.heads,
@@ -85,7 +85,7 @@ def config(args: argparse.Namespace, blocks: int, experts: int) -> dict:
 
 
 def make(args: argparse.Namespace, blocks: int, experts: int) -> Path:
-    """The checkpoint, a shard for each block."""
+    """Write the checkpoint, a shard for each block, and return its folder."""
     import torch
     from safetensors.torch import save_file
 
@@ -116,7 +116,7 @@ def make(args: argparse.Namespace, blocks: int, experts: int) -> Path:
 
 
 def command(args: argparse.Namespace, model: Path, name: str, out: Path) -> list[str]:
-    """Of one job."""
+    """Return the command line of one job."""
     method, *rest = JOBS[name]
     line = [sys.executable, "-m", "quantkit", method, str(model), *rest, "--quiet", "--json"]
     line += ["--max-memory", f"{args.limit:g}GB"] if args.limit else []
@@ -127,7 +127,7 @@ def command(args: argparse.Namespace, model: Path, name: str, out: Path) -> list
 
 
 def measure(args: argparse.Namespace, model: Path, name: str) -> tuple[int, int | None, float, int]:
-    """One job: peak bytes, planned bytes (None for eval, which has no dry run), seconds, exit code."""
+    """Run one job; return peak bytes, planned bytes (None for eval: no dry run), seconds, exit code."""
     out = args.work.absolute() / ("out.gguf" if name.startswith("gguf") else "out")
     line = command(args, model, name, out)
     nbytes = int(args.limit * 1e9)
@@ -139,10 +139,10 @@ def measure(args: argparse.Namespace, model: Path, name: str) -> tuple[int, int 
 
     planned = None
     if name != "eval":
-        said = subprocess.run(
+        planning = subprocess.run(
             [*line, "--dry-run"], env=environment, stdout=subprocess.PIPE, check=True, preexec_fn=limited
         )
-        planned = json.loads(said.stdout)["plan"]["memory_bytes"] + INTERPRETER
+        planned = json.loads(planning.stdout)["plan"]["memory_bytes"] + INTERPRETER
     began = time.monotonic()
     with open(out.with_suffix(".log"), "w") as log:
         child = subprocess.Popen(line, env=environment, stdout=log, stderr=log, preexec_fn=limited)

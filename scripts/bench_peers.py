@@ -51,7 +51,7 @@ class Measured:
     versions: dict[str, str]
 
     def least(self, other: Measured) -> Measured:
-        """The least of each figure."""
+        """Return the least of each figure."""
         figures = {key: min(getattr(self, key), getattr(other, key)) for key in FIGURES}
         return Measured(**figures, versions=self.versions)
 
@@ -68,7 +68,7 @@ class Bench:
         self._runs = 0
 
     def python(self, tool: str) -> str:
-        """The tool's interpreter; its environment is made where it is absent."""
+        """Return the tool's interpreter; a missing environment is made."""
         if tool in OWN:
             return sys.executable
         name, place = ENVIRONMENTS[tool]
@@ -78,7 +78,10 @@ class Bench:
         return python
 
     def tokens(self, model: Path, samples: int, seqlen: int, text: Path | None = None) -> Path:
-        """The same block for every tool, cut as quantkit cuts it. text: in place of the calibration text."""
+        """Write the tokens of every tool, cut as quantkit cuts them, and return the file.
+
+        text: instead of the calibration text.
+        """
         from quantkit.models.files.open import open_checkpoint
         from quantkit.options import CalibrationOptions
         from quantkit.text import calibration
@@ -136,7 +139,7 @@ class Bench:
 
 
 def make_model(bench: Bench, layers: int) -> Path:
-    """A random Llama of the benchmark's shape."""
+    """Return a random Llama of the benchmark's shape."""
     folder = bench.folder / f"model-{layers}"
     shape = QUICK_SHAPE if bench.args.quick else SHAPE
     random_llama.make(folder, layers=layers, context=2048, dtype=bench.args.dtype, spread=True, **shape)

@@ -1,4 +1,4 @@
-"""Greedy generation by transformers, every token timed: of checkpoints, and of padded batches."""
+"""Greedy generation by transformers with a time for every token, for checkpoints and padded batches."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class _Ticks(transformers.StoppingCriteria):
 def run(
     model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock
 ) -> tuple[list[list[int]], list[float], Any]:
-    """Continuations `[prompts, tokens]` of prompts that are padded on the left, the seconds that each token
-    took, of which the first are the prefill's, and the cache."""
+    """Return continuations `[prompts, tokens]` of prompts padded on the left, the seconds of each token, the
+    prefill's first, and the cache."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    # nothing that a checkpoint recommends, its end of text least of all: lengths are exact
+    # without the checkpoint's own settings, such as its end of text: lengths are exact
     model.generation_config = transformers.GenerationConfig()
     settings = transformers.GenerationConfig(
         max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, return_dict_in_generate=True

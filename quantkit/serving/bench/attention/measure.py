@@ -190,7 +190,7 @@ class _Bench:
 
 
 def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
-    """Return the most bytes that `work` held at once; None where the device does not count.
+    """Return the peak of allocated bytes in `work`; None where the device does not count.
 
     Counted exactly, above the start: by the allocator of a device, on the CPU by the allocation events of
     torch's profiler.

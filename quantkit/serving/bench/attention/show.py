@@ -64,9 +64,9 @@ def _figures(record: Record, lengths: list[int]) -> list[Figure]:
         rows = [row for row in record["rows"] if row["attention"] == name and not row["refused"]]
         taken = [(row["length"], statistics.median(row["seconds"]), row["seconds"]) for row in rows]
         points = [Point(length, middle, min(found), max(found)) for length, middle, found in taken]
-        told = [Point(row["length"], row["prefill_bytes"]) for row in rows if row["prefill_bytes"]]
+        counted = [Point(row["length"], row["prefill_bytes"]) for row in rows if row["prefill_bytes"]]
         times += [Series(name, tuple(points), place, joined=True)] if points else []
-        memory += [Series(name, tuple(told), place, joined=True)] if told else []
+        memory += [Series(name, tuple(counted), place, joined=True)] if counted else []
     x = Axis("tokens of the prompt", "whole", log=True, ticks=tuple(lengths))
     bars = "Bars: least and most of all runs."
     y = Axis("bytes above the model", "bytes", log=True)

@@ -1,4 +1,4 @@
-"""The same requests through every strategy, in turn, on a virtual clock.
+"""Serve one trace by every strategy, in turn, on a virtual clock.
 
 Computation is measured, waiting is skipped: the clock is advanced by the seconds of each step, and to the
 next arrival when there is nothing to do. A trace of an hour at a low rate takes as long as its computation.

@@ -1,6 +1,6 @@
 """A batch of requests, padded on the left and run by transformers' `generate` until the longest has ended.
 
-A finished sequence goes on computing tokens that nobody reads, and a slot is free when the whole batch is.
+A finished sequence goes on computing tokens that are discarded; a slot is free once the whole batch ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""transformers: its own `generate`, whose steps are timed as each token appears."""
+"""transformers: its own `generate`, timed as each token appears."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prepare(job: Job) -> tuple[torch.device, int]:
 
 
 def _open(job: Job) -> tuple[Checkpoint, torch.dtype, torch.device]:
-    """The checkpoint, and its precision where the hardware has that."""
+    """Return the checkpoint, its precision on this hardware and the device."""
     checkpoint = open_checkpoint(str(job.subject.path), trust_remote_code=job.settings.trust_remote_code)
     device = choose_device(job.settings.device)
     stored = STORED.get(checkpoint.config.dtype, "F32")
