@@ -42,7 +42,7 @@ ASKED = ("output", "revision", "offline", "trust_remote_code", "resume", "overwr
 
 
 def _command() -> Callable[..., None]:
-    """The function behind `quantkit auto`."""
+    """Return the function of `quantkit auto`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         request = _request(flags.typed(context, values), values)

@@ -29,20 +29,20 @@ PANELS = {
     "quantizing": ("samples", "seqlen"),
 }
 MODEL = Annotated[
-    str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; nothing is loaded.")
+    str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")
 ]
 PARAMS = Annotated[
     str | None,
     typer.Option(
         metavar="COUNT",
-        help="Parameters instead of a model: 175B, 1.5e9, or 30B-A3B where 3B of them are active.",
+        help="Parameters instead of a model: 175B, 1.5e9, or 30B-A3B with 3B active ones.",
     ),
 ]
 FIXED = ("revision", "offline", "as_json", "quiet")
 
 
 def _command() -> Callable[..., None]:
-    """The function behind `quantkit plan`."""
+    """Return the function of `quantkit plan`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.capacity import forecast, show, source
