@@ -88,7 +88,7 @@ def test_kernels_are_those_that_ran(make, tiny_model, tmp_path):
     loaded = [told(tmp_path / "nf4", replace(quick, decoded=asked))[0] for asked in (False, True)]
     assert [(facts["kernels"], facts["packed"], facts["note"]) for facts in loaded] == [
         ("bitsandbytes Linear4bit", True, ""),
-        ("torch Linear", False, "as asked"),
+        ("torch Linear", False, "as requested"),
     ]
     assert loaded[0]["weight_bytes"] < loaded[1]["weight_bytes"]
 

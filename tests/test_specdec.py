@@ -83,7 +83,7 @@ def measured(net: float) -> dict:
     [
         (0.61, "draft: drafting slows this target down, 0.61x at best (k = 2)"),
         (1.34, "draft: drafting pays, 1.34x at best (k = 2)"),
-        (1.04, "draft: drafting may pay, 1.04x at best (k = 2), but 0.94x to 1.14x in its repeats"),
+        (1.04, "draft: drafting may pay, 1.04x at best (k = 2), but 0.94x to 1.14x by repeat"),
     ],
 )
 def test_the_verdict(net, said):

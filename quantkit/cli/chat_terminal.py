@@ -61,10 +61,10 @@ class Terminal:
         for line in () if self.quiet else text.split("\n"):
             self.console.print(printable(line), style="dim", markup=False, soft_wrap=True)
 
-    def finish(self, session: Session, said: str, made: Answer) -> None:
+    def finish(self, session: Session, line: str, made: Answer) -> None:
         """Print the end of an answer, its notes and its cost."""
         if self.as_json:
-            print(json.dumps(session.record(said, made), ensure_ascii=False), flush=True)
+            print(json.dumps(session.record(line, made), ensure_ascii=False), flush=True)
         self.write("\n")
         for note in made.notes:
             print_line(self.console, f"note: {note}", "yellow")
@@ -76,9 +76,9 @@ def run(session: Session, terminal: Terminal) -> None:
     """Talk until the user leaves. Raises the first QuantkitError where stdin is not a terminal."""
     for line in introduction(session, terminal.typed) if not terminal.quiet else ():
         print_line(terminal.console, line, "dim")
-    for said in commands.messages(terminal.read):
+    for line in commands.messages(terminal.read):
         try:
-            if not take(session, terminal, said):
+            if not take(session, terminal, line):
                 return
         except QuantkitError as error:
             if not terminal.typed:
@@ -90,23 +90,23 @@ def run(session: Session, terminal: Terminal) -> None:
         terminal.tell("")  # Ctrl-D leaves the prompt's line open
 
 
-def take(session: Session, terminal: Terminal, said: str) -> bool:
+def take(session: Session, terminal: Terminal, line: str) -> bool:
     """Answer a message or run a command; return False where the user leaves."""
-    name = said.strip()
+    name = line.strip()
     if name in ("/exit", "/quit"):
         return False
     if name == "/retry":
-        _turn(session, terminal, said, session.again)
-    elif commands.is_command(said):
-        terminal.tell(commands.obey(said, session))
+        _turn(session, terminal, line, session.again)
+    elif commands.is_command(line):
+        terminal.tell(commands.obey(line, session))
     elif name or session.conversation.raw:
-        said = said.removeprefix("/") if said.startswith("//") else said
-        _turn(session, terminal, said, lambda stream: session.say(said, stream))
+        line = line.removeprefix("/") if line.startswith("//") else line
+        _turn(session, terminal, line, lambda stream: session.say(line, stream))
     return True
 
 
 def _turn(
-    session: Session, terminal: Terminal, said: str, answer: Callable[[Callable[[str], None]], Answer]
+    session: Session, terminal: Terminal, line: str, answer: Callable[[Callable[[str], None]], Answer]
 ) -> None:
     """Answer. On a terminal the first SIGINT stops the answer, the second drops it."""
     before = signal.getsignal(signal.SIGINT)
@@ -124,7 +124,7 @@ def _turn(
             raise
         terminal.tell("\nthe answer was dropped")
     else:
-        terminal.finish(session, said, made)
+        terminal.finish(session, line, made)
     finally:
         signal.signal(signal.SIGINT, before)
 

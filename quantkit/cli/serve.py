@@ -63,15 +63,15 @@ def _serve(
     if print_only:
         print(json.dumps(prepared.record(), indent=2) if as_json else prepared.command.line())
         return
-    with stopping() as asked:
+    with stopping() as signals:
         try:
             _stay(prepared, values["check"], as_json, quiet)
         except BaseException:
-            if not asked:
+            if not signals:
                 raise
             if not quiet:
                 print(f"stopped {prepared.offer.engine}", file=sys.stderr)
-            raise SystemExit(asked[0]) from None  # of typer.Exit(130) an `error: interrupted` would be made
+            raise SystemExit(signals[0]) from None  # of typer.Exit(130) an `error: interrupted` would be made
 
 
 def _stay(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:

@@ -56,22 +56,22 @@ class LlamaCppChat:
     ) -> Answer:
         """Answer, as `TransformersChat.answer` does."""
         names = ("temperature", "top_k", "top_p", "seed")
-        asked = PLAIN | {name: getattr(sampling, name) for name in names}
+        fields = PLAIN | {name: getattr(sampling, name) for name in names}
         text = written(self._template, prompt).encode(errors="replace").decode()  # no half characters
         given: str | list[int | str] = text
         number, bos = self._bos
         if bos and text.startswith(bos) and not isinstance(prompt, str):
             given = [number, text[len(bos) :]]  # llama.cpp puts one before a text where the file says so
-        answer, timings, ended = self._session.complete(given, sampling.tokens, stream, stopped, **asked)
-        told: dict[str, Any] = {"cache_n": 0, "prompt_n": 0, "predicted_n": 0, **timings}
-        cached, fresh, new = (int(told[name]) for name in ("cache_n", "prompt_n", "predicted_n"))
+        answer, timings, ended = self._session.complete(given, sampling.tokens, stream, stopped, **fields)
+        counts: dict[str, Any] = {"cache_n": 0, "prompt_n": 0, "predicted_n": 0, **timings}
+        cached, fresh, new = (int(counts[name]) for name in ("cache_n", "prompt_n", "predicted_n"))
         return Answer(
             text=answer,
             prompt_tokens=cached + fresh,
             cached_tokens=cached,
             generated_tokens=new,
-            prefill_seconds=told.get("prompt_ms", 0.0) / 1e3,
-            decode_seconds=told.get("predicted_ms", 0.0) / 1e3,
+            prefill_seconds=counts.get("prompt_ms", 0.0) / 1e3,
+            decode_seconds=counts.get("predicted_ms", 0.0) / 1e3,
             stop="end" if ended else None,
             kv_bytes=self._kv_bytes,
         )

@@ -144,23 +144,23 @@ class Session:
         Without an answer (full context, refused by the template, interrupted before the first token) the
         conversation stays as it was. Raises QuantkitError for the first two.
         """
-        said = [*self.conversation.messages, {"role": "user", "content": text}]
-        if self.conversation.raw and not any(message["content"] for message in said):
+        messages = [*self.conversation.messages, {"role": "user", "content": text}]
+        if self.conversation.raw and not any(message["content"] for message in messages):
             raise QuantkitError("there is no text to continue", "type some text", USAGE)
-        return self._answer(said, stream)
+        return self._answer(messages, stream)
 
     def again(self, stream: Stream) -> Answer:
         """Replace the last answer by another one. Raises QuantkitError where there is none."""
-        *said, last = self.conversation.messages or [{"role": "none"}]
+        *messages, last = self.conversation.messages or [{"role": "none"}]
         if last["role"] != "assistant":
             raise QuantkitError("there is no answer to replace", "send a message first", USAGE)
-        made = self._answer(said, stream)
+        made = self._answer(messages, stream)
         if self.sampling.temperature:
             return made
         return replace(made, notes=(*made.notes, "without --temperature the answer is the same"))
 
-    def _answer(self, said: list[dict[str, str]], stream: Stream) -> Answer:
-        before, self.conversation.messages = self.conversation.messages, said
+    def _answer(self, messages: list[dict[str, str]], stream: Stream) -> Answer:
+        before, self.conversation.messages = self.conversation.messages, messages
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
         self.stopped, answered = False, False
         try:
@@ -190,7 +190,7 @@ class Session:
         process = psutil.Process().memory_info().rss
         return {"weights": self.engine.facts.weight_bytes, "kv_cache": made.kv_bytes, "process": process}
 
-    def record(self, said: str, made: Answer) -> dict[str, Any]:
+    def record(self, message: str, made: Answer) -> dict[str, Any]:
         """Return the versioned JSON of a turn."""
         kinds = ("prompt", "cached", "prefilled", "generated")
         model = asdict(self.engine.facts)
@@ -198,7 +198,7 @@ class Session:
         return {
             "schema": SCHEMA,
             "turn": self.answers,
-            "said": said,
+            "said": message,
             "text": made.text,
             "stop": made.stop,
             "tokens": {kind: getattr(made, f"{kind}_tokens") for kind in kinds},

@@ -101,11 +101,11 @@ def sampling(settings: Settings, recommended: Mapping[str, float]) -> Sampling:
 
     Raises QuantkitError for invalid values.
     """
-    asked = {name: getattr(settings, name) for name in RECOMMENDED}
-    asked = {name: value for name, value in asked.items() if value is not None}
-    found = {**recommended, **asked}
+    given_flags = {name: getattr(settings, name) for name in RECOMMENDED}
+    given_flags = {name: value for name, value in given_flags.items() if value is not None}
+    found = {**recommended, **given_flags}
     if not found.get("temperature"):
-        found = asked
+        found = given_flags
     if "top_k" in found:
         found["top_k"] = int(found["top_k"])
     made = Sampling(tokens=settings.tokens, seed=settings.seed, **found)

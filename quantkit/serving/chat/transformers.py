@@ -66,13 +66,13 @@ class TransformersChat:
         if room < 1:
             raise context_full(len(ids), self.facts.context)
         cache, cached, note = self._kept.begin(ids)
-        asked, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
+        limit, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
         began, clock = time.monotonic(), engine.Clock(self._device, stopped)
         try:
             out = generate(
                 self._model,
                 given,
-                replace(sampling, tokens=asked),
+                replace(sampling, tokens=limit),
                 self._ends,
                 stopping_criteria=[clock],
                 streamer=Streamer(self._tokenizer, stream),
@@ -85,7 +85,7 @@ class TransformersChat:
         found = out.sequences[0].tolist()
         self._kept.end(found)
         new = found[len(ids) :]
-        ended = new[-1] in self._ends or (len(new) < asked and not stopped())
+        ended = new[-1] in self._ends or (len(new) < limit and not stopped())
         return Answer(
             text=self._tokens.answered(ids, new),
             prompt_tokens=len(ids),

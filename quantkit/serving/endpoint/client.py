@@ -89,7 +89,7 @@ class Endpoint:
         self._tls = ssl.create_default_context() if self.url.startswith("https") else None
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that answers a request; `path` goes behind the base URL. Raises
+        """Return the JSON object that answers a request; `path` goes after the base URL. Raises
         RequestFailed."""
         with self._asked(self._api + path, body) as response:
             try:
@@ -181,9 +181,9 @@ class Endpoint:
 
     def _refusal(self, response: HTTPResponse) -> RequestFailed:
         """Return the error of an answer with another status, with the server's message."""
-        status, said = response.status, self._shown(response.read(MOST_BYTES).decode("utf-8", "replace"))
+        status, reason = response.status, self._shown(response.read(MOST_BYTES).decode("utf-8", "replace"))
         hints = {401: "give the key with --api-key, or in its environment variable", 404: NO_API}
-        message = f"the server answers {status} {response.reason}: {said}"
+        message = f"the server answers {status} {response.reason}: {reason}"
         return RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
 
     def _shown(self, text: str) -> str:

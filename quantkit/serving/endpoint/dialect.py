@@ -38,7 +38,7 @@ def words(count: int, seed: int | str) -> str:
 
 @dataclass(frozen=True)
 class Dialect:
-    """path: of the API behind the base URL; model: its name, None where it needs none. counts: whether the
+    """path: of the API after the base URL; model: its name, None where it needs none. counts: whether the
     server reports numbers of tokens."""
 
     path: str
@@ -48,11 +48,11 @@ class Dialect:
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
         """Return a request for a stream of at most `tokens` tokens."""
-        asked: dict[str, Any] = {"stream": True, "max_tokens": tokens} | self.fields
-        asked |= {"model": self.model} if self.model else {}
+        request: dict[str, Any] = {"stream": True, "max_tokens": tokens} | self.fields
+        request |= {"model": self.model} if self.model else {}
         if self.path == CHAT:
-            return asked | {"messages": [{"role": "user", "content": prompt}]}
-        return asked | {"prompt": prompt}
+            return request | {"messages": [{"role": "user", "content": prompt}]}
+        return request | {"prompt": prompt}
 
 
 def learn(endpoint: Endpoint, model: str | None = None, seed: int = 0) -> Dialect:

@@ -86,15 +86,15 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> dic
         notes.append("the server takes no ignore_eos: answers may end earlier")
     if not dialect.counts:
         notes.append("the server does not count tokens: chunks are counted instead")
-    asked = asdict(settings)
-    del asked["api_key"]
+    given = asdict(settings)
+    del given["api_key"]
     return {
         "schema": SCHEMA,
         "url": endpoint.url,
         "api": dialect.path,
         "model": dialect.model,
         "ignore_eos": "ignore_eos" in dialect.fields,
-        "settings": asked,
+        "settings": given,
         "levels": levels,
         "notes": notes,
     }

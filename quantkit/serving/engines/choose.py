@@ -52,7 +52,7 @@ def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
     return [_offer(name, rows[ENGINES[name][0]], device) for name in ENGINES]
 
 
-def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "auto") -> Offer:
+def choose(record: Mapping[str, Any], requested: str | None = None, device: str = "auto") -> Offer:
     """Return the requested server, else the first that loads the checkpoint, else an untried one.
 
     Raises QuantkitError for an unknown name (exit code 2), and where it is missing or cannot load the
@@ -60,38 +60,38 @@ def choose(record: Mapping[str, Any], asked: str | None = None, device: str = "a
     """
     found, quantization = offers(record, device), record["quantization"]
     called = f"{record['source']} ({quantization['layout'] if quantization else record['container']})"
-    if asked is None:
+    if requested is None:
         for verdict in (True, None):
             if taken := next((offer for offer in found if offer.usable is verdict), None):
                 return taken
         raise QuantkitError(f"no installed engine can serve {called}", _way_out(found), UNSUPPORTED)
-    asked = one_of(asked, ENGINES, f"no engine {asked!r}")
-    offer = next(offer for offer in found if offer.engine == asked)
+    requested = one_of(requested, ENGINES, f"no engine {requested!r}")
+    offer = next(offer for offer in found if offer.engine == requested)
     if offer.usable is False:
         hint = offer.install or _way_out([other for other in found if other is not offer])
-        raise QuantkitError(f"{asked} cannot serve {called}: {offer.reason}", hint, UNSUPPORTED)
+        raise QuantkitError(f"{requested} cannot serve {called}: {offer.reason}", hint, UNSUPPORTED)
     return offer
 
 
-def choose_local(asked: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
+def choose_local(requested: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
     """Return the engine that this process loads checkpoints with, and a note on the choice.
 
-    asked: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers or
-    llama.cpp. folders: checkpoints that are no GGUF files. decoded: whether decoded weights are requested.
+    requested: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers or
+    llama.cpp. folders: checkpoints other than GGUF files. decoded: whether decoded weights are requested.
 
     Raises QuantkitError (exit code 4) where the requested engine cannot run them, or is missing.
     """
-    if asked == "auto":
+    if requested == "auto":
         if folders or decoded:
             return "transformers", ""
         if not installed("xllamacpp"):
             return "transformers", f"llama.cpp is not installed ({WHEEL})"
         return "llama.cpp", ""
-    if asked == "llama.cpp" and folders:
+    if requested == "llama.cpp" and folders:
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
-        raise QuantkitError(f"{asked} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
-    require(installed(ENGINES[asked][1][0]), f"{asked} is not installed", WHEEL, UNSUPPORTED)
-    return asked, ""
+        raise QuantkitError(f"{requested} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
+    require(installed(ENGINES[requested][1][0]), f"{requested} is not installed", WHEEL, UNSUPPORTED)
+    return requested, ""
 
 
 def installed(package: str) -> bool:

@@ -36,30 +36,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def parameters(asked: argparse.Namespace, api_key: str | None = None) -> Any:
+def parameters(options: argparse.Namespace, api_key: str | None = None) -> Any:
     """Return xllamacpp's settings for the flags."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.model_alias, params.hostnames = asked.model, {asked.alias}, [asked.host]
+    params.model.path, params.model_alias, params.hostnames = options.model, {options.alias}, [options.host]
     params.api_keys = [api_key] if api_key else []
     for name, _ in FLAGS.values():
-        setattr(params, name, getattr(asked, name))
+        setattr(params, name, getattr(options, name))
     for name in TYPES.values():
-        setattr(params, name, xllamacpp.ggml_type[f"GGML_TYPE_{getattr(asked, name).upper()}"])
+        setattr(params, name, xllamacpp.ggml_type[f"GGML_TYPE_{getattr(options, name).upper()}"])
     return params
 
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM."""
-    asked = parse()
-    if not Path(asked.model).is_file():
-        sys.exit(f"llama_server: no such file: {asked.model}")
+    options = parse()
+    if not Path(options.model).is_file():
+        sys.exit(f"llama_server: no such file: {options.model}")
     import xllamacpp
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the server while it loads, in any thread
     try:
-        server = xllamacpp.Server(parameters(asked, os.environ.get("LLAMA_API_KEY")))
+        server = xllamacpp.Server(parameters(options, os.environ.get("LLAMA_API_KEY")))
     except (RuntimeError, ValueError, KeyError) as error:
         sys.exit(f"llama_server: {error}")
     print(f"llama_server: {server.listening_address}", file=sys.stderr, flush=True)

@@ -77,7 +77,7 @@ def chat_template(
     template = given or stored_template(metadata)
     special = special_tokens(metadata) if template else {}
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
-    known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda asked: asked)
+    known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda name: name)
     return ChatTemplate(known, template, today), special.get("bos", (0, ""))
 
 
@@ -87,11 +87,11 @@ def check_templates(path: Path, question: str) -> None:
     Raises QuantkitError where one fails or runs away.
     """
     metadata, _ = gguf_file.read_header(path)
-    said = Conversation([{"role": "user", "content": question}], "a question")
+    asking = Conversation([{"role": "user", "content": question}], "a question")
     for name, found in metadata.items():
         if name.startswith("tokenizer.chat_template") and isinstance(found, str) and found:
             try:
-                chat_template(metadata, found, date.today())[0].render(said, answer=True)
+                chat_template(metadata, found, date.today())[0].render(asking, answer=True)
             except QuantkitError as error:
                 hint = f"quantkit chat {path} --template FILE takes another one, or --raw none"
                 why = f"{path} cannot be served: llama.cpp would run its chat template without limits, and "
@@ -123,11 +123,11 @@ class Session:
         tokens: int,
         stream: Callable[[str], None] | None = None,
         stopped: Callable[[], bool] | None = None,
-        **asked: Any,
+        **fields: Any,
     ) -> tuple[str, Mapping[str, float], bool]:
         """Continue a prompt by `tokens` at most: a text, or token ids and texts in turn.
 
-        asked: llama.cpp's fields, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
+        fields: llama.cpp's own, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
         stopped: called after every token. Returns the text, llama.cpp's timings, and whether it has ended.
         Raises QuantkitError (exit code 5) for a prompt that is too long.
         """
@@ -142,7 +142,7 @@ class Session:
                 if parts[-1] and stream:
                     stream(parts[-1])
 
-        self._stream({"prompt": given, "n_predict": tokens} | asked, receive, stopped)
+        self._stream({"prompt": given, "n_predict": tokens} | fields, receive, stopped)
         return "".join(parts), last["timings"], last["reason"] == "stop"
 
     def complete_all(
@@ -176,12 +176,12 @@ class Session:
         """
         failed: list[BaseException] = []
 
-        def chunk(told: Mapping[str, Any] | None) -> bool:
+        def chunk(received: Mapping[str, Any] | None) -> bool:
             try:
-                if told and "error" in told:
-                    raise _refusal(told["error"])
-                if told:
-                    receive(told)
+                if received and "error" in received:
+                    raise _refusal(received["error"])
+                if received:
+                    receive(received)
                 return stopped is not None and stopped()  # True ends it
             except BaseException as error:  # an interrupt, too: the wheel would print it and go on
                 failed.append(error)
@@ -192,8 +192,8 @@ class Session:
             raise failed[0]
 
 
-def _refusal(said: Any) -> QuantkitError:
-    said = said if isinstance(said, Mapping) else {"message": said}
-    if said.get("type") == TOO_LONG:
-        return context_full(said["n_prompt_tokens"], said["n_ctx"])
-    return QuantkitError(f"llama.cpp: {said.get('message', said)}")
+def _refusal(error: Any) -> QuantkitError:
+    error = error if isinstance(error, Mapping) else {"message": error}
+    if error.get("type") == TOO_LONG:
+        return context_full(error["n_prompt_tokens"], error["n_ctx"])
+    return QuantkitError(f"llama.cpp: {error.get('message', error)}")

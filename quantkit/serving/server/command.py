@@ -108,8 +108,8 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
     ):
         if refused:
             raise QuantkitError(f"transformers serve {why}", hint, UNSUPPORTED)
-    beside = Path(sys.executable).with_name("transformers")
-    script = str(beside) if beside.exists() else shutil.which("transformers")
+    sibling = Path(sys.executable).with_name("transformers")
+    script = str(sibling) if sibling.exists() else shutil.which("transformers")
     argv = [script] if script else [sys.executable, "-m", "transformers.cli.transformers"]
     argv += ["serve", model, "--host", settings.host, "--port", str(settings.port)]
     argv += ["--device", settings.device] if settings.device != "auto" else []
@@ -131,14 +131,14 @@ def _visible(settings: Settings) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": place} if place else {}
 
 
-def _cache_type(engine: str, asked: str) -> str:
+def _cache_type(engine: str, precision: str) -> str:
     """Return the engine's name of a precision of the cache. Raises QuantkitError (exit code 4) for none."""
     own = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
-    if not own[asked]:
+    if not own[precision]:
         known = ", ".join(name for name, kind in own.items() if kind)
         hint = f"--kv-dtype: one of {known}"
-        raise QuantkitError(f"{engine} keeps no cache in {asked}", hint, UNSUPPORTED)
-    return own[asked]
+        raise QuantkitError(f"{engine} keeps no cache in {precision}", hint, UNSUPPORTED)
+    return own[precision]
 
 
 # by engine: function (path, name in requests, settings, room) -> `Command`; the default number of sequences;

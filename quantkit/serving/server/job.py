@@ -90,14 +90,14 @@ def prepare(
     settings.check()
     settings = replace(settings, port=free_port(settings.host, settings.port))
     contents = open_contents(model, revision, offline)
-    told = record.describe(contents)
-    if problems := told["integrity"]["problems"]:
+    described = record.describe(contents)
+    if problems := described["integrity"]["problems"]:
         hint = "the checkpoint is incomplete or damaged: see quantkit inspect"
         raise QuantkitError(problems[0], hint)
-    if told["tokenizer"] is None:
+    if described["tokenizer"] is None:
         hint = "put the tokenizer's files next to the weights: a server takes text"
         raise QuantkitError(f"{model} has no tokenizer", hint, UNSUPPORTED)
-    offer = choose(told, settings.engine, device=settings.device)
+    offer = choose(described, settings.engine, device=settings.device)
     make, *usual = SERVERS[offer.engine]
     listen.phase("looking at the memory")
     source, warnings = None, []
@@ -128,7 +128,7 @@ def prepare(
         warnings.append(f"{offer.engine}: {offer.reason}")
     if not is_loopback(settings.host) and settings.api_key is None:
         warnings.append(f"{settings.host} is open to other machines without --api-key")
-    chat = told["tokenizer"]["chat_template"] is not None
+    chat = described["tokenizer"]["chat_template_sha256"] is not None
     return Prepared(model, offer, command, settings, room, chat, tuple(warnings))
 
 
@@ -177,7 +177,7 @@ def _wait(prepared: Prepared, engine: Engine) -> float:
 
 def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     """Request a completion with the engine's default sampling: transformers keeps the first request's."""
-    path, asked, body = prepared.request()
+    path, prompt, body = prepared.request()
     name, began = prepared.offer.engine, time.monotonic()
     try:
         endpoint = Endpoint(prepared.url, prepared.settings.api_key, PROOF_SECONDS)
@@ -191,7 +191,7 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
         raise engine.failure(f"{name} answers with no completion") from error
     seconds = time.monotonic() - began
     usage = answer.get("usage")
-    return {"api": path, "prompt": asked, "text": str(text), "usage": usage, "seconds": seconds}
+    return {"api": path, "prompt": prompt, "text": str(text), "usage": usage, "seconds": seconds}
 
 
 def ended(prepared: Prepared, engine: Engine, code: int, when: str = "") -> QuantkitError:

@@ -71,11 +71,11 @@ class Engine:
     def failure(self, what: str) -> QuantkitError:
         """Return the error of an engine that ended or does not answer, with its last lines."""
         lines = [printable(line).strip() for line in self.last if line.strip()]
-        said = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
+        output = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
         hint = "run the command of quantkit serve … --print by itself"
-        if "out of memory" in said.lower() or "failed to allocate" in said.lower():
+        if "out of memory" in output.lower() or "failed to allocate" in output.lower():
             hint = "a shorter --ctx, a smaller --parallel, or a smaller model: see quantkit plan"
-        return QuantkitError(what + said, hint)
+        return QuantkitError(what + output, hint)
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to what is left of the group."""

@@ -53,12 +53,12 @@ def fit(
     engine allocates all sequences at their full length in advance, rather than in pages. notes: for the user,
     appended to. Raises QuantkitError (exit code 5) where not even the least fits.
     """
-    found, asked = source and source.settings, settings.tokens
+    found, requested = source and source.settings, settings.tokens
     limit = found.context if found else None
-    if asked and limit and asked > limit:
-        notes.append(f"{asked:,} tokens are more than the {limit:,} that the model was made for")
+    if requested and limit and requested > limit:
+        notes.append(f"{requested:,} tokens are more than the {limit:,} that the model was made for")
     paged = not reserves and not on_cpu
-    ctx = asked or (limit or USUAL if paged else min(limit or USUAL, USUAL))
+    ctx = requested or (limit or USUAL if paged else min(limit or USUAL, USUAL))
     slots = settings.parallel or parallel
     try:
         caches = kv_cache.layer_caches(found, source.parameters) if found and source.parameters else None
@@ -75,11 +75,11 @@ def fit(
 
     left, length, count = usable - weight_bytes, ctx, slots
     while (each := one(length)) * (count if reserves else 1) > left:
-        if not asked and length // 2 >= min(ctx, SHORT):
+        if not requested and length // 2 >= min(ctx, SHORT):
             length //= 2
         elif not settings.parallel and count > 1:
             count //= 2
-        elif not asked and length // 2 >= min(ctx, SHORTEST):
+        elif not requested and length // 2 >= min(ctx, SHORTEST):
             length //= 2
         else:
             raise QuantkitError(

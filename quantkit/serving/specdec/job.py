@@ -63,12 +63,15 @@ def compare(
         pair.draft = None  # before the next one is loaded
         gc.collect()
         return_freed_pages()
-    told = asdict(settings) | {"ks": settings.ks, "text": settings.text.name if settings.text else "shipped"}
-    told |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
-    told |= {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
-    told |= {"threads": torch.get_num_threads()}
-    del told["k"]
-    return {"schema": SCHEMA, "target": target.source, "settings": told, "drafts": measured}
+    recorded = asdict(settings) | {
+        "ks": settings.ks,
+        "text": settings.text.name if settings.text else "shipped",
+    }
+    recorded |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
+    recorded |= {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
+    recorded |= {"threads": torch.get_num_threads()}
+    del recorded["k"]
+    return {"schema": SCHEMA, "target": target.source, "settings": recorded, "drafts": measured}
 
 
 def _check(models: Sequence[Checkpoint], settings: Settings) -> None:

@@ -47,12 +47,12 @@ def verdict(draft: Mapping[str, Any]) -> str:
     """Return whether drafting pays, in a line."""
     best, name = draft["measured"], draft["draft"]
     net = next(row["net"] for row in draft["swept"] if row["k"] == best["k"])
-    said = f"{best['speedup']:.2f}x at best (k = {best['k']})"
+    summary = f"{best['speedup']:.2f}x at best (k = {best['k']})"
     if best["speedup"] <= 1:
-        return f"{name}: drafting slows this target down, {said}"
+        return f"{name}: drafting slows this target down, {summary}"
     if net["low"] <= 1:
-        return f"{name}: drafting may pay, {said}, but {net['low']:.2f}x to {net['high']:.2f}x in its repeats"
-    return f"{name}: drafting pays, {said}"
+        return f"{name}: drafting may pay, {summary}, but {net['low']:.2f}x to {net['high']:.2f}x by repeat"
+    return f"{name}: drafting pays, {summary}"
 
 
 def _row(row: Mapping[str, Any]) -> list[str]:
@@ -73,9 +73,9 @@ def _theory(draft: Mapping[str, Any]) -> list[str]:
     if alpha is None:
         return ["nothing was drafted: the texts repeat nothing"]
     gain = f"{best['speedup']:.2f}x" if best["k"] else "no k gains anything"
-    told = f"α = {alpha:.2f}, c = {draft['cost']:.2f}: {gain}"
+    figures = f"α = {alpha:.2f}, c = {draft['cost']:.2f}: {gain}"
     measured = f"{draft['measured']['k']} ({draft['measured']['speedup']:.2f}x net)"
-    lines = [f"best k by theory: {best['k'] or 'none'} ({told}); best measured: {measured}"]
+    lines = [f"best k by theory: {best['k'] or 'none'} ({figures}); best measured: {measured}"]
     if draft["draft_memory"] is not None:
         known = draft["by_bytes"]
         gain = f"{known['speedup']:.2f}x at k = {known['k']}" if known["k"] else "no k gains anything"
@@ -103,10 +103,10 @@ def _proof(draft: Mapping[str, Any], tokenizer: Any) -> list[str]:
         return ["proof: none; only greedy text can be compared with the target's own"]
     partings = sorted(proof["partings"], key=lambda found: (found["tie"], -(found["margin"] or 0.0)))
     ties = sum(found["tie"] for found in partings)
-    said = f"; {len(partings) - ties} DIFFER, {ties} part at a tie" if partings else ""
+    summary = f"; {len(partings) - ties} DIFFER, {ties} part at a tie" if partings else ""
     return [
         f"proof: greedy text equals the target's own in {proof['equal']} of {count(proof['texts'], 'text')} "
-        f"({count(proof['tokens'], 'token')} one by one){said}",
+        f"({count(proof['tokens'], 'token')} one by one){summary}",
         *(_parted(found, tokenizer) for found in partings[:SHOWN]),
     ]
 
@@ -124,11 +124,11 @@ def _parted(parted: Mapping[str, Any], tokenizer: Any) -> str:
 
 
 def _conditions(record: Mapping[str, Any]) -> str:
-    asked, heat = record["settings"], record["settings"]["temperature"]
+    settings, heat = record["settings"], record["settings"]["temperature"]
     how = f"sampled at temperature {heat:g}" if heat else "greedy"
     return (
-        f"{record['drafts'][0]['engine']}, {asked['dtype']} on {asked['device']}, "
-        f"{count(asked['threads'], 'thread')}; {count(asked['prompts'], 'prompt')} of "
-        f"{asked['prompt_tokens']} tokens ({asked['text']}) and up to {asked['tokens']} new ones each, "
-        f"{how}, {count(asked['repeats'], 'repeat')} after a warm-up, interleaved"
+        f"{record['drafts'][0]['engine']}, {settings['dtype']} on {settings['device']}, "
+        f"{count(settings['threads'], 'thread')}; {count(settings['prompts'], 'prompt')} of "
+        f"{settings['prompt_tokens']} tokens ({settings['text']}), up to {settings['tokens']} new ones each, "
+        f"{how}, {count(settings['repeats'], 'repeat')} after a warm-up, interleaved"
     )

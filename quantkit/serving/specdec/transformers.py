@@ -117,9 +117,9 @@ def generate(
 ) -> Run:
     """Continue prompt, int64 `[1, tokens]`, drafting k tokens a step with `draft`, or by looking them up in
     the text so far where that is None; k = 0: the target alone. ends: ids that end a text."""
-    asked, notes = {}, _Notes(prompt.device)
+    drafting_options, notes = {}, _Notes(prompt.device)
     if k and draft is None:
-        asked = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM}
+        drafting_options = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM}
     elif k:
         draft.generation_config = transformers.GenerationConfig(
             num_assistant_tokens=k,
@@ -131,7 +131,7 @@ def generate(
     try:
         notes.chosen.append(notes.now())
         given = {"assistant_model": draft} if k and draft is not None else {}
-        out = sampling.generate(target, prompt, how, ends, asked, streamer=notes, **given)
+        out = sampling.generate(target, prompt, how, ends, drafting_options, streamer=notes, **given)
         ended = notes.now()
     finally:
         hook.remove()
