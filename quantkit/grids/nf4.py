@@ -50,7 +50,7 @@ class NestedParams:
 
     @property
     def absmax(self) -> Tensor:
-        """The values that are stored."""
+        """The decoded absmax."""
         values = dynamic_map().to(self.code.device).index_select(0, self.code.flatten().int())
         return values.view(self.code.shape) * self.nested + self.offset
 

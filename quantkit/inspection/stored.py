@@ -65,7 +65,7 @@ class Weight:
 
     @property
     def stored(self) -> str:
-        """Describe the storage: `4 bit, groups of 128`, or a dtype."""
+        """The storage in words: `4 bit, groups of 128`, or a dtype."""
         return self.codes.describe() if self.codes else self.dtype
 
 

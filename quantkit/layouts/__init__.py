@@ -68,7 +68,7 @@ class LinearSpec:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All names that clients may know it by."""
+        """All names of the linear in clients."""
         return (self.name,) if self.module in (None, self.name) else (self.name, self.module)
 
     @property
@@ -142,7 +142,7 @@ class Layout(ABC):
 
     @property
     def numbers(self) -> Numbers | None:
-        """Bits and columns of a group, None for whole rows, that a stored configuration says of a linear."""
+        """Bits and columns of a group, None for whole rows, in a stored configuration."""
         return None
 
     def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:

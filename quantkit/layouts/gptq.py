@@ -59,7 +59,7 @@ class GptqLayout(Layout):
 
     @property
     def zero_min(self) -> int:
-        """Version 1 stores z - 1; a zero point of 0 would carry into its neighbour in GPTQModel."""
+        """Smallest zero point: version 1 stores z - 1, and GPTQModel would carry 0 into its neighbour."""
         return 1 if self.version == 1 else 0
 
     def planes(self, bits: int) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class CodeBookGrid(BlockGrid):
 
     @property
     def book(self) -> CodeBook:
-        """Its code book."""
+        """The code book of the type."""
         return codebook.named(self.name, self.distances)
 
     def _level(self, codes: Tensor) -> Tensor:

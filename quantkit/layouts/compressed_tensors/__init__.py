@@ -69,14 +69,14 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether any target of a stored configuration, or any form, quantizes inputs."""
+        """True if any target of a stored configuration, or any form, quantizes inputs."""
         if self.targets:
             return any(scheme.activations for _, scheme in self.targets)
         return any(form.activations() for form in (self.form, *self.others))
 
     @property
     def needs(self) -> frozenset[str]:
-        """Statistics of inputs of which something is stored."""
+        """Statistics of inputs that are stored."""
         own = frozenset({"cache"} if self.cache else ())
         return own.union(*(form.needs for form in (self.form, *self.others)))
 

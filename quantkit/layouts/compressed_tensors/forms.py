@@ -38,7 +38,7 @@ class Numbers:
 
     @property
     def is_fp4(self) -> bool:
-        """Whether the format is NVFP4 or MXFP4."""
+        """True for NVFP4 and MXFP4."""
         return (self.bits, self.kind) == (4, "float")
 
 
