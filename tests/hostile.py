@@ -205,7 +205,7 @@ def _planned(path: Path) -> None:
     from quantkit.capacity import forecast, show, source
 
     question = forecast.Question(gpu="rtx-3090", samples=8, seqlen=128)
-    show.show(forecast.of_source(source.read(str(path), None, True, None), question), False)
+    show.show(forecast.of_source(source.read(str(path), None, True), question), False)
 
 
 def headers(samples: Path, place: Path, source: random.Random, deep: bool) -> None:
