@@ -158,7 +158,7 @@ def test_points_that_cannot_run_are_refused_and_the_others_run(tiny_model):
     asked = Settings(batch="1", prompt="5,300", tokens=4, repeats=1, warmup=0, rounds=1, dtype="float32")
     events = told(folder, asked)
     (refused,) = (event for event in events if event["event"] == "refused")
-    assert refused["message"] == "300 prompt + 4 new tokens, the model was made for 256"
+    assert refused["message"] == "300 prompt + 4 new tokens exceed the model's context of 256"
     assert [event["prompt"] for event in events if event["event"] == "run"] == [5]
 
 
@@ -284,8 +284,8 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--batch", "1,x"], "--batch '1,x' is no list of numbers"),
-        (["--prompt", ""], "--prompt '' is no list"),
+        (["--batch", "1,x"], "--batch '1,x' is not a list of numbers"),
+        (["--prompt", ""], "--prompt '' is not a list"),
         (["--batch", "0"], "--batch 0 makes no sense"),
         (["--tokens", "1"], "--tokens 1 makes no sense"),
         (["--repeats", "0"], "--repeats 0 makes no sense"),

@@ -152,7 +152,7 @@ def death(code: int, stderr: str) -> str:
     lines = [line for line in printable(stderr).splitlines() if line.strip()]
     last = f": {lines[-1][-LAST:]}" if lines else ""
     if code == -signal.SIGKILL:
-        return f"killed by the system, which does so when memory runs out{last}"
+        return f"killed by the system, probably because memory ran out{last}"
     if code < 0:
         return f"its process died of {signal.Signals(-code).name}{last}"
     return f"its process ended with exit code {code}{last}"

@@ -99,7 +99,7 @@ def _point(row: Measured, first: Measured, point: Point) -> dict[str, Any]:
     runs, others = row.runs.get(point), first.runs.get(point)
     made: dict[str, Any] = asdict(point) | {"error": None}
     if not runs:
-        why = row.refused.get(point) or row.error or "it was not reached"
+        why = row.refused.get(point) or row.error or "not reached"
         return made | {"error": why} | dict.fromkeys(FIGURES)
     steps = [step for run in runs for step in run["step_seconds"]]
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]

@@ -158,7 +158,7 @@ class Settings:
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts or not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
             hint = f"separate them by commas: --{name} 1,4,16"
-            raise QuantkitError(f"--{name} {text!r} is no list of numbers", hint, USAGE)
+            raise QuantkitError(f"--{name} {text!r} is not a list of numbers", hint, USAGE)
         return tuple(sorted({int(part) for part in parts}))
 
     def number(self, name: str) -> int:

@@ -86,14 +86,15 @@ class Job:
         and of a value in the cache. free: bytes of memory."""
         subject, tokens = self.subject, self.settings.tokens
         if subject.context is not None and point.prompt + tokens > subject.context:
-            return f"{point.prompt} prompt + {tokens} new tokens, the model was made for {subject.context}"
+            asked = f"{point.prompt} prompt + {tokens} new tokens"
+            return f"{asked} exceed the model's context of {subject.context}"
         own = subject.container == "gguf" and self.engine != "transformers"
         packed = own or (subject.stored not in (None, "gguf") and not self.settings.decoded)
         weights = subject.weight_bytes if packed else subject.parameters * value_bytes
         cache = subject.cache_bytes(point, tokens, Fraction(value_bytes)) or 0
         if weights + cache > free:
             parts = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
-            return f"it takes {parts}: {megabytes(free)} of memory are free"
+            return f"needs {parts}; {megabytes(free)} of memory are free"
         return None
 
 
@@ -104,7 +105,7 @@ def open_subject(source: str, revision: str | None = None, offline: bool = False
     found: dict[str, Any] = record.describe(contents)
     model, quantization = found["model"], found["quantization"]
     if not model["vocab_size"]:
-        raise QuantkitError(f"{source} says no vocab_size", "give a language model")
+        raise QuantkitError(f"{source} has no vocab_size", "give a language model")
     return Subject(
         source=source,
         path=path,

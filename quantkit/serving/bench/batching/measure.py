@@ -38,7 +38,7 @@ def strategies(settings: Settings) -> tuple[str, ...]:
     names = settings.names("batching")
     if unknown := [name for name in names if name not in STRATEGIES]:
         hint = f"choose of {', '.join(STRATEGIES)}"
-        raise QuantkitError(f"there is no batching {name_all(unknown)}", hint, USAGE)
+        raise QuantkitError(f"unknown batching: {name_all(unknown)}", hint, USAGE)
     return names
 
 
