@@ -24,7 +24,6 @@ from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
     MIB,
-    Needs,
     Peak,
     Shapes,
     peak_memory,
@@ -83,10 +82,12 @@ def _record(
     shapes = shapes_of(parameters, settings, DTYPE_BYTES[dtype], samples, seqlen, free)
     calibrated = work.forwards > 0
     scaled = 1.0 if work.transform else work.sample
-    needs = Needs(calibrated, calibrated, scaled, outside=work.outside)
+    needs = {"hessian"} if calibrated else ()
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
-        return peak_memory(shapes, needs, suspend, accelerated=on_gpu, at_once=at_once)
+        return peak_memory(
+            shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once
+        )
 
     ordered = calibrated and not work.transform  # one site after another
     suspend = ordered and (memory is None or peak(True).computing < COMFORT * memory)

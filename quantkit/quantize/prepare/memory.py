@@ -9,7 +9,7 @@ and less than twice as much. No torch here.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -141,25 +141,6 @@ class Shapes:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a method needs memory for.
-
-    calibrated: statistics are gathered at all; hessian: second moments are among them. scaled: the share of
-    the tokens by whose statistics, of all sites at once, a transform rewrites the block; of less than all
-    tokens it has others than the solver, and leaves weights in float32 beside those that the block computes
-    with. drift: the original model runs beside; gradients: the outputs' curvatures are gathered first, and
-    solved with. outside: embedding and head are encoded before the first block.
-    """
-
-    calibrated: bool
-    hessian: bool = False
-    scaled: float = 0.0
-    drift: bool = False
-    gradients: bool = False
-    outside: bool = False
-
-
-@dataclass(frozen=True)
 class Peak:
     """Most bytes held at a time: by the device, where that is not the CPU, and by the host, above what the
     interpreter takes."""
@@ -175,7 +156,9 @@ class Peak:
 
 def peak_memory(
     shapes: Shapes,
-    needs: Needs,
+    needs: Collection[str],
+    scaled: float = 0.0,
+    outside: bool = False,
     suspend: bool = False,
     states: str = "device",
     accelerated: bool = False,
@@ -183,9 +166,13 @@ def peak_memory(
 ) -> Peak:
     """Peak bytes of a job.
 
-    suspend: every batch is held at a site until that is solved. states: where the hidden states are kept,
-    on the `device` that computes, the `host` or the `disk`. at_once: statistics of so many sites of experts
-    are gathered by one repeated forward.
+    needs: statistics of calibration text that the method works from; none for a data-free one. scaled: the
+    share of the tokens by whose statistics, of all sites at once, a transform rewrites the block; of less
+    than all tokens it has others than the solver, and leaves weights in float32 beside those that the block
+    computes with. outside: embedding and head are encoded before the first block. suspend: every batch is
+    held at a site until that is solved. states: where the hidden states are kept, on the `device` that
+    computes, the `host` or the `disk`. at_once: statistics of so many sites of experts are gathered by one
+    repeated forward.
     """
     element, away, largest = shapes.element, states != "device", shapes.largest_linear
     copied = FLOAT32 * (element < FLOAT32)  # bytes of a weight in float32 beside the block's own
@@ -194,32 +181,32 @@ def peak_memory(
     if accelerated:
         solving = max(solving, FLOAT32 * (min(SEARCH * largest, AT_ONCE) + 3 * largest))
     block, elsewhere = shapes.block * element, 0  # elsewhere: what waits on the host for an accelerator
-    if not needs.calibrated:
+    if not needs:
         kept = 0 if accelerated else min(KEPT_BYTES, FLOAT32 * shapes.weights)
         job = block * (2 if copied else 1) + solving + kept + shapes.waiting
     else:
-        whole = needs.scaled == 1
+        whole = scaled == 1
         suspend = suspend and not whole  # those batches hold the states they began with, wherever these are
         running = shapes.states * (suspend or not away) + shapes.moving * away + shapes.batch
         running += shapes.tokens * shapes.flight * suspend
-        together = FLOAT32 * sum(width**2 for width in shapes.widths) if needs.scaled else 0
-        moments = max(FLOAT32 * shapes.widest**2 * needs.hessian, together)
+        together = FLOAT32 * sum(width**2 for width in shapes.widths) if scaled else 0
+        moments = max(FLOAT32 * shapes.widest**2 * ("hessian" in needs), together)
         moments += (at_once + 1) * shapes.moments
-        if needs.hessian and (accelerated or needs.drift or not whole):
+        if "hessian" in needs and (accelerated or "drift" in needs or not whole):
             # of the second moments; errors and codes of two linears
             factors = max(4 * shapes.widest**2, 2 * shapes.widest**2 + 9 * largest)
             solving = max(solving, FLOAT32 * factors + 2 * largest * copied)
-        elsewhere = shapes.entering if needs.scaled else 0
-        if needs.drift:  # inputs and outputs of the original's sites, and their moments with those here
+        elsewhere = shapes.entering if scaled else 0
+        if "drift" in needs:  # inputs and outputs of the original's sites, and their moments with those here
             elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * shapes.tokens * element
             moments *= 5
-        if needs.gradients:
+        if "curvature" in needs:
             solving += _curvatures(shapes)
         if whole:
             block, solving = shapes.block * FLOAT32, max(solving, together)
-        elif needs.scaled:
+        elif scaled:
             block += shapes.block * copied
-        if needs.outside:  # codes wait while the head is measured, and are made of what is read once more
+        if outside:  # codes wait while the head is measured, and are made of what is read once more
             block, moments = max(block, shapes.largest), moments + shapes.largest // 2
         job = block + running + moments + solving
     if not (accelerated and away):
@@ -227,7 +214,7 @@ def peak_memory(
     working = shapes.rest * element + max(job, shapes.largest)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + working)
-    if needs.calibrated and states == "host":
+    if needs and states == "host":
         elsewhere += 2 * shapes.states  # the allocator of pinned memory hands out powers of two
     reading = max(shapes.largest, shapes.block * element) + 3 * largest
     return Peak(int(MARGIN * working), LOADED_LATER_BYTES + reading + elsewhere)

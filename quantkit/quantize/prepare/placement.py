@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,11 +18,11 @@ from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, sites_at_once
-from quantkit.quantize.prepare.plan import Execution, JobPlan, Way, sequences_at_once
+from quantkit.quantize.prepare.plan import Execution, JobPlan, sequences_at_once
 from quantkit.tables import size
 
 TENTH = 10**8  # bytes: sizes are said in tenths of a GB
-FEWEST, SHORTEST = 8, 32  # sequences, and tokens of one, that are worth calibrating on
+LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples or a shorter --seqlen"
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,14 @@ class Rooms:
 
     def check(self, peak: Peak, remedy: str) -> None:
         """Raise QuantkitError (exit code 5) unless it fits."""
+        host = self.computing
         if is_accelerator(self.device):
             check_memory(peak.computing, self.computing, remedy, self.device)
-            check_memory(peak.host, self.host, remedy, limit=self.limit)
-        else:
-            check_memory(peak.computing, self.computing, remedy, limit=self.limit)
+            host = self.host
+        if self.limit and self.limit.left <= self.host:
+            tenths = -(-(self.limit.resident + peak.host) // TENTH)
+            remedy = f"--max-memory {tenths / 10:g}GB"
+        check_memory(peak.host, host, remedy, limit=self.limit)
 
 
 def decide(
@@ -70,20 +73,15 @@ def decide(
     not even the most frugal fits at all.
     """
     shapes = plan.shapes_of(skeleton, specs, shape[0] * shape[1], 0)
-    need = partial(plan.job_memory, skeleton, specs, method, shapes)
+    need = partial(plan.job_memory, skeleton, specs, method, shapes, shape)
     ways = list(_ways(skeleton, method, options, shape, kept))
     rooms = Rooms.of(skeleton.device, Limit.of(asked(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
     if way.sequential == "repeat" and "hessian" in method.needs:
         way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way).computing))
-    peak = need(way)
-    if not rooms.hold(peak):
-        rooms.check(*_remedy(way, need, rooms, bool(method.needs)))
-    dtype = str(skeleton.dtype).removeprefix("torch.")
-    how = way.batch_size, way.sequential, torch.get_num_threads(), way.states, way.at_once
-    execution = Execution(dtype, str(skeleton.device), *how)
-    return plan.plan(skeleton, specs, method, execution, peak, shapes)
+    rooms.check(need(way), LESS if method.needs else "a machine with more memory: no option makes it fit")
+    return plan.plan(skeleton, specs, method, way, need(way), shapes)
 
 
 def asked(options: RunOptions) -> int | None:
@@ -93,11 +91,12 @@ def asked(options: RunOptions) -> int | None:
 
 def _ways(
     skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
-) -> Iterator[Way]:
+) -> Iterator[Execution]:
     """How a job may run, the fastest first. Several ranks solve an expert each where none has to wait for
     those before it. Suspended batches hold what they began with: a file would save nothing; and without
     calibration there is nothing to keep."""
     batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
+    dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, asked = is_accelerator(skeleton.device), options.sequential
     asked = kept.get("sequential") if asked == "auto" else asked
     modes = ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
@@ -106,43 +105,7 @@ def _ways(
         if options.states != "auto":
             places = [options.states if accelerated or options.states == "disk" else "device"]
         for states in places if method.needs else ["device"]:
-            yield Way(mode, states, batch_size, *shape)
-
-
-def _remedy(way: Way, need: Callable[[Way], Peak], rooms: Rooms, calibrated: bool) -> tuple[Peak, str]:
-    """Options by which a job would fit that does not, and the peak to tell: where the limit has to rise, that
-    of the way which is named with the new one."""
-    accelerated = is_accelerator(rooms.device)
-    states = ["host"] * accelerated + ["disk"] if calibrated else []
-    ways = [less for place in states for less in _smaller(way, place)]
-    if fits := next((less for less in ways if rooms.hold(need(less))), None):
-        return need(way), _flags(way, fits)
-    least = min([way, *ways], key=lambda way: need(way).host)
-    host, limit = need(least).host, rooms.limit
-    if limit is None or limit.left > rooms.host or (accelerated and host <= rooms.host):
-        return need(way), "a machine with more memory: no option makes it fit"
-    tenths = -(-(limit.resident + host) // TENTH)
-    least = next(less for less in [way, *ways] if limit.resident + need(less).host <= tenths * TENTH)
-    return need(least), f"--max-memory {tenths / 10:g}GB {_flags(way, least)}".strip()
-
-
-def _smaller(way: Way, states: str) -> Iterator[Way]:
-    """Ways that take less and less: first those that change no weight, then less text."""
-    yield (way := replace(way, at_once=1, states=states))
-    yield (way := replace(way, sequential="repeat"))
-    while way.batch_size > 1:
-        yield (way := replace(way, batch_size=way.batch_size // 2))
-    while way.samples > FEWEST:
-        yield (way := replace(way, samples=way.samples // 2))
-    while way.seqlen >= 2 * SHORTEST:
-        yield (way := replace(way, seqlen=way.seqlen // 2))
-
-
-def _flags(way: Way, less: Way) -> str:
-    """What to type for one way where another was planned."""
-    names = ("batch_size", "samples", "seqlen", "sequential", "states")
-    changed = [name for name in names if getattr(way, name) != getattr(less, name)]
-    return " ".join(f"--{name.replace('_', '-')} {getattr(less, name)}" for name in changed)
+            yield Execution(dtype, device, batch_size, mode, torch.get_num_threads(), states)
 
 
 def out_of_memory(execution: Execution, block: int) -> QuantkitError:

@@ -22,7 +22,6 @@ from quantkit.models.skeleton.streaming import streamed
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
-    Needs,
     Peak,
     Shapes,
     forward_memory,
@@ -61,18 +60,6 @@ class Execution:
     def decisive(self) -> dict:
         """What the bytes of the output depend on."""
         return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}
-
-
-@dataclass(frozen=True)
-class Way:
-    """How a job on `samples` sequences of `seqlen` tokens would run."""
-
-    sequential: str
-    states: str
-    batch_size: int
-    samples: int
-    seqlen: int
-    at_once: int = 1
 
 
 @dataclass(frozen=True)
@@ -126,7 +113,7 @@ def plan(
     peak: Peak,
     shapes: Shapes,
 ) -> JobPlan:
-    """Sizes of a job, exact from shapes; `peak` is what `room.decide` predicted."""
+    """Sizes of a job, exact from shapes; `peak` is what `placement.decide` predicted."""
     scratch, spilled = 0, 0
     if "curvature" in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), shapes)
@@ -152,23 +139,24 @@ def job_memory(
     specs: Sequence[LinearSpec],
     method: Method,
     shapes: Shapes,
-    way: Way,
+    shape: tuple[int, int],
+    way: Execution,
 ) -> Peak:
-    """Peak bytes above the interpreter of a job, of one rank, if it runs so."""
-    accelerated, needs = is_accelerator(skeleton.device), method.needs
-    batches = -(-way.samples // way.batch_size)
-    own = min(way.samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
-    batch_tokens = min(way.batch_size, own) * way.seqlen
-    shapes = replace(shapes, tokens=own * way.seqlen, batch_tokens=batch_tokens)
+    """Peak bytes above the interpreter of a job on calibration tokens of `shape`, of one rank."""
+    accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
+    batches = -(-samples // way.batch_size)
+    own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
+    batch_tokens = min(way.batch_size, own) * seqlen
+    shapes = replace(shapes, tokens=own * seqlen, batch_tokens=batch_tokens)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
-        most = max(encode, forward_memory(shapes, way.states == "disk") if needs else 0)
+        most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
         return Peak(most, encode) if accelerated else Peak(0, most)
     scaled = method.transform.sample if method.transform else 0
-    drift, gradients = "drift" in needs, "curvature" in needs
-    wanted = Needs(bool(needs), "hessian" in needs, scaled, drift, gradients, method.outside)
     suspend = way.sequential == "suspend"
-    return peak_memory(shapes, wanted, suspend, way.states, accelerated, way.at_once)
+    return peak_memory(
+        shapes, method.needs, scaled, method.outside, suspend, way.states, accelerated, way.at_once
+    )
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
