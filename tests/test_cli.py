@@ -621,7 +621,7 @@ def test_an_existing_output_stays_unless_overwritten(refuse, make, model, small,
     error, hint = refuse(2, "gptq", model, *small, "-o", out)
     assert str(out) in error and "--overwrite" in hint
     error, hint = refuse(2, "gptq", model, *small, "-o", out, "--overwrite")
-    assert "a folder of other things, too, which would be lost: precious" in error and "--output" in hint
+    assert "holds other things, too, precious: it would be lost" in error and "--output" in hint
     assert contents(out) == {"precious": b"data"}
     (out / "config.json").write_text("{}")  # an old checkpoint, but not that alone
     refuse(2, "gptq", model, *small, "-o", out, "--overwrite")

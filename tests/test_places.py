@@ -28,11 +28,11 @@ def model(tmp_path):
 @pytest.mark.parametrize(
     "output, said",
     [
-        ("n" * 300, "File name too long|is too long"),
-        ("n" * 250, "the name n+….* is too long|the name n+ is too long"),
+        ("n" * 300, "File name too long"),
+        ("n" * 250, "File name too long"),
         (os.fsdecode(b"\xffout"), "is no UTF-8 name"),
         ("text.txt/out", "cannot be a new folder|cannot be a file"),
-        ("link", "is a link"),
+        ("link", "is no plain file or folder"),
     ],
 )
 def test_an_output_that_cannot_be(refuse, model, command, output, said):

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from quantkit.distillation.descent import Descent
 from quantkit.models.files import safetensors_folder
+from quantkit.models.files.reading import tensor as load
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.blocks import save
-from quantkit.quantize.staging.folder import Staging, load
+from quantkit.quantize.staging.folder import Staging
 
 SAVE_SECONDS = 60.0  # between two states that --resume could go on from; when they are saved changes no byte
 SAVE_SHARE = 20  # of a run at most a twentieth goes into saving

@@ -38,7 +38,6 @@ from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
-from quantkit.quantize.staging.read_only import ReadOnlyStaging
 from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
@@ -202,7 +201,7 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 def staging_of(request: Request) -> Staging:
     """Where the job is staged; on another rank than 0 it only follows."""
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
-    return (ReadOnlyStaging if distributed.rank() else Staging)(output_of(request), one_file)
+    return Staging(output_of(request), one_file, follows=distributed.rank() > 0)
 
 
 def check_run(run: RunOptions) -> None:

@@ -19,11 +19,11 @@ from torch import Tensor
 from quantkit.distillation.compressed.student import Floats, Student, TracedBlock
 from quantkit.distillation.descent import Shares, order
 from quantkit.distillation.options import DistillOptions
+from quantkit.models.files.reading import tensor as load_staged
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import States, embedded
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging
-from quantkit.quantize.staging.folder import load as load_staged
 from quantkit.quantize.timings import Timings
 
 SMALLEST = 1e-12  # mean square of a token's states below which its error is not magnified

@@ -23,7 +23,7 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
-from quantkit.models.files import checksums
+from quantkit.models.files import checksums, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.safetensors_folder import TensorInfo
@@ -38,7 +38,6 @@ from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
 from quantkit.quantize.solving import solve
-from quantkit.quantize.staging import folder as staging
 
 DECODED = 1 << 24  # values that are decoded at a time
 TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
@@ -155,7 +154,7 @@ class GgufOutput:
         ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
         for target in rest:
-            blob = distributed.broadcast(lambda target=target: staging.load(staged.rest()[target.name]))
+            blob = distributed.broadcast(lambda target=target: reading.tensor(staged.rest()[target.name]))
             (name,) = target.parameters
             twins = {a for pair in ties.items() if name in pair for a in pair} - own
             places = [where.rpartition(".")[::2] for where in (name, *twins)]
@@ -191,8 +190,8 @@ class GgufOutput:
                 for expert, part in enumerate(target.parts):
                     if part.stored and part.stored[0] in staged:
                         scale = staged_scales.get(part.stored[0])
-                        own = [] if scale is None else staging.load(scale).tolist()
-                        found = [Encoded(staging.load(staged[part.stored[0]]), own)]
+                        own = [] if scale is None else reading.tensor(scale).tolist()
+                        found = [Encoded(reading.tensor(staged[part.stored[0]]), own)]
                     else:
                         found = self._encoded(part, source, wanted, weights[expert])
                     for writer, (rows, own), several in zip(writers, found, scales, strict=True):

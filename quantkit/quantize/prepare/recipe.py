@@ -110,7 +110,7 @@ def load(name: str, method: str | None = None) -> Recipe:
 
 def parse(name: str, path: Path | str, text: str, method: str | None = None) -> Recipe:
     """`load` of a text; path: what messages call it."""
-    content, lines = _parse(str(path), text)
+    content = _parse(str(path), text)
     if not isinstance(content, dict) or "method" not in content:
         raise QuantkitError(f"{path} names no method", "begin it with 'method: gptq'", USAGE)
     named = str(content["method"])
@@ -120,15 +120,22 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         known = keys(named)
     except QuantkitError as error:
         raise QuantkitError(f"{path}: {error.message}", error.hint, error.exit_code) from error
-    flat = _flatten(path, content)
-    _refuse_unknown(str(path), [key for key in flat if key not in known], known, lines)
-    values = {key: _checked(str(path), key, known[key], value, lines) for key, value in flat.items()}
+    flat = {}
+    for key, value in content.items():
+        if key not in ("quant", *SHARED):
+            flat[str(key)] = value
+        elif isinstance(value, dict):
+            flat |= {f"{key}.{option}": inner for option, inner in value.items()}
+        elif value is not None:
+            hint = f"put options under it, two spaces in: see quantkit recipes init {named}"
+            raise QuantkitError(f"{path}: {key} is {value!r}, which is no section", hint, USAGE)
+    values = _checked(str(path), flat, known)
     about = {key: values.pop(key) for key in ABOUT if key in values}
     return Recipe(name=name, values=values, **about)
 
 
-def _parse(origin: str, text: str) -> tuple[Any, dict[str, int]]:
-    """What a YAML text says, and the line of each dotted key. A key given twice is an error."""
+def _parse(origin: str, text: str) -> Any:
+    """What a YAML text says. A key given twice is an error."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -141,24 +148,17 @@ def _parse(origin: str, text: str) -> tuple[Any, dict[str, int]]:
                 raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=mark)
             return super().compose_node(parent, index)
 
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            names = [key.value for key, _ in node.value]
+            if twice := [key for key, _ in node.value if names.count(key.value) > 1]:
+                mark = twice[-1].start_mark
+                raise yaml.MarkedYAMLError(problem=f"second {twice[-1].value}", problem_mark=mark)
+            return super().construct_mapping(node, deep)
+
     exponent = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", exponent, list("-+.0123456789"))
-    lines: dict[str, int] = {}
-
-    def walk(node: yaml.Node, prefix: str) -> None:
-        for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-            name = f"{prefix}{key.value}"
-            if name in lines:
-                raise yaml.MarkedYAMLError(problem=f"second {name}", problem_mark=key.start_mark)
-            lines[name] = key.start_mark.line + 1
-            if not prefix:
-                walk(value, f"{name}.")
-
     try:
-        loader = Loader(text)
-        node = loader.get_single_node()
-        walk(node, "")
-        return (loader.construct_document(node) if node else None), lines
+        return yaml.load(text, Loader)
     except RecursionError as error:
         raise _not_yaml(origin, ValueError("it is nested too deeply")) from error
     except Exception as error:  # PyYAML raises what its constructors run into: of `!!int x`, `2001-99-99`
@@ -170,39 +170,30 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
     return QuantkitError(f"{origin} is not YAML: {why}", "see quantkit recipes init", USAGE)
 
 
-def _flatten(path: Path | str, content: dict) -> dict[str, Any]:
-    """`{"quant": {"bits": 3}}` as `{"quant.bits": 3}`; a section may be empty."""
-    flat = {}
-    for name, value in content.items():
-        if name not in ("quant", *SHARED):
-            flat[str(name)] = value
-        elif isinstance(value, dict):
-            flat |= {f"{name}.{key}": inner for key, inner in value.items()}
-        elif value is not None:
-            raise QuantkitError(
-                f"{path}: {name} is {value!r}, which is no section",
-                f"put options under it, two spaces in: see quantkit recipes init {content['method']}",
-                USAGE,
-            )
-    return flat
-
-
 # ---- checking
 
 
-def _refuse_unknown(origin: str, unknown: list[str], known: Iterable[str], lines: dict[str, int]) -> None:
-    """Raise QuantkitError naming every unknown key, the nearest ones and the valid ones."""
-    if not unknown:
-        return
-    at = [f"{key} (line {lines[key]})" if key in lines else key for key in unknown]
-    near = [name for key in unknown for name in _nearest(key, known)]
-    concerned = {key.rpartition(".")[0] for key in unknown}
-    valid = [key for key in known if "" not in concerned and key.rpartition(".")[0] in concerned]
-    raise QuantkitError(
-        f"{origin} has unknown keys: {', '.join(at)}",
-        hint=_did_you_mean(near) + f"valid keys: {', '.join(valid or known)}",
-        exit_code=USAGE,
-    )
+def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict[str, Any]:
+    """Values as options of their types take them: whole numbers are also floats, lists are tuples.
+
+    Raises QuantkitError that names every unknown key, the nearest ones and the valid ones, or a value that
+    does not fit.
+    """
+    if unknown := [key for key in values if key not in known]:
+        near = [name for key in unknown for name in _nearest(key, known)]
+        concerned = {key.rpartition(".")[0] for key in unknown}
+        valid = [key for key in known if "" not in concerned and key.rpartition(".")[0] in concerned]
+        hint = _did_you_mean(near) + f"valid keys: {', '.join(valid or known)}"
+        raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
+    found = {}
+    for name, value in values.items():
+        key = known[name]
+        if not _fits(value, key.kind):
+            message = f"{origin}: {name} is {value!r}, which is not {_named(key.kind)}"
+            raise QuantkitError(message, key.help, USAGE)
+        value = tuple(value) if isinstance(value, list) else value
+        found[name] = float(value) if key.kind is float else value
+    return found
 
 
 def _nearest(key: str, known: Iterable[str]) -> list[str]:
@@ -215,18 +206,6 @@ def _nearest(key: str, known: Iterable[str]) -> list[str]:
 
 def _did_you_mean(near: list[str]) -> str:
     return f"did you mean {', '.join(near)}? " if near else ""
-
-
-def _checked(origin: str, name: str, key: Key, value: Any, lines: dict[str, int]) -> Any:
-    """A value as the option of this type takes it: whole numbers are also floats, lists are tuples."""
-    if not _fits(value, key.kind):
-        line = f" (line {lines[name]})" if name in lines else ""
-        raise QuantkitError(
-            f"{origin}: {name} is {value!r}, which is not {_named(key.kind)}{line}", key.help, USAGE
-        )
-    if isinstance(value, list):
-        return tuple(value)
-    return float(value) if key.kind is float else value
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -284,20 +263,15 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
 
 def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
     """`["quant.bits=3"]` as `{"quant.bits": 3}`; the section may be left out, for no two share a field."""
-    texts, unknown = {}, []
+    leaves = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
+    found = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         if not equals:
             raise QuantkitError(f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
-        key = name.strip().replace("-", "_")
-        found = [full for full in known if full == key] or [f for f in known if f.rpartition(".")[2] == key]
-        if found:
-            texts[found[0]] = text
-        else:
-            unknown.append(name)
-    _refuse_unknown(flag, unknown, known, {})
-    parsed = {key: _parse(f"{flag} {key}={text}", text)[0] for key, text in texts.items()}
-    return {key: _checked(flag, key, known[key], value, {}) for key, value in parsed.items()}
+        key = leaves.get(name.strip().replace("-", "_"), name)
+        found[key] = _parse(f"{flag} {key}={text}", text)
+    return _checked(flag, found, known)
 
 
 # ---- writing

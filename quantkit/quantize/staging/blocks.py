@@ -53,7 +53,7 @@ class StagedBlocks:
             int(path.stem.removeprefix("block-")) for path in sorted(self.folder.glob("block-*.safetensors"))
         ]
 
-    def is_whole(self, index: int) -> bool:
+    def is_done(self, index: int) -> bool:
         """Whether a block is there, byte for byte as it was written."""
         path = self.path(index)
         if path.is_file() and index not in self._whole:

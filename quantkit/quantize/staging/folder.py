@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
-from quantkit.models.files import reading, safetensors_folder, untrusted
+from quantkit.models.files import safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.prepare.fingerprint import differences
 from quantkit.quantize.staging import may_replace
@@ -33,16 +34,18 @@ REST = "rest.safetensors"
 MOST = 1 << 20  # sequences of a batch, or threads
 
 
-class Staging:
+class Staging(StagedBlocks):
     """Staged blocks of the job that writes `output`; `fingerprint` says which job that is.
 
-    one_file: whether the output is a GGUF file, no folder.
+    one_file: whether the output is a GGUF file, no folder. follows: another rank writes. This one reads what
+    that one has staged, which takes a folder that all of them see. What it makes itself, which is the same,
+    waits in a temporary folder while the block is at work: experts that come back into memory are read there.
     """
 
-    def __init__(self, output: Path, one_file: bool = False):
-        self.output, self.one_file = output, one_file
-        self.folder = output.parent / f"{output.name}.partial"
-        self._blocks = StagedBlocks(self.folder)
+    def __init__(self, output: Path, one_file: bool = False, follows: bool = False):
+        super().__init__(output.parent / f"{output.name}.partial")
+        self.output, self.one_file, self.follows = output, one_file, follows
+        self._own: StagedBlocks = self
         self._lock = None
         self._replaces = False
         self._signed: dict = {}
@@ -75,6 +78,8 @@ class Staging:
 
     def check(self, resume: bool, overwrite: bool) -> None:
         """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
+        if self.follows:
+            return
         self._replaces = overwrite
         if self.output.name not in ("", ".."):
             may_replace.check_place(self.output)
@@ -99,24 +104,25 @@ class Staging:
         The fingerprint's source_sha256 may be None until `sign` is given the whole one. lasting: see
         `StagedBlocks`.
         """
-        self._blocks.lasting = lasting
+        if self.follows:
+            with tempfile.TemporaryDirectory(prefix="quantkit-", ignore_cleanup_errors=True) as own:
+                self._own = StagedBlocks(Path(own))
+                with self._writer:
+                    yield
+            return
+        self.lasting = lasting
         self._open(fingerprint, resume)
         try:
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            if isinstance(error, DamagedError) or not (
-                self._blocks.there() or self.rest() or self._scratch()
-            ):
+            gathered = (self.folder / LIST).exists()  # gradients, which are most of the work
+            if isinstance(error, DamagedError) or not (self.there() or self.rest() or gathered):
                 self.discard()  # nothing in it is worth keeping
             raise
         finally:
             self._writer.shutdown()
             self._lock.close()
-
-    def _scratch(self) -> bool:
-        """Whether gradients were gathered (`scratch`), which is most of the work."""
-        return (self.folder / LIST).exists()
 
     def _open(self, fingerprint: dict, resume: bool) -> None:
         stored = self.stored_fingerprint() if resume else None
@@ -135,7 +141,7 @@ class Staging:
 
     def sign(self, fingerprint: dict) -> None:
         """Say whose blocks these are."""
-        if fingerprint != self._signed:
+        if fingerprint != self._signed and not self.follows:
             write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
             self._signed = fingerprint
 
@@ -153,7 +159,7 @@ class Staging:
         """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
         lose a bit, a folder half removed any of its files."""
         found = [self.is_done(index) for index in range(count)]
-        damaged = [index for index in self._blocks.there() if index < count and not found[index]]
+        damaged = [index for index in self.there() if index < count and not found[index]]
         if damaged:
             numbers = name_all(str(index + 1) for index in damaged)
             warn(f"of the staged blocks, these are damaged and made again: {numbers}")
@@ -161,37 +167,30 @@ class Staging:
                 self.forget(index)
         return found
 
-    def is_done(self, index: int) -> bool:
-        """Whether block `index` is staged, byte for byte as it was written."""
-        return self._blocks.is_whole(index)
-
-    def records(self) -> list[dict]:
-        """What was recorded about the linears of all staged blocks."""
-        return self._blocks.records()
-
     def tensors(self) -> dict[str, TensorInfo]:
         """Places of all staged blocks' tensors, by stored name."""
-        return {name: info for index in self._blocks.there() for name, info in self.infos(index).items()}
+        return {name: info for index in self.there() for name, info in self.infos(index).items()}
 
-    def infos(self, index: int) -> dict[str, TensorInfo]:
-        """Places of a staged block's tensors, by stored name."""
-        return self._blocks.infos(index)
-
-    def forget(self, index: int) -> None:
+    def start(self, index: int) -> None:
         """Remove what an attempt at block `index` that failed has left; nothing of it is being written."""
-        self._blocks.forget(index)
+        if self.follows:
+            self.wait()
+        self._own.forget(index)
 
     def write_part(self, index: int, number: int, tensors: dict[str, Tensor]) -> Path:
         """Begin to stage some of a block's tensors; waits for what was begun before."""
         self.wait()
-        path = self._blocks.part_path(index, number)
-        self._writing = self._writer.submit(self._blocks.save_part, path, tensors)
+        path = self._own.part_path(index, number)
+        self._writing = self._writer.submit(self._own.save_part, path, tensors)
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
         """Begin to stage a block, but for the tensors that lie in its parts; `wait` says when it is done, or
         raises what went wrong."""
-        self._writing = self._writer.submit(self._blocks.save, index, tensors, record)
+        if self.follows:
+            self._writing = self._writer.submit(self._own.forget, index)
+        else:
+            self._writing = self._writer.submit(self.save, index, tensors, record)
 
     def wait(self) -> None:
         """Until what was last begun is staged."""
@@ -201,7 +200,8 @@ class Staging:
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
         """Stage what lies outside the blocks."""
-        save(self.folder / REST, tensors)
+        if not self.follows:
+            save(self.folder / REST, tensors)
 
     def rest(self) -> dict[str, TensorInfo]:
         """Places of what is staged of it, by the names it was staged under."""
@@ -210,7 +210,7 @@ class Staging:
 
     def discard(self) -> None:
         """Remove the staging folder, if it is there: nothing in it is worth keeping."""
-        if self.folder.exists():
+        if self.folder.exists() and not self.follows:
             _remove_staged(self.folder)
 
     def finished(self) -> bool:
@@ -222,7 +222,7 @@ class Staging:
 
     def begun(self) -> bool:
         """Whether the folder is there, and no block in it is finished."""
-        return self.folder.exists() and not self._blocks.there()
+        return self.folder.exists() and not self.there()
 
     @property
     def place(self) -> Path:
@@ -287,11 +287,6 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def load(info: TensorInfo) -> Tensor:
-    """A staged tensor."""
-    return reading.tensor(info)
-
-
 def _sync_all(place: Path) -> None:
     for path in (*(place.iterdir() if place.is_dir() else ()), place):
         sync(path)
@@ -306,26 +301,11 @@ def disk_errors(
     try:
         yield
     except Exception as error:
-        if _denied(error, folder):
-            raise QuantkitError(
-                f"{folder} cannot be written any more: permission denied", f"allow it; then {then}", RUNTIME
-            ) from error
-        full = full_disk(error)
-        if full is None:
+        denied = isinstance(error, PermissionError) or f"(os error {errno.EACCES})" in str(error)
+        if denied and (folder.name in str(error) or isinstance(error, SafetensorError)):  # names no file
+            message = f"{folder} cannot be written any more: permission denied"
+            raise QuantkitError(message, f"allow it; then {then}", RUNTIME) from error
+        if (full := full_disk(error)) is None:
             raise
-        raise QuantkitError(
-            f"the disk of {folder} {full[0]}",
-            hint=f"{full[1]}; then {then}",
-            exit_code=RESOURCES,
-        ) from error
-
-
-def _denied(error: Exception, folder: Path) -> bool:
-    """Whether what was denied is the folder; safetensors wraps the PermissionError in words of its own."""
-    if isinstance(error, PermissionError):
-        return error.filename is None or folder.absolute() in (
-            Path(os.fsdecode(error.filename)).absolute(),
-            *Path(os.fsdecode(error.filename)).absolute().parents,
-        )
-    named = folder.name in str(error) or isinstance(error, SafetensorError)  # a write of it names no file
-    return f"(os error {errno.EACCES})" in str(error) and named
+        message = f"the disk of {folder} {full[0]}"
+        raise QuantkitError(message, f"{full[1]}; then {then}", RESOURCES) from error

@@ -12,6 +12,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -19,13 +20,6 @@ from quantkit.errors import USAGE, QuantkitError, full_disk, name_all
 from quantkit.models.files import untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 
-KINDS: dict[Callable[[int], bool], str] = {
-    stat.S_ISLNK: "a link",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
-    stat.S_ISFIFO: "a pipe",
-    stat.S_ISSOCK: "a socket",
-}
 WRITTEN = (  # by writers of checkpoints
     *COMPANIONS,
     "config.json",
@@ -50,7 +44,6 @@ STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
 )
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
-LONGEST_NAME = 255  # bytes
 ELSEWHERE = "choose another --output"
 
 
@@ -59,16 +52,14 @@ def check_place(output: Path) -> None:
     where it would lie."""
     try:
         output.name.encode()
-    except UnicodeEncodeError as error:
-        raise QuantkitError(f"{output} is no UTF-8 name", ELSEWHERE, USAGE) from error
-    try:
         above = next(path for path in output.absolute().parents if path.exists())
-        longest = os.pathconf(above, "PC_NAME_MAX") if above.is_dir() else LONGEST_NAME
-        if len(output.name.encode()) + len(LONGEST_ENDING) > longest:
-            raise QuantkitError(f"the name {output.name} is too long", ELSEWHERE, USAGE)
+        with suppress(FileNotFoundError, NotADirectoryError):  # but not for a name that is too long
+            (above / f"{output.name}{LONGEST_ENDING}").lstat()
         if above.is_dir():
             with tempfile.TemporaryFile(dir=above):
                 pass
+    except UnicodeEncodeError as error:
+        raise QuantkitError(f"{output} is no UTF-8 name", ELSEWHERE, USAGE) from error
     except OSError as error:
         if full_disk(error) and error.errno != errno.EROFS:
             return  # how much is needed and free is said elsewhere
@@ -84,18 +75,21 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         mode = output.lstat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
-    kind = next((words for is_kind, words in KINDS.items() if is_kind(mode)), None)
-    if kind or os.path.ismount(output):
-        raise QuantkitError(f"{output} is {kind or 'a mount point'}", ELSEWHERE, USAGE)
+    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) or os.path.ismount(output):
+        raise QuantkitError(f"{output} is no plain file or folder", ELSEWHERE, USAGE)
     if not overwrite:
         check_new([output])
     if stat.S_ISDIR(mode) == one_file:
         wanted, found = ("a file", "a folder") if one_file else ("a folder", "a file")
         raise QuantkitError(f"{output} is {found}, the job writes {wanted}", ELSEWHERE, USAGE)
     if one_file:
-        _check_file(output)
+        with open(output, "rb") as file:
+            lost = None if file.read(len(MAGIC)) in (MAGIC, b"") else "is no GGUF file"
     else:
-        _check_folder(output)
+        lost = _lost(output)
+    if lost:
+        hint = f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only"
+        raise QuantkitError(f"{output} {lost}: it would be lost", hint, USAGE)
 
 
 def check_new(outputs: Sequence[Path]) -> None:
@@ -123,38 +117,17 @@ def check_source(output: Path, source: Path, what: str = "source") -> None:
         raise QuantkitError(f"{output} holds the {what}", ELSEWHERE, USAGE)
 
 
-def _check_file(output: Path) -> None:
-    with open(output, "rb") as file:
-        begin = file.read(len(MAGIC))
-    if begin not in (MAGIC, b""):
-        raise QuantkitError(
-            f"{output} is no GGUF file: it would be lost",
-            f"{ELSEWHERE}; --overwrite replaces GGUF files only",
-            USAGE,
-        )
-
-
-def _check_folder(output: Path) -> None:
+def _lost(output: Path) -> str | None:
+    """Why a folder is not to be replaced; None for a quantized checkpoint, or one that a job wrote."""
     with os.scandir(output) as entries:
-        foreign = [
-            entry.name
-            for entry in entries
-            if not (entry.is_file(follow_symlinks=False) and any(fnmatch(entry.name, p) for p in WRITTEN))
-        ]
-    if foreign:
-        raise QuantkitError(
-            f"{output} is a folder of other things, too, which would be lost: {name_all(sorted(foreign))}",
-            f"move them away, or {ELSEWHERE}; --overwrite replaces checkpoints only",
-            USAGE,
-        )
-    names = [entry.name for entry in output.iterdir()]
-    holds_weights = any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS)
-    if holds_weights and MANIFEST not in names and not _is_quantized(output):
-        raise QuantkitError(
-            f"{output} holds an unquantized model that quantkit did not write: it would be lost",
-            f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only",
-            USAGE,
-        )
+        plain = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    written = {name for name in plain if plain[name] and any(fnmatch(name, p) for p in WRITTEN)}
+    if foreign := sorted(plain.keys() - written):
+        return f"holds other things, too, {name_all(foreign)}"
+    holds_weights = any(fnmatch(name, pattern) for name in written for pattern in WEIGHTS)
+    if holds_weights and MANIFEST not in written and not _is_quantized(output):
+        return "holds an unquantized model that quantkit did not write"
+    return None
 
 
 def _is_quantized(folder: Path) -> bool:

@@ -19,7 +19,7 @@ class BlockParts:
     memory, and as much on its way to the disk; `parts` reads any of them again."""
 
     def __init__(self, staging: Staging, index: int):
-        staging.forget(index)
+        staging.start(index)
         self._staging, self._index = staging, index
         self._waiting: dict[str, Tensor] = {}
         self._begun: dict[str, Tensor] = {}  # on their way
