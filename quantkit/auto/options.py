@@ -35,13 +35,13 @@ class AutoOptions:
     sym: bool = option(
         True, "Symmetric grids; with --engine any also a zero point per group, better at 2 and 3 bits."
     )
-    solver: str = composing.solver_option(
+    solver: str = option(
         "gptq",
         "Solver of the result and of the compared preset. yaqa also feeds errors back by gradients: less "
         "divergence in several times the time. The search itself uses gptq.",
-        SEARCHED_BY,
+        names=SEARCHED_BY,
     )
-    target: str = composing.target_option()
+    target: str = composing.shared("target")
     search_tokens: int = option(4096, "Calibration tokens to measure divergences on.")
     search_streams: int = option(64, "Most streams of hidden states in memory.")
 

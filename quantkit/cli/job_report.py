@@ -47,7 +47,7 @@ def plan_record(job: Job) -> dict:
             }
             for row in job.specs
         ],
-        "kept_parameters": [parameter.record() for parameter in job.kept_parameters],
+        "kept_parameters": job.kept_parameters,
         "copied": job.copied,
     }
 
@@ -66,7 +66,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
             facts["replaces"] = "the existing output"
         print_facts(console, facts)
     if kept := jobs[0].kept_parameters:
-        print_facts(console, {"kept as is": _kept([parameter.record() for parameter in kept])})
+        print_facts(console, {"kept as is": _kept(kept)})
     if copied := jobs[0].copied:
         print_facts(console, {"copied": _copied(copied)})
     facts = {}

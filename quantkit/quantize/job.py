@@ -33,7 +33,6 @@ from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import composing, linears, placement, plan
 from quantkit.quantize.prepare.fingerprint import check_alike
-from quantkit.quantize.prepare.linears import Kept
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -91,7 +90,7 @@ class Job:
         return self.fingerprint | {"source_sha256": self.source_sha256.result()}
 
     @property
-    def kept_parameters(self) -> list[Kept]:
+    def kept_parameters(self) -> list[dict]:
         """What the blocks hold beside linears."""
         return linears.kept_parameters(self.skeleton)
 

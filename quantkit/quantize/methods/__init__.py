@@ -37,16 +37,16 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import Grid
     from quantkit.layouts import Layout, Width
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.outputs import Output
+    from quantkit.quantize.outputs.folder import Output
     from quantkit.quantize.prepare.linears import MakeGrid, Override
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
 def _folder() -> Output:
-    from quantkit.quantize.outputs.folder import FolderOutput
+    from quantkit.quantize.outputs.folder import Output
 
-    return FolderOutput()
+    return Output()
 
 
 @dataclass(frozen=True)

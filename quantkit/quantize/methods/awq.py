@@ -34,13 +34,14 @@ class Options:
     zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
     n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
     clip: bool = option(True, "Search how far to cut off each group's range; q and k are spared.")
-    solver: str = composing.solver_option(
+    solver: str = option(
         "rtn",
         "rtn rounds the scaled weights to nearest; gptq gives them error feedback, yaqa by gradients, too.",
+        names=composing.SOLVERS,
     )
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    target: str = composing.target_option()
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    target: str = composing.shared("target")
     layout: Literal["awq", "compressed-tensors"] = option(
         "awq", "What is written, and so which clients load it."
     )

@@ -40,15 +40,16 @@ class Options:
     search: bool = option(
         True, "Search each group's scale for the least error instead of fitting its largest weight."
     )
-    solver: str = composing.solver_option(
+    solver: str = option(
         "gptq",
         "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
         "times the time. rtn rounds to nearest: no calibration, seconds, worse.",
+        names=composing.SOLVERS,
     )
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    transform: str = composing.transform_option()
-    target: str = composing.target_option()
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    transform: str = composing.shared("transform")
+    target: str = composing.shared("target")
 
 
 def suffix(options: Options) -> str:

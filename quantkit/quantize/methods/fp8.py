@@ -38,10 +38,11 @@ class Options:
         "Store one scale for the inputs of each linear, found in calibration text, instead of scaling every "
         "token by itself: faster in some engines, and worse.",
     )
-    solver: str = composing.solver_option(
+    solver: str = option(
         "rtn",
         "rtn rounds to nearest, without calibration; gptq feeds errors back, yaqa by gradients, too: less "
         "is lost at the same bytes.",
+        names=composing.SOLVERS,
     )
     mse: bool = option(
         False,
@@ -55,10 +56,10 @@ class Options:
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first, inside their row or block."
     )
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    target: str = composing.target_option()
-    transform: str = composing.transform_option()
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    target: str = composing.shared("target")
+    transform: str = composing.shared("transform")
     layout: Literal["compressed-tensors", "deepseek"] = option(
         "compressed-tensors",
         "How it lies on disk: compressed-tensors loads in vLLM, SGLang and transformers; deepseek is "

@@ -56,10 +56,11 @@ class Options:
         short="-t",
         names=FILE_TYPES,
     )
-    solver: str = composing.solver_option(
+    solver: str = option(
         "gptq",
         "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; yaqa by "
         "gradients, too, in several times the time; rtn is llama-quantize's own encoder.",
+        names=composing.SOLVERS,
     )
     imatrix: str = option(
         "auto",
@@ -86,10 +87,10 @@ class Options:
     pre: str | None = option(
         None, "llama.cpp's name for the tokenizer's pre-tokenizer, where it is not recognised."
     )
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    transform: str = composing.transform_option()
-    target: str = composing.target_option()
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    transform: str = composing.shared("transform")
+    target: str = composing.shared("target")
 
 
 def suffix(options: Options) -> str:
@@ -154,12 +155,18 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     feedback = options.solver != "rtn"
     choices = chosen_types(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
-    if feedback:
-        _check_feedback(choices)
+    if feedback and (refused := [choice for choice in choices if choice.type in NO_FEEDBACK]):
+        types = name_all(sorted({choice.type for choice in refused}))
+        raise QuantkitError(
+            f"error feedback cannot make {types}: {name_all([choice.name for choice in refused], 3)}",
+            "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback",
+            UNSUPPORTED,
+        )
     if feedback and encoded:
         choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
-    tokenizer = metadata.tokenizer(checkpoint, _rows(targets), options.pre, notes.append)
+    rows = next(target.shape[0] for target in targets if target.name == EMBEDDING)
+    tokenizer = metadata.tokenizer(checkpoint, rows, options.pre, notes.append)
     weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
     given = options.imatrix if weighted and not feedback else "none"
     weighed = None if given in ("auto", "none") else _imatrix(Path(given), targets)
@@ -200,18 +207,6 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes), outside=True)
 
 
-def _check_feedback(choices: Sequence[Choice]) -> None:
-    """Raise QuantkitError for types that only round to nearest makes."""
-    found = [choice for choice in choices if choice.type in NO_FEEDBACK]
-    if found:
-        types = name_all(sorted({choice.type for choice in found}))
-        raise QuantkitError(
-            f"error feedback cannot make {types}: {name_all([choice.name for choice in found], 3)}",
-            "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback",
-            UNSUPPORTED,
-        )
-
-
 def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given: str) -> None:
     """Raise QuantkitError for tensors that would be worthless without importance, as llama-quantize does."""
     known = imatrix.sums if imatrix else {}
@@ -250,11 +245,6 @@ def _fallbacks(choices: Sequence[Choice]) -> list[str]:
         names = name_all([choice.name for choice in group], 3)
         found.append(f"{given} instead of {wanted}, because {reason} ({cost:+,} bytes): {names}")
     return found
-
-
-def _rows(targets: Sequence[Target]) -> int:
-    """Rows of the token embedding."""
-    return next(target.shape[0] for target in targets if target.name == EMBEDDING)
 
 
 def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:

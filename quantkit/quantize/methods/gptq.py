@@ -36,15 +36,16 @@ class Options:
         "or across them (desc_act; slower kernels, fewer clients).",
     )
     mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    target: str = composing.target_option()
-    solver: str = composing.solver_option(
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    target: str = composing.shared("target")
+    solver: str = option(
         "gptq",
         "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
         "times the time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
+        names=composing.SOLVERS,
     )
-    transform: str = composing.transform_option()
+    transform: str = composing.shared("transform")
     layout: Literal["gptq", "compressed-tensors"] = option(
         "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
     )

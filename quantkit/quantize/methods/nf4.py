@@ -24,18 +24,19 @@ class Options:
     """Flags of `quantkit nf4`."""
 
     double_quant: bool = option(True, "Store the scales in 8 bits, too: 4.13 bits per weight instead of 4.5.")
-    solver: str = composing.solver_option(
+    solver: str = option(
         "rtn",
         "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes; yaqa "
         "less still, by gradients, too, in several times the time.",
+        names=composing.SOLVERS,
     )
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first, inside their blocks."
     )
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    transform: str = composing.transform_option()
-    target: str = composing.target_option()
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    transform: str = composing.shared("transform")
+    target: str = composing.shared("target")
 
 
 def suffix(options: Options) -> str:

@@ -27,19 +27,20 @@ WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), GPTQ_PUBLISHED, sample=1 / 8)
 class Options:
     """Flags of `quantkit w8a8`."""
 
-    transform: str = composing.smoothing_option()
-    solver: str = composing.solver_option(
+    transform: str = composing.shared("smoothing")
+    solver: str = option(
         "gptq",
         "gptq feeds errors back, yaqa by gradients, too; rtn rounds to nearest, and with --transform none "
         "needs no calibration.",
+        names=composing.SOLVERS,
     )
     mse: bool = option(True, "Search each row's range for the least error instead of covering its maximum.")
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first; no trace of it is stored."
     )
-    damp: float = composing.damp_option()
-    refine: int = composing.refine_option()
-    target: str = composing.target_option()
+    damp: float = composing.shared("damp")
+    refine: int = composing.shared("refine")
+    target: str = composing.shared("target")
 
 
 def suffix(options: Options) -> str:

@@ -1,12 +1,11 @@
-"""Outputs: what a finished job publishes. A checkpoint folder, or one GGUF file; a file for each."""
+"""Outputs: what a finished job publishes. A checkpoint folder (`folder.Output`), or one GGUF file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,10 +14,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton, towers
 from quantkit.models.skeleton.towers import Beside
-from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.prepare.linears import kept_parameters
-from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import Solver
 from quantkit.quantize.staging.folder import Staging
 
 Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
@@ -63,8 +59,8 @@ class Material:
         """Modules of which nothing is quantized, and which clients may take for linears that are."""
         names = [name for module in self.beside for name in module.spellings]
         if self.layout.takes_matrices:
-            kept = (row for row in kept_parameters(self.skeleton) if len(row.shape) == 2)
-            names += [row.name.removesuffix(".weight") for row in kept if row.name.endswith(".weight")]
+            kept = (row["name"] for row in kept_parameters(self.skeleton) if len(row["shape"]) == 2)
+            names += [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
         return names
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
@@ -128,41 +124,6 @@ class Summary:
     seconds: dict[str, float]
     steps_down: list[str]
     activations: str | None
-
-
-class Output(Protocol):
-    """How staged blocks and what no solver touched become something to publish.
-
-    needs: statistics of calibration text that it works from itself. left_out: what of the source it does not
-    hold, in bytes.
-    """
-
-    needs: frozenset[str]
-    left_out: Mapping[str, int]
-
-    def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """What will be written, exact from shapes."""
-
-    def parameters(self, skeleton: Skeleton) -> int:
-        """How many it holds."""
-
-    def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """What becomes of every matrix."""
-
-    def copied(self, material: Material) -> dict[str, int]:
-        """Modules beside the language model that are copied byte for byte: name -> bytes."""
-
-    def install_rest(
-        self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
-    ) -> None:
-        """Let what lies outside the blocks compute as it will be stored, before the first block runs; states
-        that this takes wait at `place`."""
-
-    def write(self, material: Material, place: Path, manifest: dict) -> None:
-        """Write it all at `place`, where nothing is yet; the manifest says how it came to be."""
-
-    def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
-        """Add what people read beside the tensors, once those have been verified."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
         "linears": linears,
     }
     if kept := job.kept_parameters:
-        described["kept_parameters"] = [parameter.record() for parameter in kept]
+        described["kept_parameters"] = kept
     return described | ({"notes": list(job.method.notes)} if job.method.notes else {})
 
 
@@ -114,14 +114,9 @@ def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place:
 def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
     """How many tokens the experts of a mixture saw; None where there is none, or no data was needed."""
     widths = {row.name: row.in_features for row in job.specs}
-    tokens: dict[str, int] = {}
-    starved = set()
-    for record in records:
-        if "tokens" in record:
-            expert = record["name"].rpartition(".")[0]
-            tokens[expert] = record["tokens"]
-            if record["tokens"] < widths[record["name"]]:
-                starved.add(expert)
+    rows = [row | {"expert": row["name"].rpartition(".")[0]} for row in records if "tokens" in row]
+    tokens = {row["expert"]: row["tokens"] for row in rows}
+    starved = {row["expert"] for row in rows if row["tokens"] < widths[row["name"]]}
     if not tokens:
         return None
     seen = sorted(tokens.values())
@@ -146,7 +141,7 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
         rtn_error=sum(baselines) / len(baselines) if baselines else None,
         fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
         notes={row["name"]: row["notes"] for row in records if row["notes"]},
-        kept_parameters=[parameter.record() for parameter in job.kept_parameters],
+        kept_parameters=job.kept_parameters,
         left_out=dict(job.method.output.left_out),
         copied=job.copied,
         experts=_reached(job, records),

@@ -25,14 +25,19 @@ from quantkit.quantize.solvers import Solver
 TIMINGS = "quantkit-timings.json"
 
 
-class FolderOutput:
-    """See `outputs.Output`. What is not quantized keeps the bytes it had."""
+class Output:
+    """How staged blocks and what no solver touched become a folder, in which what is not quantized keeps the
+    bytes it had.
+
+    needs: statistics of calibration text that it works from itself. left_out: what of the source it does not
+    hold, in bytes.
+    """
 
     needs = frozenset()
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """The source's bytes, with those of quantized linears exchanged."""
+        """What will be written, exact from shapes: the source, with quantized linears exchanged."""
         rows = [spec for spec in specs if spec.grid]
         dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
         kept = (info for info in checkpoint.infos.values() if info.name not in dense)
@@ -41,11 +46,11 @@ class FolderOutput:
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
 
     def parameters(self, skeleton: Skeleton) -> int:
-        """All of the source's."""
+        """How many it holds."""
         return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """The linears of the blocks, by the checkpoint's names."""
+        """What becomes of every matrix: the linears of the blocks, by the checkpoint's names."""
         return [
             Planned(
                 split(row.name)[1],
@@ -57,18 +62,20 @@ class FolderOutput:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """All of them."""
+        """Modules beside the language model that are copied byte for byte: name -> bytes."""
         return {one.name: one.nbytes for one in material.beside}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
     ) -> None:
-        """It is stored as it was read; says so of what is no part of the language model."""
+        """Let what lies outside the blocks compute as it will be stored, before the first block runs; states
+        that this takes wait at `place`. A folder holds it as it was read."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
-        """The folder without what `describe` adds."""
+        """Write all but what `describe` adds at `place`, where nothing is yet; the manifest says how it came
+        to be."""
         place.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
@@ -84,7 +91,8 @@ class FolderOutput:
         _write_json(place / MANIFEST, manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
-        """Timings, which are outside the promise of equal bytes, and the model card."""
+        """Add what people read beside the tensors, once those have been verified: timings, which are outside
+        the promise of equal bytes, and the model card."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (place / "README.md").write_text(model_card.render(material, manifest, summary))

@@ -35,6 +35,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
+from quantkit.quantize.outputs.folder import Output
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
 from quantkit.quantize.solving import solve
@@ -44,8 +45,8 @@ TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.000
 
 
 @dataclass(frozen=True)
-class GgufOutput:
-    """See `outputs.Output`. chosen: the type of every target, by its name; metadata: that of the file.
+class GgufOutput(Output):
+    """See `Output`. chosen: the type of every target, by its name; metadata: that of the file.
 
     imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
     is to be found out by calibration text first; origin: where it comes from.

@@ -44,13 +44,6 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
             f"Calibrated on {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text "
             f"(sha256 {made['sha256'][:16]}…)."
         )
-    if rotation := manifest["job"].get("rotation"):
-        lines.append(_rotated(rotation))
-    if scaled := [name for name, row in (summary.scaled or {}).items() if row["into"]]:
-        lines.append(
-            f"Columns of {count(len(scaled), 'linear')} were scaled before rounding, and what produces their "
-            "inputs divided by as much: the same function."
-        )
     if summary.kept:
         lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
     if summary.copied:
@@ -64,12 +57,3 @@ def render(material: Material, manifest: dict, summary: Summary) -> str:
         f"Measure it yourself: `quantkit eval {source} {name} --text TEXT`.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def _rotated(rotation: dict) -> str:
-    """What the weights hold of it; no client has to know."""
-    turned = [f"the residual stream ({width} channels)"] if (width := rotation["residual"]) else []
-    if blocks := rotation["values"]:
-        turned.append(f"attention's values in {count(blocks, 'block')}")
-    untied = ", for which the head became a tensor of its own" if rotation["untied_bytes"] else ""
-    return f"Rotated before it was quantized, folded into the weights: {' and '.join(turned)}{untied}."

@@ -27,54 +27,41 @@ TRANSFORMS = ("awq", "auto", *ROTATIONS)
 SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
 
 
-def solver_option(default: str, help: str, names: tuple[str, ...] = SOLVERS) -> Any:
-    """The field of a method's Options that says `--solver`."""
-    return option(default, help, names=names)
-
-
-def damp_option() -> Any:
-    """The field of a method's Options that says `--damp`."""
-    return option(0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.")
-
-
-def refine_option() -> Any:
-    """The field of a method's Options that says `--refine`."""
-    return option(2, "gptq, yaqa: cycles of coordinate descent on codes and scales after the sweep.")
-
-
-def target_option() -> Any:
-    """The field of a method's Options that says `--target`."""
-    return option(
+REWRITTEN = "What is rewritten before rounding so that the model computes the same. "
+TURNED = "for which a tied head becomes a tensor of its own; rotate-v: the values alone; "
+OPTIONS = {  # of several methods: name -> default, help, names
+    "damp": (0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.", ()),
+    "refine": (2, "gptq, yaqa: cycles of coordinate descent on codes and scales after the sweep.", ()),
+    "target": (
         "own",
         "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, "
         "what the original model has, so that it makes up for what was lost before: less divergence, twice "
         "the time.",
-        names=TARGETS,
-    )
-
-
-def transform_option() -> Any:
-    """The field of a method's Options that says `--transform`."""
-    return option(
+        TARGETS,
+    ),
+    "transform": (
         "auto",
-        "What is rewritten before rounding so that the model computes the same. auto: where --solver gptq "
+        f"{REWRITTEN}auto: where --solver gptq "
         "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
-        "what round to nearest loses; rotate: the hidden states are, and values inside attention, for which "
-        "a tied head becomes a tensor of its own; rotate-v: the values alone; rotate+auto: both; none.",
-        names=("none", *TRANSFORMS),
-    )
-
-
-def smoothing_option() -> Any:
-    """The field of Options that says `--transform` of a method that rounds activations."""
-    return option(
+        "what round to nearest loses; rotate: the hidden states are, and values inside attention, "
+        f"{TURNED}rotate+auto: both; none.",
+        ("none", *TRANSFORMS),
+    ),
+    "smoothing": (
         "smooth",
-        "What is rewritten before rounding so that the model computes the same. smooth: channels of large "
+        f"{REWRITTEN}smooth: channels of large "
         "inputs are divided, and columns that read them multiplied, as far as both roundings together lose "
-        "less by it; rotate: the hidden states are, and values inside attention, for which a tied head "
-        "becomes a tensor of its own; rotate-v: the values alone; rotate+smooth: both; none.",
-        names=("none", *SMOOTHED),
-    )
+        "less by it; rotate: the hidden states are, and values inside attention, "
+        f"{TURNED}rotate+smooth: both; none.",
+        ("none", *SMOOTHED),
+    ),
+}
+
+
+def shared(name: str) -> Any:
+    """A field of a method's Options that other methods have, too."""
+    default, help, names = OPTIONS[name]
+    return option(default, help, names=names)
 
 
 def check(options: Any) -> None:

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.files import headers, untrusted
-from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.quantize import methods
-from quantkit.quantize.job import Request, open_skeleton, output_of, staging_of
+from quantkit.quantize.job import Request, output_of, staging_of
 from quantkit.quantize.prepare.fingerprint import differences
 from quantkit.text import calibration
 
@@ -70,12 +68,10 @@ def _unlike(request: Request) -> list[str] | None:
     if found := differences(*_told(request, manifest, job)):
         return found
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
-    made, asked = job.get("calibration"), None
-    if made or _needs_text(request, checkpoint):
+    if made := job.get("calibration"):
         asked = calibration.load(checkpoint, request.calibration, request.offline).record()
-        asked = json.loads(json.dumps(asked))
-    if found := differences({"calibration": made}, {"calibration": asked}):
-        return found
+        if found := differences({"calibration": made}, {"calibration": json.loads(json.dumps(asked))}):
+            return found
     source = manifest.get("source") or {}
     return differences({"source_sha256": source.get("sha256")}, {"source_sha256": checkpoint.sha256()})
 
@@ -98,11 +94,3 @@ def _told(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
         asked["device"] = str(choose_device(run.device))
         made["device"] = execution.get("device", asked["device"])
     return made, asked
-
-
-def _needs_text(request: Request, checkpoint: Checkpoint) -> bool:
-    """Whether a job that was made without calibration text would take the one that is asked for now."""
-    if request.calibration.calibration is None:
-        return False
-    skeleton = open_skeleton(checkpoint, request.run)
-    return bool(methods.build(request.method, request.options, True, skeleton).needs)

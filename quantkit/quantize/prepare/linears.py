@@ -124,21 +124,9 @@ def _routers(block: nn.Module) -> set[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A parameter of the blocks that is no linear, and so keeps its bytes: a router, a convolution …"""
-
-    name: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-    def record(self) -> dict:
-        """JSON of it."""
-        return {"name": self.name, "shape": list(self.shape), "bytes": self.nbytes}
-
-
-def kept_parameters(skeleton: Skeleton) -> list[Kept]:
-    """All of two dimensions and more; vectors (norms, biases) are not worth a word."""
+def kept_parameters(skeleton: Skeleton) -> list[dict]:
+    """Name, shape and bytes of the blocks' parameters that are no linears and so keep their bytes: routers,
+    convolutions. Of two dimensions and more; vectors (norms, biases) are not worth a word."""
     found = {}
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -148,7 +136,7 @@ def kept_parameters(skeleton: Skeleton) -> list[Kept]:
                 continue
             for stored in names.joined.get(name) or [names.stored[name]] * (name in names.stored):
                 info = skeleton.checkpoint.infos[stored]
-                found[stored] = Kept(stored, tuple(info.shape), info.nbytes)
+                found[stored] = {"name": stored, "shape": list(info.shape), "bytes": info.nbytes}
     return list(found.values())
 
 
@@ -183,8 +171,7 @@ def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layou
 
     Raises QuantkitError where no client reads them.
     """
-    found: dict[str, list[LinearSpec]] = {}  # by the reason
-    places: dict[str, None] = {}
+    found: list[tuple[str, str]] = []  # a linear, and why no client reads it
     note = ""
     for index, block in enumerate(skeleton.blocks):
         rows = {row.local: row for row in specs if row.block == index and row.grid}
@@ -193,17 +180,13 @@ def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layou
             each = Counter(local.removeprefix(f"{place}.").partition(".")[0] for local in inside)
             note = layout.experts_note if each else note
             if each and (reason := layout.check_experts(max(each.values()))):
-                found.setdefault(reason, []).extend(rows[local] for local in inside)
-                ending = inside[0].removeprefix(place)
-                places[rows[inside[0]].name.removesuffix(ending).rpartition(".")[2]] = None
+                found += [(rows[local].name, reason) for local in inside]
     if found:
-        reason, rows = next(iter(found.items()))
-        leaf = next(iter(places)) if len(places) == 1 else f"({'|'.join(places)})"
-        number = count(sum(map(len, found.values())), "linear")
+        name, reason = found[0]
         raise QuantkitError(
-            f"{number} of experts, {rows[0].name} the first: {reason}",
+            f"{count(len(found), 'linear')} of experts, {name} the first: {reason}",
             hint="use quantkit gptq --layout compressed-tensors, keep them in 16 bit with "
-            rf"--exclude '\.{leaf}\.\d+', or write them all the same with --allow-unread",
+            rf"--exclude '\.{name.split('.')[-3]}\.\d+', or write them all the same with --allow-unread",
             exit_code=UNSUPPORTED,
         )
     return note

@@ -17,7 +17,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare import plan
-from quantkit.quantize.prepare.memory import COMFORT, Peak, sites_at_once
+from quantkit.quantize.prepare.memory import COMFORT, Peak, scratch_bytes, sites_at_once
 from quantkit.quantize.prepare.plan import Execution, JobPlan, sequences_at_once
 from quantkit.tables import size
 
@@ -80,8 +80,25 @@ def decide(
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
     if way.sequential == "repeat" and "hessian" in method.needs:
         way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way).computing))
-    rooms.check(need(way), LESS if method.needs else "a machine with more memory: no option makes it fit")
-    return plan.plan(skeleton, specs, method, way, need(way), shapes)
+    peak = need(way)
+    rooms.check(peak, LESS if method.needs else "a machine with more memory: no option makes it fit")
+    scratch, spilled = 0, 0
+    if "curvature" in method.needs and any(spec.grid for spec in specs):
+        scratch = scratch_bytes(len(skeleton.blocks), shapes)
+    if way.states == "disk":
+        spilled = shapes.states * (2 if "drift" in method.needs else 1)
+    sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
+    staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
+    return JobPlan(
+        execution=way,
+        memory_bytes=peak.computing,
+        host_bytes=peak.host,
+        disk_bytes=max(staged + sizes.total, scratch) + spilled,  # staged blocks, then the files
+        output_bytes=sizes.total,
+        source_bytes=skeleton.checkpoint.stored_bytes,
+        bits_per_weight=sizes.bits_per_weight,
+        ranks=distributed.count(),
+    )
 
 
 def asked(options: RunOptions) -> int | None:

@@ -26,7 +26,6 @@ from quantkit.quantize.prepare.memory import (
     Shapes,
     forward_memory,
     peak_memory,
-    scratch_bytes,
 )
 from quantkit.tables import size
 
@@ -103,35 +102,6 @@ def sequences_at_once(asked: int | None, shape: tuple[int, int]) -> int:
 def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
     """This rank's of the batches that `tokens [samples, seqlen]` are cut into, so many sequences each."""
     return list(distributed.share(tokens.split(size)))
-
-
-def plan(
-    skeleton: Skeleton,
-    specs: Sequence[LinearSpec],
-    method: Method,
-    execution: Execution,
-    peak: Peak,
-    shapes: Shapes,
-) -> JobPlan:
-    """Sizes of a job, exact from shapes; `peak` is what `placement.decide` predicted."""
-    scratch, spilled = 0, 0
-    if "curvature" in method.needs and any(spec.grid for spec in specs):
-        scratch = scratch_bytes(len(skeleton.blocks), shapes)
-    if execution.states == "disk":
-        spilled = shapes.states * (2 if "drift" in method.needs else 1)
-    sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
-    staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
-    return JobPlan(
-        execution=execution,
-        memory_bytes=peak.computing,
-        host_bytes=peak.host,
-        # staged blocks, then the merged files beside them
-        disk_bytes=max(staged + sizes.total, scratch) + spilled,
-        output_bytes=sizes.total,
-        source_bytes=skeleton.checkpoint.stored_bytes,
-        bits_per_weight=sizes.bits_per_weight,
-        ranks=distributed.count(),
-    )
 
 
 def job_memory(
