@@ -914,16 +914,6 @@ def test_a_finished_job_is_told_from_one_of_other_text_or_files(quantkit, refuse
     assert "different: files of the model (" in refuse(2, *asked, "short.txt", "--resume")[0]
 
 
-def test_a_finished_job_without_text_is_not_one_with_text(quantkit, refuse, model, small):
-    """int8 takes text only where some is given; rounding to nearest takes none anyhow."""
-    assert quantkit("int8", model, "-o", "out", "-q").code == 0
-    error, _ = refuse(2, "int8", model, "-o", "out", *small[:2], "--resume")
-    assert error.endswith("different: calibration text (none there, one here)")
-    assert quantkit("nf4", model, "-o", "nf4", "-q").code == 0
-    done = quantkit("nf4", model, "-o", "nf4", *small[:2], "--resume", "-q")
-    assert done.out == "nf4 is already finished\n"
-
-
 @pytest.mark.parametrize("job", [5, {"calibration": 5}, {"execution": []}, None])
 def test_a_manifest_that_is_none_is_not_resumed(quantkit, refuse, model, tmp_path, job):
     asked = ("nf4", model, "-o", "out")
