@@ -232,7 +232,7 @@ def test_another_version_is_refused(workplace, quantkit, staged):
     path = staged / "fingerprint.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "0.1"}))
     code, said = quantkit(*job(workplace), "--resume")
-    assert code == 2 and f"version of torch (0.1 there, {torch.__version__} here)" in said
+    assert code == 2 and f"torch (0.1 there, {torch.__version__} here)" in said
 
 
 @pytest.mark.parametrize("left", [None, "lock", "fingerprint.json.tmp"])

@@ -145,7 +145,7 @@ class GgufOutput(Output):
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not distributed.broadcast(lambda: bool(staged.rest())):
-            blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0].rows for t in rest}
+            blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0][0] for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring what enters the output matrix")
@@ -192,7 +192,7 @@ class GgufOutput(Output):
                     if part.stored and part.stored[0] in staged:
                         scale = staged_scales.get(part.stored[0])
                         own = [] if scale is None else reading.tensor(scale).tolist()
-                        found = [Encoded(reading.tensor(staged[part.stored[0]]), own)]
+                        found = [(reading.tensor(staged[part.stored[0]]), own)]
                     else:
                         found = self._encoded(part, source, wanted, weights[expert])
                     for writer, (rows, own), several in zip(writers, found, scales, strict=True):
@@ -211,8 +211,9 @@ class GgufOutput(Output):
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
-    ) -> list[Encoded]:
-        """A tensor in each of the types, rows in the model's order."""
+    ) -> list[tuple[Tensor, list[float]]]:
+        """A tensor in each of the types: uint8 rows `[out, bytes]` in the model's order, and scales of the
+        matrices in it, mostly none."""
         values = target.read(checkpoint)
         if target.changed:
             values = target.to_gguf(values)
@@ -222,7 +223,7 @@ class GgufOutput(Output):
         for name in types:
             rows = [encode_rows(name, *both) for both in zip(matrices, weights, strict=True)]
             scales = [scale_beside(name, matrix) for matrix in matrices]
-            found.append(Encoded(torch.cat(rows), [scale for scale in scales if scale is not None]))
+            found.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
         return found
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
@@ -268,13 +269,6 @@ def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Te
     for start in range(0, len(blob), step):
         values[start : start + step] = decode_rows(type_name, blob[start : start + step], width)
     return values
-
-
-class Encoded(NamedTuple):
-    """rows: uint8 `[out, bytes]`. scales: what each matrix in it is multiplied with; mostly nothing."""
-
-    rows: Tensor
-    scales: list[float]
 
 
 class File(NamedTuple):

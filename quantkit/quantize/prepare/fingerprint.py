@@ -14,18 +14,11 @@ from quantkit.options import CalibrationOptions, RunOptions
 OPTIONS = {
     field.name for section in (CalibrationOptions, RunOptions) for field in dataclasses.fields(section)
 }
-WORDS = {  # entries that are no option's value
-    "quantkit": "version of quantkit",
-    "torch": "version of torch",
-    "transformers": "version of transformers",
+WORDS = {  # entries that are no option's value, in the words of a user
     "source_sha256": "files of the model",
-    "method": "method",
     "calibration": "calibration text",
     "calibration.source": "--calibration",
     "calibration.sha256": "calibration tokens",
-    "calibration.bos": "BOS token before each text",
-    "calibration.chat_template": "chat template",
-    "calibration.dataset": "dataset of --calibration",
 }
 
 

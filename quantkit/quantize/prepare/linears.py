@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -219,9 +219,9 @@ def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
     hint, code = "change the options as it says, or keep these linears in 16 bit with --exclude", UNSUPPORTED
     rows = [row for found in refused.values() for row in found]
     if any(row.in_features % row.grid.group_size for row in rows):
-        code, hint = USAGE, "keep these linears in 16 bit with --exclude"
-        sizes = {spec.in_features for spec in specs}
-        fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(size % g for size in sizes)]
-        if all("group_size" in {field.name for field in fields(row.grid)} for row in rows):
+        code = USAGE
+        fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(spec.in_features % g for spec in specs)]
+        hint = "keep these linears in 16 bit with --exclude"
+        if all("group_size" in vars(row.grid) for row in rows):
             hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
     raise QuantkitError(f"the layout cannot hold {count(len(rows), 'linear')}: {name_all(told)}", hint, code)

@@ -63,11 +63,8 @@ class Shapes:
         routed = [row for row in self.linears if row[0] in self.experts]
         if not self.streamed:
             return self.weights
-        return (
-            self.weights
-            - sum(o * i for _, o, i in routed)
-            + expert_share.HELD * expert_share.largest_expert(routed)
-        )
+        held = expert_share.HELD * expert_share.largest_expert(routed)
+        return self.weights - sum(o * i for _, o, i in routed) + held
 
     @property
     def hidden(self) -> int:
@@ -129,16 +126,6 @@ class Shapes:
         values += FLOAT32 * self.spread * (self.element < FLOAT32)
         return self.batch_tokens * values + self.waiting
 
-    @property
-    def entering(self) -> int:
-        """Bytes of what enters layers of experts, kept for a transform until each expert has come."""
-        layers = (
-            {expert_share.expert_of(name).rpartition(".")[0] for name in self.experts}
-            if self.streamed
-            else ()
-        )
-        return len(layers) * self.states
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -196,7 +183,9 @@ def peak_memory(
             # of the second moments; errors and codes of two linears
             factors = max(4 * shapes.widest**2, 2 * shapes.widest**2 + 9 * largest)
             solving = max(solving, FLOAT32 * factors + 2 * largest * copied)
-        elsewhere = shapes.entering if scaled else 0
+        if scaled and shapes.streamed:  # what enters each layer of experts, until all of them have come
+            experts = map(expert_share.expert_of, shapes.experts)
+            elsewhere = shapes.states * len({name.rpartition(".")[0] for name in experts})
         if "drift" in needs:  # inputs and outputs of the original's sites, and their moments with those here
             elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * shapes.tokens * element
             moments *= 5
