@@ -27,7 +27,7 @@ from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
 from quantkit.quantize.methods.gptq import Options
-from quantkit.quantize.prepare import placement, recipe
+from quantkit.quantize.prepare import plan, recipe
 from quantkit.quantize.staging import blocks as staged_blocks
 from quantkit.quantize.staging import folder as staging
 
@@ -765,7 +765,7 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
         return make("gptq", model, *small, *asked, "--dry-run")["plan"]["memory_bytes"]
 
     def chosen(free: int) -> tuple[str, str, int]:
-        monkeypatch.setattr(placement, "free_memory", lambda device: free)
+        monkeypatch.setattr(plan, "free_memory", lambda device: free)
         record = make("gptq", model, *small, "--dry-run")["plan"]
         how = record["execution"]
         return how["sequential"], how["states"], record["memory_bytes"]
@@ -777,7 +777,7 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
     assert chosen(disk) == ("repeat", "disk", disk)
     error, hint = refuse(5, "gptq", model, *small, "--sequential", "suspend")
     assert "of memory" in error and hint.startswith("use --sequential repeat --states disk ")
-    monkeypatch.setattr(placement, "free_memory", lambda device: disk - 1)
+    monkeypatch.setattr(plan, "free_memory", lambda device: disk - 1)
     error, hint = refuse(5, "gptq", model, *small)
     assert hint.endswith("fewer --samples or a shorter --seqlen")
     assert not list(tmp_path.glob("tiny-*"))

@@ -10,7 +10,7 @@ from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import Keeper
 from quantkit.quantize import loop
-from quantkit.quantize.prepare import placement
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import parts
 from quantkit.quantize.staging.folder import Staging
@@ -148,7 +148,7 @@ def test_a_repeated_forward_takes_as_many_experts_as_the_plan_allows(mixture, tm
 
     def quantize(name: str, free: int) -> tuple[int, int]:
         with monkeypatch.context() as patch:
-            patch.setattr(placement, "free_memory", lambda device: free)
+            patch.setattr(plan, "free_memory", lambda device: free)
             run = {"calibration": text, "sequential": "repeat", "batch_size": 2}
             made = jobs.prepare("gptq", folder, tmp_path / name / "out", SMALL, **run)
         passes.append(0)

@@ -19,7 +19,7 @@ from quantkit.models.gguf import imatrix
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions
 from quantkit.quantize.calibrate import importance
-from quantkit.quantize.prepare import placement
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.text import calibration
 
@@ -223,7 +223,7 @@ def test_activations_that_overflow_are_named(quantkit, tiny_model, small, tmp_pa
 def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeypatch):
     tiny_model("llama", name="tiny", tokenizer=True)
     with monkeypatch.context() as patch:
-        patch.setattr(placement, "free_memory", lambda device: 1000)
+        patch.setattr(plan, "free_memory", lambda device: 1000)
         assert "of memory" in refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
 
     def full(self, name, chunks):

@@ -28,7 +28,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import job, loop
 from quantkit.quantize.calibrate.states import Place, Spill, States
 from quantkit.quantize.outputs import finish
-from quantkit.quantize.prepare import linears, placement, plan
+from quantkit.quantize.prepare import linears, plan
 from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")
@@ -176,7 +176,7 @@ def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, mo
     states = 6 * 32 * 64 * 4
     assert here.memory_bytes - there.memory_bytes == states - 3 * states // 6
     assert there.disk_bytes - here.disk_bytes == states
-    monkeypatch.setattr(placement, "free_memory", lambda device: there.memory_bytes)
+    monkeypatch.setattr(plan, "free_memory", lambda device: there.memory_bytes)
     made = jobs.prepare("gptq", model, tmp_path / "out", SMALL, listener, **run)
     assert made.plan.execution.states == "disk"
     summary = loop.run(made, listener)
@@ -397,7 +397,7 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_with_what_would(
             *asked, "--json", "--dry-run", "--sequential", "repeat", "--states", "disk", "--batch-size", 1
         ).out
     )["plan"]["memory_bytes"]
-    monkeypatch.setattr(placement, "free_memory", lambda device: least)
+    monkeypatch.setattr(plan, "free_memory", lambda device: least)
     done = quantkit(*asked, "--batch-size", 16)
     error, hint = done.err.splitlines()[-2:]
     assert done.code == 5 and "the job needs about " in error and not read
@@ -444,8 +444,8 @@ def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
 
 
 def test_a_limit_above_what_the_machine_has_is_not_blamed(quantkit, tiny_model, monkeypatch):
-    monkeypatch.setattr(placement, "host_memory", lambda: 1000)
-    monkeypatch.setattr(placement, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(plan, "host_memory", lambda: 1000)
+    monkeypatch.setattr(plan, "free_memory", lambda device: 1000)
     done = quantkit("nf4", tiny_model("llama"), "--max-memory", "50GB", "-q")
     error, hint = done.err.splitlines()
     assert done.code == 5 and "1.00 kB are" in error and "--max-memory" not in error

@@ -17,8 +17,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.prepare.linears import linears
 from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES, forward_memory
-from quantkit.quantize.prepare.placement import TENTH, check_memory
-from quantkit.quantize.prepare.plan import check_disk, shapes_of
+from quantkit.quantize.prepare.plan import TENTH, check_disk, check_memory, shapes_of
 
 CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, per model
 CHUNKS = 5  # of them: logits and log-probabilities of one model, those of the other, and the difference

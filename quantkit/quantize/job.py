@@ -31,7 +31,7 @@ from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import composing, linears, placement, plan
+from quantkit.quantize.prepare import composing, linears, plan
 from quantkit.quantize.prepare.fingerprint import check_alike
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
@@ -160,7 +160,7 @@ def prepare(
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    job_plan = placement.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
     execution = job_plan.execution
     fingerprint = {}
     if not dry_run:

@@ -29,7 +29,7 @@ from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_si
 from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary, finish
-from quantkit.quantize.prepare import placement
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solving import Solving, groups
 from quantkit.quantize.staging.blocks import Scratch
@@ -151,7 +151,7 @@ class _Loop:
                 try:
                     self._quantize(index, module)
                 except torch.OutOfMemoryError as error:
-                    raise placement.out_of_memory(self.execution, index) from error
+                    raise plan.out_of_memory(self.execution, index) from error
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])

@@ -10,7 +10,7 @@ from quantkit.distillation.options import DistillOptions
 from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.backward import CHUNK_BYTES, CHUNK_TOKENS
-from quantkit.quantize.prepare.placement import check_memory
+from quantkit.quantize.prepare.plan import check_memory
 
 FLOAT32 = 4
 TRACED = 1 + 4 * FLOAT32  # bytes a weight of the block that runs: code, level, value, and two gradients

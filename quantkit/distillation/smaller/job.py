@@ -30,7 +30,7 @@ from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine.device import choose_dtype, free_memory
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
-from quantkit.quantize.prepare import placement, plan
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.blocks import write_text
 from quantkit.quantize.timings import Timings
@@ -239,7 +239,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     need = parameters * BYTES_TRAINED + logits
     disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
     remedy = "fewer --blocks or a shorter --seqlen"
-    placement.check_memory(need, free_memory(skeleton.device), remedy, skeleton.device)
+    plan.check_memory(need, free_memory(skeleton.device), remedy, skeleton.device)
     job = SmallerJob(
         request, teacher, skeleton, calibrated, staging, evaluated(teacher, text), disk, schedule, parameters,
         need,

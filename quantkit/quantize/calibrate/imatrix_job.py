@@ -22,7 +22,7 @@ from quantkit.quantize.calibrate import importance
 from quantkit.quantize.calibrate.importance import Importance
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
-from quantkit.quantize.prepare import linears, placement, plan
+from quantkit.quantize.prepare import linears, plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -89,7 +89,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
     shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
-    rooms = placement.Rooms.of(skeleton.device, placement.asked(request.run))
+    rooms = plan.Rooms.of(skeleton.device, plan.asked(request.run))
     need, place = forward_memory(shapes), None
     if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
         need = forward_memory(shapes, spilled=True)

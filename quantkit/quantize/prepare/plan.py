@@ -1,12 +1,13 @@
-"""The job before it runs: what it takes in memory and disk, decided and checked on shapes alone."""
+"""The job before it runs: how it runs in the memory there is, decided and checked on shapes alone."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,22 +15,29 @@ from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
 from quantkit.layouts import LinearSpec
-from quantkit.models.machine import distributed
-from quantkit.models.machine.device import is_accelerator
+from quantkit.models.machine import distributed, memory
+from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.machine.expert_share import ROUTED
+from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
+from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
+    COMFORT,
     Peak,
     Shapes,
     forward_memory,
     peak_memory,
+    scratch_bytes,
+    sites_at_once,
 )
 from quantkit.tables import size
 
 ENCODING = 1 << 24  # temporaries of an encoder
+TENTH = 10**8  # bytes: sizes are said in tenths of a GB
+LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples or a shorter --seqlen"
 
 
 @dataclass(frozen=True)
@@ -163,3 +171,133 @@ def check_disk(folder: Path, need: int) -> None:
             hint="free some space or choose another --output",
             exit_code=RESOURCES,
         )
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """Bytes that a job may take: where it computes, and on the host, which is the same place for a CPU."""
+
+    computing: int
+    host: int
+    device: torch.device
+    limit: Limit | None
+
+    @staticmethod
+    def of(device: torch.device, limit: Limit | None) -> Rooms:
+        """The least of all ranks'."""
+        own = [limit.left] if limit else []
+        host = distributed.least(min([host_memory(), *own]))
+        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
+        return Rooms(free, host, device, limit)
+
+    def hold(self, peak: Peak, share: float = 1.0) -> bool:
+        """Whether a peak fits in a share of them."""
+        return peak.computing <= share * self.computing and peak.host <= share * self.host
+
+    def check(self, peak: Peak, remedy: str) -> None:
+        """Raise QuantkitError (exit code 5) unless it fits."""
+        host = self.computing
+        if is_accelerator(self.device):
+            check_memory(peak.computing, self.computing, remedy, self.device)
+            host = self.host
+        if self.limit and self.limit.left <= self.host:
+            tenths = -(-(self.limit.resident + peak.host) // TENTH)
+            remedy = f"--max-memory {tenths / 10:g}GB"
+        check_memory(peak.host, host, remedy, limit=self.limit)
+
+
+def decide(
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    options: RunOptions,
+    shape: tuple[int, int],
+    kept: dict,
+) -> JobPlan:
+    """How the job runs on calibration tokens of `shape`, and what it takes so.
+
+    `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
+    Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
+    not even the most frugal fits at all.
+    """
+    shapes = shapes_of(skeleton, specs, shape[0] * shape[1], 0)
+    need = partial(job_memory, skeleton, specs, method, shapes, shape)
+    ways = list(_ways(skeleton, method, options, shape, kept))
+    rooms = Rooms.of(skeleton.device, Limit.of(asked(options)))
+    way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
+    way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
+    if way.sequential == "repeat" and "hessian" in method.needs:
+        way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way).computing))
+    peak = need(way)
+    rooms.check(peak, LESS if method.needs else "a machine with more memory: no option makes it fit")
+    scratch, spilled = 0, 0
+    if "curvature" in method.needs and any(spec.grid for spec in specs):
+        scratch = scratch_bytes(len(skeleton.blocks), shapes)
+    if way.states == "disk":
+        spilled = shapes.states * (2 if "drift" in method.needs else 1)
+    sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
+    staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
+    return JobPlan(
+        execution=way,
+        memory_bytes=peak.computing,
+        host_bytes=peak.host,
+        disk_bytes=max(staged + sizes.total, scratch) + spilled,  # staged blocks, then the files
+        output_bytes=sizes.total,
+        source_bytes=skeleton.checkpoint.stored_bytes,
+        bits_per_weight=sizes.bits_per_weight,
+        ranks=distributed.count(),
+    )
+
+
+def asked(options: RunOptions) -> int | None:
+    """Bytes that the whole process may take, if the user said so."""
+    return None if options.max_memory is None else size_bytes(options.max_memory, "--max-memory")
+
+
+def _ways(
+    skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
+) -> Iterator[Execution]:
+    """How a job may run, the fastest first. Several ranks solve an expert each where none has to wait for
+    those before it. Suspended batches hold what they began with: a file would save nothing; and without
+    calibration there is nothing to keep."""
+    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
+    dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
+    accelerated, asked = is_accelerator(skeleton.device), options.sequential
+    asked = kept.get("sequential") if asked == "auto" else asked
+    modes = ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
+    for mode in [asked] if asked else modes:
+        places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
+        if options.states != "auto":
+            places = [options.states if accelerated or options.states == "disk" else "device"]
+        for states in places if method.needs else ["device"]:
+            yield Execution(dtype, device, batch_size, mode, torch.get_num_threads(), states)
+
+
+def out_of_memory(execution: Execution, block: int) -> QuantkitError:
+    """Return the error of a device that ran out of memory in a block; the hint names what takes less."""
+    less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
+    hint = f"start again with {less} --sequential repeat --overwrite"
+    if execution.states == "device":
+        hint = "finished blocks are kept: run the same command with --resume --states host"
+    return QuantkitError(f"{execution.device} ran out of memory in block {block + 1}", hint, RESOURCES)
+
+
+def check_memory(
+    need: int,
+    free: int,
+    remedy: str,
+    device: torch.device | None = None,
+    limit: Limit | None = None,
+    what: str = "the job",
+) -> None:
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. limit: of
+    the process, if the user said so."""
+    if need <= free:
+        return
+    where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")
+    left = f"{size(free)} are" if free else "nothing is"
+    message = f"{what} needs about {size(need)} of memory{where}, {left} {whose or memory.room().whose}"
+    if limit and limit.left <= free and not where:
+        message = f"--max-memory of {size(limit.nbytes)} is too small: "
+        message += f"Python alone takes about {size(limit.resident)}, {what} {size(need)}"
+    raise QuantkitError(message, hint=f"use {remedy}", exit_code=RESOURCES)
