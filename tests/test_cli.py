@@ -471,7 +471,7 @@ def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
 
 def test_a_recipe_without_a_model(refuse, mine):
     error, hint = refuse(2, "run", mine(quant={"bits": 3}))
-    assert error == "mine.yaml names no model" and "quantkit run mine.yaml MODEL" in hint
+    assert error == "mine.yaml has no model" and "quantkit run mine.yaml MODEL" in hint
 
 
 @pytest.mark.parametrize(
@@ -621,7 +621,7 @@ def test_an_existing_output_stays_unless_overwritten(refuse, make, model, small,
     error, hint = refuse(2, "gptq", model, *small, "-o", out)
     assert str(out) in error and "--overwrite" in hint
     error, hint = refuse(2, "gptq", model, *small, "-o", out, "--overwrite")
-    assert "holds other things, too, precious: it would be lost" in error and "--output" in hint
+    assert "contains other files, precious: it would be lost" in error and "--output" in hint
     assert contents(out) == {"precious": b"data"}
     (out / "config.json").write_text("{}")  # an old checkpoint, but not that alone
     refuse(2, "gptq", model, *small, "-o", out, "--overwrite")
@@ -867,7 +867,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
         (("--exclude", "q_proj"), "--exclude (none there, q_proj here)"),
     ):
         error, hint = refuse(2, *asked, *other, "--resume")
-        assert error == f"out is finished, and of another job; different: {different}"
+        assert error == f"out is the finished output of another job; different: {different}"
         assert hint == "choose another --output, or replace out with --overwrite"
     refuse(2, *asked)
     (tmp_path / "things").mkdir()
@@ -904,7 +904,8 @@ def test_a_finished_job_is_told_from_one_of_other_text_or_files(quantkit, refuse
         (("short.txt", "--max-shard-gb", 1), "--max-shard-gb (5.0 there, 1.0 here)"),
     ):
         error, hint = refuse(2, *asked, *other, "--resume")
-        assert error.startswith("out is finished, and of another job; different: ") and different in error
+        assert error.startswith("out is the finished output of another job; different: ")
+        assert different in error
     assert refuse(3, *asked, "absent.txt", "--resume")[0].startswith("calibration text absent.txt")
     (tmp_path / "short.txt").write_text(text[-few:])
     assert "calibration tokens (" in refuse(2, *asked, "short.txt", "--resume")[0]
@@ -967,7 +968,7 @@ def test_files_that_exist_are_all_named_and_the_others_made_by_resume(
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
     assert [row["output"] for row in told["jobs"]] == names
     error, hint = refuse(2, *asked, "--exclude", "q_proj", "--resume")
-    assert error.startswith(f"{names[0]} is finished, and of another job; different: --exclude")
+    assert error.startswith(f"{names[0]} is the finished output of another job; different: --exclude")
 
 
 def test_a_plan_says_what_becomes_of_an_output_that_exists(quantkit, model):

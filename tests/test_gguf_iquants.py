@@ -58,8 +58,8 @@ def test_llama_cpp_computes_with_the_weights_that_are_read(source, tmp_path, nam
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": ("TQ1_0",)}, "error feedback cannot make TQ1_0"),
-        ({"type": ("Q4_K_M",), "tensor_type": ("attn_v=TQ2_0",)}, "cannot make TQ2_0: blk.0.attn_v.weight"),
+        ({"type": ("TQ1_0",)}, "error feedback does not support TQ1_0"),
+        ({"type": ("Q4_K_M",), "tensor_type": ("attn_v=TQ2_0",)}, "TQ2_0: blk.0.attn_v.weight"),
         ({"type": ("IQ2_XS",), "solver": "rtn", "imatrix": "none"}, "leaves 6 tensors without importance"),
     ],
 )

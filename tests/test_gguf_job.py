@@ -223,7 +223,7 @@ def test_what_fits_no_block_falls_back_aloud_or_not_at_all(tiny_model, tmp_path)
         text.startswith("Q5_0 instead of Q4_K, because 96 columns are no multiple of 256")
         for text in progress.warnings
     )
-    with pytest.raises(QuantkitError, match=r"\d+ tensors? cannot have the type asked for") as caught:
+    with pytest.raises(QuantkitError, match=r"\d+ tensors? cannot have the requested type") as caught:
         jobs.prepare("gguf", model, tmp_path / "out.gguf", options | {"strict": True})
     assert caught.value.exit_code == 4 and "--strict" in caught.value.hint
     assert not (tmp_path / "out.gguf").exists()
@@ -288,7 +288,7 @@ def test_an_output_that_is_a_folder_gets_the_file(short_demo, tmp_path):
     )
     assert (
         isinstance(result.exception, QuantkitError)
-        and "one file, 2 are asked for" in result.exception.message
+        and "one file, 2 are requested" in result.exception.message
     )
 
 

@@ -83,7 +83,7 @@ def test_a_fingerprint_of_absurd_values(refuse, model, stored):
         json.dumps({"quantkit": "1", "source_sha256": "ab" * 32} | stored)
     )
     error, hint = refuse(2, *GPTQ, "-o", "out", "--resume")
-    assert error == "out.partial/fingerprint.json is damaged: it says no way to run a job"
+    assert error == "out.partial/fingerprint.json is damaged: its execution is invalid"
     assert hint == "start again with --overwrite"
 
 

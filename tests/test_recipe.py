@@ -145,7 +145,7 @@ def test_which_model(in_recipe, settings, typed, model):
 
 def test_no_model_at_all():
     error, hint = refusal(recipe.merge, Recipe("gptq", "mine.yaml"), (), {})
-    assert error == "mine.yaml names no model" and "quantkit run mine.yaml MODEL" in hint
+    assert error == "mine.yaml has no model" and "quantkit run mine.yaml MODEL" in hint
 
 
 def test_settings_may_leave_out_the_section_and_write_dashes():
@@ -256,13 +256,13 @@ def test_settings_that_are_none(setting, words):
     [
         (None, 3, ["mine.yaml", "No such file", *recipe.shipped()]),
         (b"method: rtn", 2, ["mine.yaml", "no recipe for gptq"]),
-        (b"quant: {bits: 4}", 2, ["names no method"]),
-        (b"", 2, ["names no method"]),
-        (b"- gptq", 2, ["names no method"]),
+        (b"quant: {bits: 4}", 2, ["has no method"]),
+        (b"", 2, ["has no method"]),
+        (b"- gptq", 2, ["has no method"]),
         (b"method: gptq\nquant: [", 2, ["mine.yaml", "not YAML", "line 2"]),
         (b"method: gptq\nmodel: \x07", 2, ["mine.yaml", "not YAML"]),
         (b"method: gptq # \xff", 2, ["mine.yaml", "not YAML"]),
-        (b"method: gptq\nquant: 4", 2, ["mine.yaml", "quant is 4", "no section"]),
+        (b"method: gptq\nquant: 4", 2, ["mine.yaml", "quant is 4", "not a section"]),
         (b"method: gptq\nquant: {bits: 4}\nquant: {}", 2, ["second quant", "line 3"]),
         (b"method: gptq\nquant:\n  bits: 4\n  bits: 3", 2, ["second bits", "line 4"]),
         (b"method: gptq\ndescription: 3", 2, ["description is 3"]),

@@ -48,7 +48,7 @@ VERIFY_TOKENS = 2  # a data-free job is verified with: the least that gives atte
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for, as typed."""
+    """A request of the user, as typed."""
 
     source: str
     method: str
@@ -86,22 +86,22 @@ class Job:
 
     @property
     def identity(self) -> dict:
-        """The whole fingerprint: waits for the source's hash."""
+        """The fingerprint with the source's hash; waits for it."""
         return self.fingerprint | {"source_sha256": self.source_sha256.result()}
 
     @property
     def kept_parameters(self) -> list[dict]:
-        """What the blocks hold beside linears."""
+        """Parameters of the blocks other than linears."""
         return linears.kept_parameters(self.skeleton)
 
     @property
     def copied(self) -> dict[str, int]:
-        """Bytes that are copied of what lies beside the language model, by module."""
+        """Bytes of modules next to the language model that are copied, by module."""
         return self.method.output.copied(self.material)
 
     @property
     def refusal(self) -> QuantkitError | None:
-        """Why the output cannot be made where it is asked for, which ends no dry run."""
+        """The error that keeps the output from being written; a dry run only reports it."""
         try:
             self.staging.check(self.request.resume, self.request.overwrite)
         except QuantkitError as error:
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def material(self) -> Material:
-        """What the output is made of."""
+        """Material of the output."""
         shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
@@ -132,7 +132,7 @@ def prepare(
     adopted = staged["execution"] if staged else {}
     skeleton = open_skeleton(checkpoint, request.run, adopted)
     method, specs = _resolve(skeleton, request)
-    if not dry_run:  # what was typed wrongly has been told before
+    if not dry_run:  # after errors in options have been reported
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
         progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
@@ -155,8 +155,8 @@ def prepare(
         progress.warn(note)
     if method.layout.fused and (split := linears.split_fusions(specs)):
         progress.warn(
-            f"quantized unlike, though serving engines such as vLLM fuse them: {name_all(split)}; "
-            "quantkit inspect says who loads it"
+            f"unequally quantized, though serving engines such as vLLM fuse them: {name_all(split)}; "
+            "quantkit inspect lists the clients that load it"
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
@@ -182,7 +182,7 @@ def prepare(
 
 
 def _open(request: Request, progress: Progress) -> Checkpoint:
-    """The source. Raises QuantkitError if it is quantized already and nobody allowed that."""
+    """Open the source. Raises QuantkitError if it is quantized already, without --allow-requantize."""
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if not checkpoint.quantized:
         return checkpoint
@@ -198,13 +198,13 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 
 
 def staging_of(request: Request) -> Staging:
-    """Where the job is staged; on another rank than 0 it only follows."""
+    """Return the staging of the job; all ranks but 0 follow."""
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
     return Staging(output_of(request), one_file, follows=distributed.rank() > 0)
 
 
 def check_run(run: RunOptions) -> None:
-    """Raise QuantkitError for options no job could run with."""
+    """Raise QuantkitError for invalid run options."""
     for name in ("batch_size", "threads"):
         if (value := getattr(run, name)) is not None and value < 1:
             raise QuantkitError(
@@ -217,9 +217,9 @@ def check_run(run: RunOptions) -> None:
 
 
 def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:
-    """The skeleton of a model that is whole and understood, on the device and in the precision asked for.
+    """Return the skeleton of a complete model, on the requested device and in the requested precision.
 
-    adopted: the execution of the job being resumed, which says what `run` does not. Sets torch's threads.
+    adopted: the execution of the resumed job, for options unset in `run`. Sets torch's threads.
     """
     adopted = adopted or {}
     device = choose_device(adopted.get("device", "auto") if run.device == "auto" else run.device)
@@ -234,7 +234,7 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
 
 
 def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> CalibrationSet:
-    """The calibration text that was asked for, as tokens."""
+    """Return the requested calibration text as tokens."""
     progress.phase("reading the calibration text")
     calibrated = calibration.load(checkpoint, request.calibration, request.offline)
     if calibrated.warning:
@@ -243,7 +243,7 @@ def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> C
 
 
 def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearSpec]]:
-    """The method, and every linear with its grid."""
+    """Return the method, and every linear with its grid."""
     run = request.run
     text = request.calibration.calibration is not None
     method = methods.build(request.method, request.options, text, skeleton)
@@ -252,7 +252,7 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(
-            f"linears outside the blocks are quantized, too: {name_all(sorted(outside))}",
+            f"linears outside the blocks are quantized: {name_all(sorted(outside))}",
             hint="start from the original checkpoint",
             exit_code=UNSUPPORTED,
         )
@@ -276,8 +276,8 @@ def _check_ranks(method: Method) -> None:
 
 
 def output_of(request: Request) -> Path:
-    """Return the output path: as asked, or a name derived from the source and the options. Where overrides
-    change the bits, the name says `mixed`."""
+    """Return the output path: as requested, or a name derived from the source and the options, with `mixed`
+    for overridden bits."""
     suffix, bits = (
         methods.load(request.method).suffix(request.options),
         getattr(request.options, "bits", None),
@@ -288,26 +288,26 @@ def output_of(request: Request) -> Path:
 
 
 def base_name(source: str) -> str:
-    """What outputs made from a checkpoint are called after."""
+    """Return the name of a checkpoint from which output names are derived."""
     name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
     return name.removesuffix(".gguf") or "model"
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
-    """One sequence of seeded random ids: a data-free job needs no tokenizer, only a check."""
+    """Return one sequence of seeded random ids to verify a data-free job with."""
     length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(checkpoint.text_config.vocab_size, (1, length), generator=generator)
 
 
 def _hash(checkpoint: Checkpoint) -> str:
-    """The source's hash. Raises QuantkitError if it may be that of another than was opened."""
+    """Return the source's hash. Raises QuantkitError if the source has changed since it was opened."""
     with unchanged.watched(checkpoint):
         return checkpoint.sha256()
 
 
 def _begin(work: Callable[[], str]) -> Future[str]:
-    """What `work` returns, from a thread that does not outlive an error elsewhere."""
+    """Return the future result of `work`, run in a daemon thread."""
     future: Future[str] = Future()
 
     def run() -> None:
@@ -327,7 +327,7 @@ def _fingerprint(
     job_plan: JobPlan,
     mixture: bool,
 ) -> dict:
-    """All that decides the output's bytes. A job resumes only where this is equal."""
+    """Return everything that decides the output's bytes. A job resumes only with an equal fingerprint."""
     run, options = request.run, dataclasses.asdict(request.options)
     found = {
         "quantkit": __version__,

@@ -89,7 +89,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
     shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
-    rooms = plan.Rooms.of(skeleton.device, plan.asked(request.run))
+    rooms = plan.Rooms.of(skeleton.device, plan.max_memory(request.run))
     need, place = forward_memory(shapes), None
     if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
         need = forward_memory(shapes, spilled=True)

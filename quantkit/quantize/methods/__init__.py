@@ -68,14 +68,14 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Which statistics of calibration text it works from; none for a data-free one."""
+        """Return the statistics of calibration text that the method uses; none for a data-free one."""
         parts = (self.solver, self.output, self.transform, self.layout)
         return frozenset().union(*(part.needs for part in parts if part))
 
 
 @dataclass(frozen=True)
 class Work:
-    """What a method does besides running blocks.
+    """Cost of a method besides running blocks.
 
     forwards: passes of all tokens through a block; none where no calibration is needed. products: operations
     spent on each linear, in `out · in²`. seconds: per weight and core, quick and slow, for all that is no
@@ -100,12 +100,12 @@ GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor,
 
 
 def available() -> list[str]:
-    """Names of the methods, from the files of this package."""
+    """Return the names of the methods, from the files of this package."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def load(name: str) -> ModuleType:
-    """The module of a method. Raises QuantkitError with the nearest names for an unknown one."""
+    """Import the module of a method. Raises QuantkitError with similar names for an unknown one."""
     if name not in available():
         near = difflib.get_close_matches(name, available()) or available()
         raise QuantkitError(
@@ -115,9 +115,7 @@ def load(name: str) -> ModuleType:
 
 
 def summary(name: str) -> str:
-    """A method's SUMMARY, read off its source: the help lists all of them, and importing all takes longer
-    than everything else it does.
-    """
+    """Return a method's SUMMARY, read from its source: importing all methods slows the help."""
     source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
     line = re.search(r'^SUMMARY = "([^"\\]*)"$', source, re.MULTILINE)
     return line[1] if line else load(name).SUMMARY
@@ -131,7 +129,7 @@ def check(name: str, options: Any) -> None:
 
 
 def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """The method composed; see above."""
+    """Return the composed method."""
     module = load(name)
     if hasattr(module, "build"):
         return module.build(options, calibrated, skeleton)
@@ -141,7 +139,7 @@ def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton 
 def compose(
     name: str, options: Any, weighted: bool = False, rounded: Callable[[Tensor], Tensor] | None = None
 ) -> Method:
-    """A method out of its layout and grid, and the solver and transform that its options name; weighted,
+    """Compose a method of its layout and grid, and of the solver and transform in its options. weighted,
     rounded: see `composing`."""
     from quantkit.quantize.prepare import composing
 
@@ -157,7 +155,7 @@ def compose(
 
 
 def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:
-    """Options and output of every job that one command asks for; a method without `each` has one.
+    """Return options and output of every job of one command; a method without `each` has one.
 
     model: what derived names begin with.
     """
@@ -181,8 +179,8 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
 def affine_width(
     override: Override | None, bits: int, group_size: int, in_features: int, symmetric: bool
 ) -> Width:
-    """Of a linear's affine grid: what its override says, else the method's. Raises QuantkitError for an
-    override that no layout has."""
+    """Return bits and group size of a linear's affine grid: of its override, else the method's. Raises
+    QuantkitError for an override that no layout has."""
     from quantkit.layouts import Width
 
     if override:
@@ -193,7 +191,7 @@ def affine_width(
 
 
 def refuse_override(override: Override | None, reason: str) -> None:
-    """Raise QuantkitError if a linear is asked to differ from the others."""
+    """Raise QuantkitError for an override."""
     if override:
         raise QuantkitError(
             f"{override.flag}: {reason}", "keep linears in 16 bit with --exclude instead", UNSUPPORTED

@@ -33,22 +33,20 @@ class Options:
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
     zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
     n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
-    clip: bool = option(True, "Search how far to cut off each group's range; q and k are spared.")
+    clip: bool = option(True, "Search how far to cut off each group's range, except of q and k.")
     solver: str = option(
         "rtn",
-        "rtn rounds the scaled weights to nearest; gptq gives them error feedback, yaqa by gradients, too.",
+        "rtn rounds the scaled weights to nearest; gptq adds error feedback, yaqa also by gradients.",
         names=composing.SOLVERS,
     )
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
-    layout: Literal["awq", "compressed-tensors"] = option(
-        "awq", "What is written, and so which clients load it."
-    )
+    layout: Literal["awq", "compressed-tensors"] = option("awq", "Layout on disk, which decides the clients.")
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `awq-w4g128`."""
+    """Return the end of the derived output name, such as `awq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     solver = composing.suffix(options, "solver")
     return f"awq{solver}-w{options.bits}{group}" + ("" if options.zero_point else "-sym")
@@ -66,12 +64,12 @@ def check(options: Options) -> None:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid. Raises QuantkitError for an override that no grid has."""
+    """Return a linear's bits and group size. Raises QuantkitError for an override that no grid has."""
     return affine_width(override, options.bits, options.group_size, in_features, not options.zero_point)
 
 
 def grid(options: Options, width: Width, name: str) -> AffineGrid:
-    """The grid of a linear."""
+    """Return the grid of a linear."""
     from quantkit.grids.affine import AffineGrid
 
     feedback = options.solver != "rtn"
@@ -89,7 +87,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
 
 
 def layout(options: Options) -> Layout:
-    """How it lies on disk."""
+    """Return the layout."""
     if options.layout == "awq":
         return AwqLayout(options.group_size, options.zero_point)
     return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, not options.zero_point))

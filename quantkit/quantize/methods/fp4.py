@@ -34,16 +34,16 @@ class Options:
     )
     activations: bool = option(
         False,
-        "Engines round the inputs of linears to 4 bits, too: more tokens a second where batches are large, "
-        "and more is lost. Without it only weights are small.",
+        "Round the inputs of linears to 4 bits as well: more tokens a second in large batches, more loss. By "
+        "default only weights are 4 bit.",
     )
     search: bool = option(
         True, "Search each group's scale for the least error instead of fitting its largest weight."
     )
     solver: str = option(
         "gptq",
-        "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
-        "times the time. rtn rounds to nearest: no calibration, seconds, worse.",
+        "yaqa also uses gradients of the model's loss: less loss at the same bytes, in several times the "
+        "time. rtn rounds to nearest: no calibration, seconds, worse.",
         names=composing.SOLVERS,
     )
     damp: float = composing.shared("damp")
@@ -53,23 +53,23 @@ class Options:
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `nvfp4`."""
+    """Return the end of the derived output name, such as `nvfp4`."""
     return options.format + ("a4" if options.activations else "") + composing.suffix(options)
 
 
 def layout(options: Options) -> CompressedTensorsLayout:
-    """How it lies on disk."""
+    """Return the layout."""
     return CompressedTensorsLayout(FORMATS[options.format](options.activations))
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid."""
+    """Return bits and group size of a linear's grid."""
     refuse_override(override, f"{options.format} has one width")
     return Width(4, FORMATS[options.format].GROUP)
 
 
 def grid(options: Options, width: Width, name: str) -> Fp4Grid:
-    """The grid of a linear."""
+    """Return the grid of a linear."""
     from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 
     return {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search)

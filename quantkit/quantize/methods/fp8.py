@@ -40,8 +40,8 @@ class Options:
     )
     solver: str = option(
         "rtn",
-        "rtn rounds to nearest, without calibration; gptq feeds errors back, yaqa by gradients, too: less "
-        "is lost at the same bytes.",
+        "rtn rounds to nearest, without calibration; gptq adds error feedback, yaqa also by gradients: less "
+        "loss at the same bytes.",
         names=composing.SOLVERS,
     )
     mse: bool = option(
@@ -50,8 +50,8 @@ class Options:
     )
     kv_cache: bool = option(
         False,
-        "Store scales of keys and values, too, found in calibration text, with which engines keep them in "
-        "8 bit floats.",
+        "Store scales of keys and values, from calibration text: engines then keep the KV cache in 8 bit "
+        "floats.",
     )
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first, inside their row or block."
@@ -62,13 +62,13 @@ class Options:
     transform: str = composing.shared("transform")
     layout: Literal["compressed-tensors", "deepseek"] = option(
         "compressed-tensors",
-        "How it lies on disk: compressed-tensors loads in vLLM, SGLang and transformers; deepseek is "
+        "Layout on disk: compressed-tensors loads in vLLM, SGLang and transformers; deepseek is "
         "DeepSeek-V3's own, in blocks of 128.",
     )
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `fp8-block`."""
+    """Return the end of the derived output name, such as `fp8-block`."""
     form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
     static = "-static" if options.static else ""
     cache = "-kv" if options.kv_cache else ""
@@ -101,7 +101,7 @@ def _block(options: Options) -> int | None:
 
 
 def layout(options: Options) -> Layout:
-    """How it lies on disk."""
+    """Return the layout."""
     if options.layout == "deepseek":
         return Fp8Layout()
     form = FloatQuantized(_block(options), options.static)
@@ -109,13 +109,13 @@ def layout(options: Options) -> Layout:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid."""
+    """Return bits and group size of a linear's grid."""
     refuse_override(override, "fp8 has one width")
     return Width(8, _block(options) or in_features)
 
 
 def grid(options: Options, width: Width, name: str) -> Float8Grid:
-    """The grid of a linear."""
+    """Return the grid of a linear."""
     from quantkit.grids.float8 import Float8Grid
 
     scales = "float32" if options.layout == "deepseek" else "bfloat16"

@@ -58,14 +58,14 @@ class Options:
     )
     solver: str = option(
         "gptq",
-        "gptq feeds errors back on the same blocks, by calibration text: half the loss, same bytes; yaqa by "
-        "gradients, too, in several times the time; rtn is llama-quantize's own encoder.",
+        "gptq adds error feedback on calibration text: half the loss, same bytes; yaqa also by gradients, in "
+        "several times the time; rtn is llama-quantize's own encoder.",
         names=composing.SOLVERS,
     )
     imatrix: str = option(
         "auto",
-        "rtn: how much each input column counts. auto gathers it from the calibration text, none goes "
-        "without, FILE is an importance matrix of llama.cpp or quantkit.",
+        "rtn: importance of each input column. auto: gathered from the calibration text; none; FILE: "
+        " an importance matrix of llama.cpp or quantkit.",
     )
     tensor_type: tuple[str, ...] = option(
         (),
@@ -74,7 +74,7 @@ class Options:
     )
     output_tensor_type: str | None = option(
         None,
-        "Type of the output matrix, which a tied embedding is, too. (default: the mixture's)",
+        "Type of the output matrix and of a tied embedding. (default: the mixture's)",
         names=BLOCKS,
     )
     token_embedding_type: str | None = option(
@@ -84,9 +84,7 @@ class Options:
     strict: bool = option(
         False, "Refuse tensors that no block of the wanted type fits, instead of another type."
     )
-    pre: str | None = option(
-        None, "llama.cpp's name for the tokenizer's pre-tokenizer, where it is not recognised."
-    )
+    pre: str | None = option(None, "llama.cpp's name of the pre-tokenizer, if it is not recognised.")
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     transform: str = composing.shared("transform")
@@ -94,12 +92,12 @@ class Options:
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `Q4_K_M.gguf`."""
+    """Return the end of the derived output name, such as `Q4_K_M.gguf`."""
     return f"{stored_as(options)}{composing.suffix(options, 'transform')}.gguf"
 
 
 def stored_as(options: Options) -> str:
-    """The file type, which says what becomes of every tensor."""
+    """Return the file type, from which every tensor's type follows."""
     return parse_file_type(options.type[0])
 
 
@@ -125,13 +123,13 @@ def check(options: Options) -> None:
 
 
 def each(options: Options, output: Path | None, model: str) -> list[tuple[Options, Path | None]]:
-    """Options and output of every file that is asked for. `output` may be a folder that exists; of several
+    """Return options and output of every requested file. `output` may be a folder that exists; of several
     files it is the folder. There they have the names they would have had without it.
     """
     names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
     if len(names) > 1 and output and output.suffix == ".gguf":
         raise QuantkitError(
-            f"--output {output} is one file, {len(names)} are asked for", "give a folder", USAGE
+            f"--output {output} is one file, {len(names)} are requested", "give a folder", USAGE
         )
     inside = output and (len(names) > 1 or output.is_dir())
     single = [dataclasses.replace(options, type=(name,)) for name in names]
@@ -158,7 +156,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     if feedback and (refused := [choice for choice in choices if choice.type in NO_FEEDBACK]):
         types = name_all(sorted({choice.type for choice in refused}))
         raise QuantkitError(
-            f"error feedback cannot make {types}: {name_all([choice.name for choice in refused], 3)}",
+            f"error feedback does not support {types}: {name_all([choice.name for choice in refused], 3)}",
             "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback",
             UNSUPPORTED,
         )
@@ -233,8 +231,7 @@ def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) ->
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:
-    """Tensors that have another type than the mixture's, those with the same reason together, and what that
-    costs."""
+    """Return notes on tensors with another type than the mixture's, by reason, with the cost in bytes."""
     alike: dict[tuple, list[Choice]] = {}
     for choice in choices:
         if choice.reason:
@@ -248,7 +245,7 @@ def _fallbacks(choices: Sequence[Choice]) -> list[str]:
 
 
 def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
-    """The importance matrix of a file. Raises QuantkitError unless it is one of this model."""
+    """Read an importance matrix. Raises QuantkitError unless it is of this model."""
     from quantkit.models.gguf import imatrix
 
     found = imatrix.read(path)
@@ -270,7 +267,7 @@ def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
 def chosen_types(
     options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
 ) -> list[Choice]:
-    """The type of every target. Raises QuantkitError where --strict refuses what does not fit."""
+    """Return the type of every target. Raises QuantkitError where --strict refuses a fallback."""
     from quantkit.models.gguf import architectures
     from quantkit.models.gguf.variants import kv_heads
 
@@ -294,7 +291,7 @@ def chosen_types(
     unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
     if unfit and options.strict:
         raise QuantkitError(
-            f"{count(len(unfit), 'tensor')} cannot have the type asked for: {name_all(unfit)}",
+            f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}",
             hint="leave out --strict for the next type that fits, or choose one with --tensor-type",
             exit_code=UNSUPPORTED,
         )

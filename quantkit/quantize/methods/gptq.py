@@ -41,13 +41,13 @@ class Options:
     target: str = composing.shared("target")
     solver: str = option(
         "gptq",
-        "yaqa feeds errors back by gradients of the model's loss, too: better at the same bytes, in several "
-        "times the time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
+        "yaqa also uses gradients of the model's loss: less loss at the same bytes, in several times the "
+        "time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
         names=composing.SOLVERS,
     )
     transform: str = composing.shared("transform")
     layout: Literal["gptq", "compressed-tensors"] = option(
-        "gptq", "How it lies on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
+        "gptq", "Layout on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
     )
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
         "gptq", "gptq loads everywhere; gptq_v2 holds zero points of 0, but old clients misread it silently."
@@ -55,7 +55,7 @@ class Options:
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `gptq-w4g128`."""
+    """Return the end of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = "-ct" if options.layout == "compressed-tensors" else ""
     grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
@@ -80,12 +80,12 @@ def check(options: Options) -> None:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid. Raises QuantkitError for an override that no grid has."""
+    """Return a linear's bits and group size. Raises QuantkitError for an override that no grid has."""
     return affine_width(override, options.bits, options.group_size, in_features, options.sym)
 
 
 def grid(options: Options, width: Width, name: str) -> AffineGrid:
-    """The grid of a linear."""
+    """Return the grid of a linear."""
     from quantkit.grids.affine import AffineGrid
 
     zero_min = getattr(layout(options), "zero_min", 0)
@@ -93,12 +93,12 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
 
 
 def notes(options: Options) -> tuple[str, ...]:
-    """What the user should know before the job runs."""
+    """Return warnings to show before the job runs."""
     return (ALONE,) if options.layout == "gptq" and options.bits in SPLIT else ()
 
 
 def layout(options: Options) -> Layout:
-    """How it lies on disk."""
+    """Return the layout."""
     if options.layout == "compressed-tensors":
         return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))
     return GptqLayout(

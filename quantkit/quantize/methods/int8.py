@@ -33,7 +33,7 @@ class Options:
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name."""
+    """Return the end of the derived output name."""
     return "int8"
 
 
@@ -44,12 +44,12 @@ def check(options: Options) -> None:
 
 
 def layout(options: Options) -> Int8Layout:
-    """How it lies on disk."""
+    """Return the layout."""
     return Int8Layout(options.threshold)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid: rows of 8 bits."""
+    """Return bits and group size of a linear's grid: rows of 8 bits."""
     refuse_override(override, "int8 has one width")
     return Width(8, in_features)
 

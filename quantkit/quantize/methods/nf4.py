@@ -23,11 +23,11 @@ WORK = Work(0, 0, (15e-9, 60e-9))
 class Options:
     """Flags of `quantkit nf4`."""
 
-    double_quant: bool = option(True, "Store the scales in 8 bits, too: 4.13 bits per weight instead of 4.5.")
+    double_quant: bool = option(True, "Store the scales in 8 bits: 4.13 bits per weight instead of 4.5.")
     solver: str = option(
         "rtn",
         "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes; yaqa "
-        "less still, by gradients, too, in several times the time.",
+        "less still, also by gradients, in several times the time.",
         names=composing.SOLVERS,
     )
     act_order: Literal["none", "group"] = option(
@@ -40,23 +40,23 @@ class Options:
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `nf4-gptq`."""
+    """Return the end of the derived output name, such as `nf4-gptq`."""
     return "nf4" + composing.suffix(options) + ("" if options.double_quant else "-single")
 
 
 def layout(options: Options) -> Nf4Layout:
-    """How it lies on disk."""
+    """Return the layout."""
     return Nf4Layout(options.double_quant)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid."""
+    """Return bits and group size of a linear's grid."""
     refuse_override(override, "nf4 has one width")
     return Width(4, BLOCK)
 
 
 def grid(options: Options, width: Width, name: str) -> Nf4Grid:
-    """The grid of a linear."""
+    """Return the grid of a linear."""
     from quantkit.grids.nf4 import Nf4Grid
 
     return Nf4Grid(options.double_quant)

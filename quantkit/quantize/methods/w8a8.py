@@ -30,7 +30,7 @@ class Options:
     transform: str = composing.shared("smoothing")
     solver: str = option(
         "gptq",
-        "gptq feeds errors back, yaqa by gradients, too; rtn rounds to nearest, and with --transform none "
+        "gptq adds error feedback, yaqa also by gradients; rtn rounds to nearest, and with --transform none "
         "needs no calibration.",
         names=composing.SOLVERS,
     )
@@ -44,23 +44,23 @@ class Options:
 
 
 def suffix(options: Options) -> str:
-    """Ending of the derived output name, such as `w8a8-rtn-none`."""
+    """Return the end of the derived output name, such as `w8a8-rtn-none`."""
     return f"w8a8{composing.suffix(options)}"
 
 
 def layout(options: Options) -> Layout:
-    """How it lies on disk."""
+    """Return the layout."""
     return CompressedTensorsLayout(IntQuantized())
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Of a linear's grid: rows of 8 bits."""
+    """Return bits and group size of a linear's grid: rows of 8 bits."""
     refuse_override(override, "w8a8 has one width")
     return Width(8, in_features)
 
 
 def grid(options: Options, width: Width, name: str) -> AffineGrid:
-    """The grid of a linear."""
+    """Return the grid of a linear."""
     from quantkit.grids.affine import AffineGrid
 
     return AffineGrid(8, width.group_size, search=options.mse)

@@ -22,7 +22,7 @@ Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
 
 @dataclass(frozen=True)
 class Material:
-    """What an output is made of: the source, and the linears of it that lie staged in `layout`.
+    """Material of an output: the source, and its linears staged in `layout`.
 
     shard_bytes: size of a file, where there are several. output_errors: whether errors of linears are those
     of their outputs on calibration text.
@@ -41,7 +41,7 @@ class Material:
 
     @cached_property
     def beside(self) -> list[Beside]:
-        """What lies beside the language model."""
+        """Modules next to the language model."""
         return towers.beside(self.skeleton.model, self.skeleton.names, self.checkpoint)
 
     @property
@@ -56,7 +56,7 @@ class Material:
 
     @property
     def _spared(self) -> list[str]:
-        """Modules of which nothing is quantized, and which clients may take for linears that are."""
+        """Unquantized modules that clients may take for quantized linears."""
         names = [name for module in self.beside for name in module.spellings]
         if self.layout.takes_matrices:
             kept = (row["name"] for row in kept_parameters(self.skeleton) if len(row["shape"]) == 2)
@@ -64,26 +64,25 @@ class Material:
         return names
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
-        """The source's tensors without weights that are staged, quantized or packed before; of one block
-        alone, if given."""
+        """Return the source's tensors without quantized or packed weights; of one block only, if given."""
         rows = (row for row in self.specs if block in (None, row.block))
         names = (f"{row.name}.weight" for row in rows if row.grid or self.is_packed(row))
         staged = {stored for name in names for stored in self.checkpoint.stored_as(name)}
         return {name: info for name, info in self.checkpoint.infos.items() if name not in staged}
 
     def is_packed(self, row: LinearSpec) -> bool:
-        """Whether the source holds this linear as packed codes."""
+        """Return whether the source stores this linear as packed codes."""
         return self.checkpoint.is_quantized(f"{row.name}.weight")
 
     def with_block(self, index: int) -> Checkpoint:
-        """The checkpoint as it is once block `index` is staged: readable like any other."""
+        """Return the checkpoint with block `index` as staged."""
         return self.checkpoint.with_tensors(self.untouched(index) | self.staging.infos(index), self.layout)
 
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """How many calibration tokens were routed to each expert of a mixture. starved: experts with fewer than
-    a linear of theirs has input features; statistics: how `--experts` made theirs."""
+    """Calibration tokens routed to each expert of a mixture. starved: experts with fewer tokens than input
+    features; statistics: `--experts`."""
 
     experts: int
     fewest: int
@@ -95,10 +94,10 @@ class ExpertTokens:
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished job reports. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
-    and bytes of what is no linear. left_out: modules that were not written, in bytes. copied: bytes of
-    modules beside the language model, by name. steps_down: what it
-    did to get along with less memory than planned. scaled: what a transform did to columns of a linear:
+    """Report of a finished job. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
+    and bytes of other parameters. left_out: modules that were not written, in bytes. copied: bytes of
+    modules next to the language model, by name. steps_down: changes
+    of the plan to use less memory. scaled: what a transform did to columns of a linear:
     `into`, what was divided, None where nothing can be; `spread`, the largest scale over the smallest;
     `loss`, what is left of the loss, as estimated; None without a transform. activations: how clients
     quantize them as the model runs; None where they do not."""
@@ -136,7 +135,7 @@ class Sizes:
 
     @property
     def bits_per_weight(self) -> float:
-        """Of the quantized linears."""
+        """Bits per weight of the quantized linears."""
         return 8 * self.quantized / self.weights
 
 

@@ -29,7 +29,7 @@ from quantkit.quantize.timings import Timings
 if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
     from quantkit.models.gguf.imatrix import Imatrix
 
-VERIFY_TOKENS = 8  # whose logits are compared, too: final norm and head lie behind the hidden states
+VERIFY_TOKENS = 8  # whose logits are compared: they depend on final norm and head
 # Relative difference of hidden states between the loop and the files read back. Both compute the same
 # values in the same order; the slack is for devices whose kernels are not bit-reproducible.
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
@@ -37,10 +37,10 @@ FAULTY = "the disk or memory may be faulty; --resume writes and checks it again.
 
 
 def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
-    """Assemble the output beside its place, verify it, publish it.
+    """Assemble the output next to its place, verify it, publish it.
 
-    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. What the job's skeleton
-    has loaded is given up. A job killed in here does all of it again when resumed.
+    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. Frees the
+    job's skeleton. A job killed in here repeats all of it when resumed.
     """
     progress.phase("writing the checkpoint")
     output, material, records = job.method.output, job.material, job.staging.records()
@@ -58,7 +58,7 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
 
 
 def manifest(job: Job, records: Sequence[dict]) -> dict:
-    """How this checkpoint came to be; `records` of its linears. Nothing in it depends on time or place."""
+    """Return the manifest; `records` of its linears. Nothing in it depends on time or place."""
     by_name = {record["name"]: record for record in records}
     linears = []
     for row in job.specs:
@@ -86,7 +86,7 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
     """Read it back and run the loop's first batch through it, block by block."""
     last = slice(-VERIFY_TOKENS, None)
     wanted = job.skeleton.logits(expected[0, last])
-    job.skeleton.model.to("meta")  # no second embedding beside that of what was written
+    job.skeleton.model.to("meta")  # no second embedding next to the written one
     return_freed_pages(also_kept=True)
     written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
@@ -98,21 +98,21 @@ def _verify(job: Job, place: Path, expected: Tensor) -> None:
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
-    """Raise QuantkitError (exit code 6) where what the files at `place` compute, the first of each pair, is
-    not what they were made with."""
+    """Raise QuantkitError (exit code 6) if the values computed from the files at `place`, the first of each
+    pair, differ from the expected ones."""
     for what, (found, wanted) in pairs.items():
         difference = relative_distance(found, wanted)
         if not difference <= VERIFY_TOLERANCE[dtype]:
             raise QuantkitError(
                 f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
-                "from those it was made with",
+                "from the expected ones",
                 hint=FAULTY,
                 exit_code=VERIFICATION,
             )
 
 
 def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
-    """How many tokens the experts of a mixture saw; None where there is none, or no data was needed."""
+    """Return how many tokens reached the experts; None without a mixture or calibration."""
     widths = {row.name: row.in_features for row in job.specs}
     rows = [row | {"expert": row["name"].rpartition(".")[0]} for row in records if "tokens" in row]
     tokens = {row["expert"]: row["tokens"] for row in rows}
@@ -126,7 +126,7 @@ def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
 
 
 def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
-    """What to report of a job whose linears have these records."""
+    """Return the report of a job whose linears have these records."""
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
@@ -173,7 +173,7 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
 
 
 def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatrix | None:
-    """How much input columns count, as the user gave it or as calibration text says."""
+    """Return the importance of input columns: the given matrix, or one gathered from calibration text."""
     from quantkit.quantize.calibrate import imatrix_job, importance  # other jobs do without its libraries
 
     job = next((one for one in jobs if one.method.output.gathers), jobs[0])
@@ -190,7 +190,7 @@ def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatr
 def _write(
     jobs: Sequence[Job], places: tuple[Path, ...], imatrix: Imatrix | None, progress: Progress
 ) -> None:
-    """Assemble the jobs behind those that have `places`, each inside the one before it."""
+    """Assemble the jobs after those with `places`, each inside the previous one."""
     if len(places) < len(jobs):
         staging = jobs[len(places)].staging
         staging.assemble(lambda place: _write(jobs, (*places, place), imatrix, progress))

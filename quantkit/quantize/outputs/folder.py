@@ -26,18 +26,17 @@ TIMINGS = "quantkit-timings.json"
 
 
 class Output:
-    """How staged blocks and what no solver touched become a folder, in which what is not quantized keeps the
-    bytes it had.
+    """A checkpoint folder of staged blocks and the source's other tensors, which keep their bytes.
 
-    needs: statistics of calibration text that it works from itself. left_out: what of the source it does not
-    hold, in bytes.
+    needs: statistics of calibration text that the output itself uses. left_out: modules of the source that
+    are not written, in bytes.
     """
 
     needs = frozenset()
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """What will be written, exact from shapes: the source, with quantized linears exchanged."""
+        """Return exact sizes of the output, from shapes: the source with quantized linears."""
         rows = [spec for spec in specs if spec.grid]
         dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
         kept = (info for info in checkpoint.infos.values() if info.name not in dense)
@@ -46,11 +45,11 @@ class Output:
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
 
     def parameters(self, skeleton: Skeleton) -> int:
-        """How many it holds."""
+        """Return the number of parameters in the output."""
         return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """What becomes of every matrix: the linears of the blocks, by the checkpoint's names."""
+        """Return the format of every linear of the blocks, by the checkpoint's names."""
         return [
             Planned(
                 split(row.name)[1],
@@ -62,7 +61,7 @@ class Output:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """Modules beside the language model that are copied byte for byte: name -> bytes."""
+        """Return modules next to the language model, copied byte for byte: name -> bytes."""
         return {one.name: one.nbytes for one in material.beside}
 
     def install_rest(
@@ -74,8 +73,7 @@ class Output:
             progress.phase(f"copying byte for byte: {name_all(copied)}")
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
-        """Write all but what `describe` adds at `place`, where nothing is yet; the manifest says how it came
-        to be."""
+        """Write all but what `describe` adds at `place`, a new path, with the manifest."""
         place.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
@@ -91,16 +89,15 @@ class Output:
         _write_json(place / MANIFEST, manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
-        """Add what people read beside the tensors, once those have been verified: timings, which are outside
-        the promise of equal bytes, and the model card."""
+        """Add timings, which differ between equal jobs, and the model card, after verification."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (place / "README.md").write_text(model_card.render(material, manifest, summary))
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The same tensors; experts of a layer of which nothing changed in the one that they are stored in, where
-    clients look for them."""
+    """Return the tensors, with the unchanged experts of a layer as the one stored tensor that clients look
+    for."""
     layers: dict[str, list[str]] = {}
     for name, info in checkpoint.infos.items():
         if isinstance(info, Slice):

@@ -1,7 +1,7 @@
 """One GGUF file: what the loop staged as it lies there, everything else encoded on its way into the file.
 
 Where no linear has a solver (`--solver rtn`, or floats), the whole file is made on that way: one pass over
-the source, a tensor at a time, for as many files as were asked for.
+the source, a tensor at a time, for all requested files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GgufOutput(Output):
 
     imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
     is to be found out by calibration text first; origin: where it comes from.
-    left_out: what lies beside the language model, in bytes.
+    left_out: modules next to the language model, in bytes.
     """
 
     targets: tuple[Target, ...]
@@ -76,7 +76,7 @@ class GgufOutput(Output):
         }
 
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
-        """Type by GGUF name: what was chosen, or 16 bit for linears that are kept."""
+        """Return the type of each GGUF tensor: as chosen, or 16 bit for kept linears."""
         kept = {f"{row.name}.weight" for row in specs if row.kept}
         found = dict(self.chosen)
         for target in self.targets:
@@ -93,7 +93,7 @@ class GgufOutput(Output):
         return found
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """By the types of all tensors."""
+        """Return sizes from the types of all tensors."""
         types = self.types(checkpoint, specs)
         entries = self._entries(types)
         linears = {f"{row.name}.weight": row for row in specs if not row.kept}
@@ -117,12 +117,12 @@ class GgufOutput(Output):
         return most
 
     def parameters(self, skeleton: Skeleton) -> int:
-        """Those of the language model."""
+        """Return the number of parameters of the language model."""
         written = {name for target in self.targets for name in target.parameters}
         return sum(math.prod(shape) for name, shape in skeleton.names.shapes.items() if name in written)
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """All matrices, by their names in the file."""
+        """Return all matrices, by their names in the file."""
         types = self.types(checkpoint, specs)
         rows = []
         for target in self.targets:
@@ -133,13 +133,13 @@ class GgufOutput(Output):
         return rows
 
     def copied(self, material: Material) -> dict[str, int]:
-        """None: the file holds the language model alone."""
+        """Return nothing: the file holds the language model alone."""
         return {}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
     ) -> None:
-        """Embedding and head are encoded before the first block, so that all blocks see them as stored."""
+        """Encode embedding and head before the first block, so that all blocks see them as stored."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
         types, model = self.types(checkpoint, material.specs), skeleton.model
         outside = dict(model.named_parameters(remove_duplicate=False))
@@ -167,11 +167,11 @@ class GgufOutput(Output):
                 setattr(model.get_submodule(owner), leaf, values)
 
     def write(self, material: Material, place: Path, manifest: dict) -> None:
-        """The file, from what is staged and what is not."""
+        """Write the file from staged and unstaged tensors."""
         self.encode([File(self, material, place, manifest)], None, Progress())
 
     def encode(self, files: Sequence[File], imatrix: Imatrix | None, progress: Progress) -> None:
-        """Files of one model in one pass over the source; what is staged, of one file alone, lies there."""
+        """Write files of one model in one pass over the source. Only a single file has staged tensors."""
         material = files[0].material
         types = [one.output.types(one.material.checkpoint, one.material.specs) for one in files]
         importance = imatrix.values() if imatrix else {}
@@ -207,7 +207,7 @@ class GgufOutput(Output):
             checksums.seal(one.place)
 
     def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
-        """The file says it all."""
+        """Add nothing: the file holds its own description."""
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
@@ -227,7 +227,7 @@ class GgufOutput(Output):
         return found
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
-        """The file's metadata, and how it came to be."""
+        """Return the file's metadata, with the manifest."""
         used = imatrix.metadata(self.origin) if imatrix and (self.gathers or self.imatrix) else {}
         return {
             **self.metadata,
@@ -237,13 +237,13 @@ class GgufOutput(Output):
         }
 
     def _changed(self, material: Material) -> Checkpoint:
-        """The source with what the job changed and did not encode, such as norms that scales went into."""
+        """Return the source with tensors that the job changed but did not encode, such as scaled norms."""
         source = material.checkpoint
         infos = {name: info for name, info in material.staging.tensors().items() if name in source.names}
         return source.with_changed(infos) if infos else source
 
     def _entries(self, types: Mapping[str, str]) -> list[Entry]:
-        """All tensors of the file, in order."""
+        """Return all tensors of the file, in order."""
         entries = []
         for target in self.targets:
             entries.append(Entry(target.name, types[target.name], target.shape))
@@ -252,7 +252,7 @@ class GgufOutput(Output):
         return entries
 
     def _staged(self, material: Material, wanted: str = "ggml") -> dict[str, TensorInfo]:
-        """Where tensors lie that are encoded already, by their stored names; or what is beside them."""
+        """Return places of encoded tensors by stored name; or of another part of them."""
         rest = material.staging.rest()
         infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
         for name, info in material.staging.tensors().items():
@@ -272,7 +272,7 @@ def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Te
 
 
 class File(NamedTuple):
-    """One of several that are made together."""
+    """One of several files written together."""
 
     output: GgufOutput
     material: Material
@@ -281,7 +281,7 @@ class File(NamedTuple):
 
 
 def _per_part(importance: Tensor | None, parts: int) -> Sequence[Tensor | None]:
-    """What counts in encoding each expert's matrix, `[in]`."""
+    """Return the importance of the input columns of each expert's matrix, `[in]`."""
     return [None] * parts if importance is None else importance.reshape(parts, -1)
 
 
@@ -296,7 +296,7 @@ def solved_head(
     """The output matrix by error feedback, uint8 `[out, bytes]`: as many rows at a time as a block's largest
     linear has weights.
 
-    Where it is the embedding, too, errors count in both places: as much again for every column alike.
+    For a tied head, errors of the embedding count as well: equally in every column.
     """
     weight, grid, layout = head.read(material.checkpoint), named(type_name), material.layout
     if head.name == EMBEDDING:

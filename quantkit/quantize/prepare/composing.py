@@ -1,5 +1,5 @@
-"""What methods with error feedback are composed of, and the options that say it: `--solver`, `--damp`,
-`--refine`, `--target` and `--transform`, whose value is one part, or several joined by `+`.
+"""Solver and transform of methods with error feedback, and their options: `--solver`, `--damp`, `--refine`,
+`--target` and `--transform` (one part, or several joined by `+`).
 
 torch is imported inside, so that `--help` stays instant.
 """
@@ -27,39 +27,37 @@ TRANSFORMS = ("awq", "auto", *ROTATIONS)
 SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
 
 
-REWRITTEN = "What is rewritten before rounding so that the model computes the same. "
-TURNED = "for which a tied head becomes a tensor of its own; rotate-v: the values alone; "
+REWRITE = "Function-preserving rewrite before rounding. "
+ROTATE = (
+    "rotate: rotate hidden states and attention values, a tied head becomes a tensor of its own; rotate-v: "
+    "attention values only; "
+)
 OPTIONS = {  # of several methods: name -> default, help, names
     "damp": (0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.", ()),
     "refine": (2, "gptq, yaqa: cycles of coordinate descent on codes and scales after the sweep.", ()),
     "target": (
         "own",
-        "gptq: what a linear's output is to be: own, what it gives on the inputs that there are; original, "
-        "what the original model has, so that it makes up for what was lost before: less divergence, twice "
-        "the time.",
+        "gptq: target of a linear's output. own: its output on the quantized model's inputs; original: the "
+        "original model's output, which compensates earlier losses: less divergence, twice the time.",
         TARGETS,
     ),
     "transform": (
         "auto",
-        f"{REWRITTEN}auto: where --solver gptq "
-        "loses less by it, columns are scaled, and what produces their inputs divided; awq: as AWQ does, by "
-        "what round to nearest loses; rotate: the hidden states are, and values inside attention, "
-        f"{TURNED}rotate+auto: both; none.",
+        f"{REWRITE}auto: scale columns, and divide the producers of their inputs, where --solver gptq then "
+        f"loses less; awq: the same by the loss of round to nearest; {ROTATE}rotate+auto: both; none.",
         ("none", *TRANSFORMS),
     ),
     "smoothing": (
         "smooth",
-        f"{REWRITTEN}smooth: channels of large "
-        "inputs are divided, and columns that read them multiplied, as far as both roundings together lose "
-        "less by it; rotate: the hidden states are, and values inside attention, "
-        f"{TURNED}rotate+smooth: both; none.",
+        f"{REWRITE}smooth: divide channels of large inputs, and multiply the columns that read them, as far "
+        f"as the loss of both roundings falls; {ROTATE}rotate+smooth: both; none.",
         ("none", *SMOOTHED),
     ),
 }
 
 
 def shared(name: str) -> Any:
-    """A field of a method's Options that other methods have, too."""
+    """Return the field of an option that several methods share."""
     default, help, names = OPTIONS[name]
     return option(default, help, names=names)
 
@@ -86,11 +84,11 @@ def check(options: Any) -> None:
 
 
 def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smooth")) -> tuple[str, ...]:
-    """The parts of `--transform VALUE`; () for none. Raises QuantkitError for one that is not known, or two
+    """Return the parts of `--transform VALUE`; () for none. Raises QuantkitError for an unknown part, or two
     that exclude each other."""
     parts = () if value == "none" else tuple(value.split("+"))
     if unknown := [part for part in parts if part not in transforms]:
-        hint = f"choose none, or {', '.join(transforms)}, of which a rotation joins another by +"
+        hint = f"choose none, or {', '.join(transforms)}, or a rotation and another joined by +"
         raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
     turned = [part for part in parts if part in ROTATIONS]
     if len(turned) > 1 or len(parts) - len(turned) > 1:
@@ -99,13 +97,13 @@ def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smo
 
 
 def rotation(options: Any) -> str | None:
-    """The part of a method's `--transform` that turns the whole model."""
+    """Return the part of `--transform` that rotates the whole model, if any."""
     parts = transform_parts(getattr(options, "transform", "none"))
     return next((part for part in parts if part in ROTATIONS), None)
 
 
 def suffix(options: Any, *names: str) -> str:
-    """What options other than their defaults add to derived names, such as `-gptq-awq`."""
+    """Return the part of derived names for options that are not the default, such as `-gptq-awq`."""
     default = type(options)()
     changed = (name for name in names or ("solver", "transform") if hasattr(options, name))
     values = (getattr(options, name) for name in changed if getattr(options, name) != getattr(default, name))
@@ -113,8 +111,8 @@ def suffix(options: Any, *names: str) -> str:
 
 
 def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
-    """The solver that a method's `--solver` names. weighted: rounding to nearest weighs by activations, as it
-    does behind a scaling, too."""
+    """Return the solver for `--solver`. weighted: round to nearest weighs errors by activations, as it always
+    does after a scaling."""
     from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.solvers.yaqa import YaqaSolver
@@ -129,8 +127,8 @@ def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
 def block_transform(
     value: str, solver: Solver, rounded: Callable[[Tensor], Tensor] | None = None
 ) -> ColumnScaling | None:
-    """What rewrites each block by `--transform VALUE`. Before round to nearest auto leaves everything as it
-    is, so that it needs no text. rounded: inputs `[tokens, in]` of linears as clients round them."""
+    """Return the transform of each block for `--transform VALUE`. With round to nearest, auto is none and
+    needs no text. rounded: rounds inputs `[tokens, in]` of linears as clients do."""
     from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.transforms.auto import FeedbackScore
     from quantkit.quantize.transforms.awq import AwqScore

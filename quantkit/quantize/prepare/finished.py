@@ -1,4 +1,4 @@
-"""Whether a job has been run to its end before, for `--resume`."""
+"""Find outputs that an earlier run has finished, for `--resume`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quantkit.text import calibration
 
 
 def is_finished(request: Request) -> bool:
-    """Whether the job's output is there and nothing of it is left to do."""
+    """Return whether the output exists and no staging folder is left."""
     staging = staging_of(request)
     return staging.output.exists() and not staging.folder.exists()
 
 
 def is_done(request: Request) -> bool:
-    """Whether the output of this very job is there, by what its manifest says of model, text and options."""
+    """Return whether the output exists and its manifest names the same model, text and options."""
     return _unlike(request) == []
 
 
@@ -38,12 +38,12 @@ def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
 
 
 def check(request: Request) -> bool:
-    """`is_done`. Raises QuantkitError, with what differs, if a job of other options was finished there."""
+    """Return `is_done`. Raises QuantkitError that lists the differences to another finished job."""
     different = _unlike(request)
     if different:
         output = output_of(request)
         raise QuantkitError(
-            f"{output} is finished, and of another job; different: {name_all(different)}",
+            f"{output} is the finished output of another job; different: {name_all(different)}",
             f"choose another --output, or replace {output} with --overwrite",
             USAGE,
         )
@@ -65,7 +65,7 @@ def _unlike(request: Request) -> list[str] | None:
     what, hint = f"{headers.MANIFEST} of {place}", f"replace {place} with --overwrite"
     untrusted.check_schema(manifest, headers.MANIFEST_SCHEMA, what, hint)
     job = manifest.get("job") or {}
-    if found := differences(*_told(request, manifest, job)):
+    if found := differences(*_compared(request, manifest, job)):
         return found
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if made := job.get("calibration"):
@@ -76,8 +76,8 @@ def _unlike(request: Request) -> list[str] | None:
     return differences({"source_sha256": source.get("sha256")}, {"source_sha256": checkpoint.sha256()})
 
 
-def _told(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
-    """Return the options of the finished job and those asked for. An option left open takes the old value."""
+def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
+    """Return the options of the finished job and the requested ones. An unset option takes the old value."""
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}

@@ -1,4 +1,4 @@
-"""The resolved plan, one row per linear: what grid it gets, or why it stays in 16 bit."""
+"""Resolve options to one row per linear: its grid, or the reason why it stays in 16 bit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Override:
 
     @property
     def flag(self) -> str:
-        """How a message names it."""
+        """Return the flag for messages."""
         return f"--override {self.text}"
 
 
@@ -44,7 +44,7 @@ def resolve(
     exclude: Sequence[str],
     override: Sequence[str],
 ) -> list[LinearSpec]:
-    """Every linear of every block with its grid, from shapes alone: nothing has been loaded.
+    """Return every linear of every block with its grid, from shapes alone: nothing has been loaded.
 
     `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
     encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
@@ -59,9 +59,9 @@ def resolve(
         other = next((o for o in overrides if o.pattern.search(row.name)), None)
         grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
         specs.append(replace(row, grid=grid, kept=kept))
-    asked = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
-    asked |= {other.flag: other.pattern for other in overrides}
-    unused = [flag for flag, pattern in asked.items() if not any(pattern.search(row.name) for row in specs)]
+    wanted = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
+    wanted |= {other.flag: other.pattern for other in overrides}
+    unused = [flag for flag, pattern in wanted.items() if not any(pattern.search(row.name) for row in specs)]
     if unused:
         raise QuantkitError(
             f"no linear matches {name_all(unused)}",
@@ -81,9 +81,9 @@ def _without_small_unfit(
     weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     found = []
     for spec in specs:
-        asked = any(override.pattern.search(spec.name) for override in overrides)
+        named = any(override.pattern.search(spec.name) for override in overrides)
         small = spec.weights < SMALL * weights[spec.block]
-        reason = _unfit(spec, layout) if spec.grid and small and not asked else None
+        reason = _unfit(spec, layout) if spec.grid and small and not named else None
         found.append(replace(spec, grid=None, kept=f"small; {reason}") if reason else spec)
     return found
 
@@ -95,7 +95,7 @@ def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
 
 
 def linears(skeleton: Skeleton) -> list[LinearSpec]:
-    """Every linear of every block, without a grid."""
+    """Return every linear of every block, without a grid."""
     specs = []
     for index, block in enumerate(skeleton.blocks):
         routers = _routers(block)
@@ -112,7 +112,7 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
 
 
 def _routers(block: nn.Module) -> set[str]:
-    """Linears beside experts that weigh them: with an output for each, or one for a shared expert's gate."""
+    """Return the linears that weigh experts: one output per expert, or one for a shared expert's gate."""
     found = set()
     for place, layer in block.named_modules():
         if isinstance(layer, Experts):
@@ -125,8 +125,8 @@ def _routers(block: nn.Module) -> set[str]:
 
 
 def kept_parameters(skeleton: Skeleton) -> list[dict]:
-    """Name, shape and bytes of the blocks' parameters that are no linears and so keep their bytes: routers,
-    convolutions. Of two dimensions and more; vectors (norms, biases) are not worth a word."""
+    """Return name, shape and bytes of the blocks' parameters that are no linears and so keep their bytes:
+    routers, convolutions; no vectors (norms, biases)."""
     found = {}
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
@@ -152,7 +152,7 @@ def _compile(text: str, flag: str) -> re.Pattern:
 
 
 def parse_override(text: str) -> Override:
-    """What `REGEX=bits[,group_size]` says. Raises QuantkitError where it is malformed."""
+    """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
     parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
     if not parts:
         raise QuantkitError(
@@ -167,9 +167,9 @@ def parse_override(text: str) -> Override:
 
 
 def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layout: Layout) -> str:
-    """What to know of the experts among what is quantized; "" where there are none or nothing is.
+    """Return the layout's note on quantized experts; "" without any.
 
-    Raises QuantkitError where no client reads them.
+    Raises QuantkitError if no client reads them.
     """
     found: list[tuple[str, str]] = []  # a linear, and why no client reads it
     note = ""
@@ -193,7 +193,7 @@ def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layou
 
 
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
-    """Fusions whose linears are not quantized alike, and experts, which engines give one scheme each."""
+    """Return fused groups and experts with unequally quantized linears: engines give each one scheme."""
     groups = fusions(specs)
     for row in specs:
         if expert := re.match(r".*\.experts\.\d+(?=\.)", row.name):
@@ -206,22 +206,22 @@ def _format(row: LinearSpec) -> tuple[int, int] | None:
 
 
 def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
-    refused: dict[tuple[str, str], list[LinearSpec]] = {}  # alike in all blocks: told once
+    refused: dict[tuple[str, str], list[LinearSpec]] = {}  # the same in all blocks: reported once
     for spec in specs:
         if reason := _unfit(spec, layout):
             refused.setdefault((spec.local, reason), []).append(spec)
     if not refused:
         return
-    told = [
+    found = [
         f"{rows[0].name if len(rows) == 1 else local + ' in ' + count(len(rows), 'block')} ({reason})"
         for (local, reason), rows in refused.items()
     ]
-    hint, code = "change the options as it says, or keep these linears in 16 bit with --exclude", UNSUPPORTED
-    rows = [row for found in refused.values() for row in found]
+    hint, code = "change the options as shown, or keep these linears in 16 bit with --exclude", UNSUPPORTED
+    rows = [row for group in refused.values() for row in group]
     if any(row.in_features % row.grid.group_size for row in rows):
         code = USAGE
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(spec.in_features % g for spec in specs)]
         hint = "keep these linears in 16 bit with --exclude"
         if all("group_size" in vars(row.grid) for row in rows):
             hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
-    raise QuantkitError(f"the layout cannot hold {count(len(rows), 'linear')}: {name_all(told)}", hint, code)
+    raise QuantkitError(f"the layout cannot hold {count(len(rows), 'linear')}: {name_all(found)}", hint, code)

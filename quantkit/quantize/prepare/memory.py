@@ -1,4 +1,4 @@
-"""What a quantization job takes in memory: one estimate over shapes. The plan asks here, and `quantkit plan`.
+"""Peak memory of a quantization job, estimated from shapes; for jobs and for `quantkit plan`.
 
 The loop (loop.py) holds what lies outside the blocks, one block, of its experts two where they stream, and
 the hidden states of all calibration tokens; besides them a batch on its way through the block, statistics,
@@ -32,7 +32,7 @@ SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 
 @dataclass(frozen=True)
 class Shapes:
-    """What peak memory depends on.
+    """The shapes that decide peak memory.
 
     linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside
     the blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a
@@ -63,8 +63,8 @@ class Shapes:
         routed = [row for row in self.linears if row[0] in self.experts]
         if not self.streamed:
             return self.weights
-        held = expert_share.HELD * expert_share.largest_expert(routed)
-        return self.weights - sum(o * i for _, o, i in routed) + held
+        kept = expert_share.HELD * expert_share.largest_expert(routed)
+        return self.weights - sum(o * i for _, o, i in routed) + kept
 
     @property
     def hidden(self) -> int:
@@ -80,8 +80,8 @@ class Shapes:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Of the inputs of a block's sites: linears of one module that are as wide share one, and so do all
-        experts of a layer where they are streamed."""
+        """Input widths of a block's sites: equally wide linears of one module share one, as do all streamed
+        experts of a layer."""
         places = ((name.rpartition(".")[0], width) for name, _, width in self.linears)
         return [w for _, w in {(re.sub(r"\.\d+", "", at) if self.streamed else at, w) for at, w in places}]
 
@@ -129,8 +129,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Peak:
-    """Most bytes held at a time: by the device, where that is not the CPU, and by the host, above what the
-    interpreter takes."""
+    """Peak bytes of the device, if not the CPU, and of the host above the interpreter."""
 
     device: int
     host: int
@@ -155,14 +154,14 @@ def peak_memory(
 
     needs: statistics of calibration text that the method works from; none for a data-free one. scaled: the
     share of the tokens by whose statistics, of all sites at once, a transform rewrites the block; of less
-    than all tokens it has others than the solver, and leaves weights in float32 beside those that the block
-    computes with. outside: embedding and head are encoded before the first block. suspend: every batch is
-    held at a site until that is solved. states: where the hidden states are kept, on the `device` that
+    than all tokens it has others than the solver, and keeps weights in float32 next to those that the
+    block computes with. outside: embedding and head are encoded before the first block. suspend: every batch
+    waits at a site until the site is solved. states: where the hidden states are kept, on the `device` that
     computes, the `host` or the `disk`. at_once: statistics of so many sites of experts are gathered by one
     repeated forward.
     """
     element, away, largest = shapes.element, states != "device", shapes.largest_linear
-    copied = FLOAT32 * (element < FLOAT32)  # bytes of a weight in float32 beside the block's own
+    copied = FLOAT32 * (element < FLOAT32)  # bytes of a weight in float32 next to the block's own
     # a linear in float32 with its candidates and codes; a CPU searches ranges a cacheful at a time
     solving = 18 * largest
     if accelerated:
@@ -235,7 +234,7 @@ def scratch_bytes(depth: int, shapes: Shapes) -> int:
 
 
 def sites_at_once(shapes: Shapes, free: int, need: int) -> int:
-    """Of how many sites of a layer's experts the statistics fit beside a job that takes `need` bytes with
-    those of one."""
+    """Return how many sites of a layer's experts can be measured at once by a job that needs `need` bytes
+    with one."""
     spare = max(0, int(COMFORT * free) - need)
     return 1 + min(len(shapes.experts), spare // shapes.moments) if shapes.moments else 1

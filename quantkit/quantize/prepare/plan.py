@@ -42,7 +42,7 @@ LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples o
 
 @dataclass(frozen=True)
 class Execution:
-    """How the job runs; all fields but the last two decide bytes of the output and stand in the fingerprint.
+    """Settings of a run; all fields but the last two decide bytes of the output and are in the fingerprint.
 
     states: `device`, `host` or `disk`, where the hidden states of the calibration tokens are kept. at_once:
     sites of a layer's experts whose statistics a repeated forward gathers in one pass.
@@ -65,14 +65,14 @@ class Execution:
         return torch.device(self.device)
 
     def decisive(self) -> dict:
-        """What the bytes of the output depend on."""
+        """Return the fields on which bytes of the output depend."""
         return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Predicted peaks in bytes, of each rank, and the size of the output. memory_bytes: where it computes;
-    host_bytes: on the host, which is the same place for a CPU, above what the interpreter itself takes."""
+    """Predicted peaks in bytes of each rank, and sizes of the output. memory_bytes: on the computing device;
+    host_bytes: on the host above the interpreter, equal for a CPU."""
 
     execution: Execution
     memory_bytes: int
@@ -85,18 +85,18 @@ class JobPlan:
 
 
 def default_batch_size(seqlen: int) -> int:
-    """Sequences per forward pass, where the user does not say."""
+    """Return the default number of sequences per forward pass."""
     return max(1, BATCH_TOKENS // seqlen)
 
 
-def sequences_at_once(asked: int | None, shape: tuple[int, int]) -> int:
-    """Sequences per forward pass over tokens of `shape`; where the user does not say, so few that every rank
-    has some.
+def sequences_at_once(wanted: int | None, shape: tuple[int, int]) -> int:
+    """Return the sequences per forward pass over tokens of `shape`, by default few enough for every rank to
+    have some.
 
-    Raises QuantkitError where ranks would be left without.
+    Raises QuantkitError if a rank would have none.
     """
     samples, seqlen = shape
-    size = asked or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
+    size = wanted or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
     if -(-samples // size) < distributed.count():
         raise QuantkitError(
             f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
@@ -108,7 +108,7 @@ def sequences_at_once(asked: int | None, shape: tuple[int, int]) -> int:
 
 
 def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
-    """This rank's of the batches that `tokens [samples, seqlen]` are cut into, so many sequences each."""
+    """Split `tokens [samples, seqlen]` into batches of `size` sequences; return this rank's share."""
     return list(distributed.share(tokens.split(size)))
 
 
@@ -138,7 +138,7 @@ def job_memory(
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
-    """Of a job, as far as memory goes; of the block that has most weights, of equal ones the first."""
+    """Return the shapes that decide memory: of the block with most weights, of equal ones the first."""
     weights: Counter[int] = Counter()
     for spec in specs:
         weights[spec.block] += spec.weights
@@ -175,7 +175,7 @@ def check_disk(folder: Path, need: int) -> None:
 
 @dataclass(frozen=True)
 class Rooms:
-    """Bytes that a job may take: where it computes, and on the host, which is the same place for a CPU."""
+    """Free bytes on the computing device and on the host; equal for a CPU."""
 
     computing: int
     host: int
@@ -184,18 +184,18 @@ class Rooms:
 
     @staticmethod
     def of(device: torch.device, limit: Limit | None) -> Rooms:
-        """The least of all ranks'."""
+        """Return the least of all ranks."""
         own = [limit.left] if limit else []
         host = distributed.least(min([host_memory(), *own]))
         free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
         return Rooms(free, host, device, limit)
 
     def hold(self, peak: Peak, share: float = 1.0) -> bool:
-        """Whether a peak fits in a share of them."""
+        """Return whether a peak fits in a share of this memory."""
         return peak.computing <= share * self.computing and peak.host <= share * self.host
 
     def check(self, peak: Peak, remedy: str) -> None:
-        """Raise QuantkitError (exit code 5) unless it fits."""
+        """Raise QuantkitError (exit code 5) unless a peak fits."""
         host = self.computing
         if is_accelerator(self.device):
             check_memory(peak.computing, self.computing, remedy, self.device)
@@ -214,16 +214,16 @@ def decide(
     shape: tuple[int, int],
     kept: dict,
 ) -> JobPlan:
-    """How the job runs on calibration tokens of `shape`, and what it takes so.
+    """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    `kept` is the execution of the job being resumed, or empty: where the user says nothing, it stays.
-    Of the ways that are left, the fastest that fits the memory well; raises QuantkitError (exit code 5) when
-    not even the most frugal fits at all.
+    kept: the execution of the resumed job, or empty; applies where the user sets nothing. Chooses the fastest
+    remaining way within COMFORT of the memory. Raises QuantkitError (exit code 5) if the most frugal way does
+    not fit.
     """
     shapes = shapes_of(skeleton, specs, shape[0] * shape[1], 0)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)
     ways = list(_ways(skeleton, method, options, shape, kept))
-    rooms = Rooms.of(skeleton.device, Limit.of(asked(options)))
+    rooms = Rooms.of(skeleton.device, Limit.of(max_memory(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
     if way.sequential == "repeat" and "hessian" in method.needs:
@@ -249,23 +249,23 @@ def decide(
     )
 
 
-def asked(options: RunOptions) -> int | None:
-    """Bytes that the whole process may take, if the user said so."""
+def max_memory(options: RunOptions) -> int | None:
+    """Return --max-memory in bytes; None if unset."""
     return None if options.max_memory is None else size_bytes(options.max_memory, "--max-memory")
 
 
 def _ways(
     skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
 ) -> Iterator[Execution]:
-    """How a job may run, the fastest first. Several ranks solve an expert each where none has to wait for
-    those before it. Suspended batches hold what they began with: a file would save nothing; and without
-    calibration there is nothing to keep."""
+    """Yield the ways to run a job, fastest first. Several ranks each solve an expert: independent in repeated
+    forwards only. Suspended batches keep their states, so a file saves nothing; a data-free job has no
+    states."""
     batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
-    accelerated, asked = is_accelerator(skeleton.device), options.sequential
-    asked = kept.get("sequential") if asked == "auto" else asked
+    accelerated, wanted = is_accelerator(skeleton.device), options.sequential
+    wanted = kept.get("sequential") if wanted == "auto" else wanted
     modes = ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
-    for mode in [asked] if asked else modes:
+    for mode in [wanted] if wanted else modes:
         places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
         if options.states != "auto":
             places = [options.states if accelerated or options.states == "disk" else "device"]
@@ -291,7 +291,7 @@ def check_memory(
     what: str = "the job",
 ) -> None:
     """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. limit: of
-    the process, if the user said so."""
+    the process, by --max-memory."""
     if need <= free:
         return
     where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")

@@ -25,7 +25,7 @@ SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections ever
 
 
 class Key(NamedTuple):
-    """What a recipe may say under a key."""
+    """A key of a recipe: type and help of its value."""
 
     kind: Any
     help: str
@@ -40,7 +40,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A loaded recipe. values: dotted key -> checked value, only of what the recipe says."""
+    """A loaded recipe. values: dotted key -> checked value, without defaults."""
 
     method: str
     name: str = ""
@@ -50,7 +50,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Choice:
-    """What command line and recipe ask for together, defaults filled in."""
+    """Command line, recipe and defaults merged."""
 
     method: str
     model: str
@@ -79,12 +79,12 @@ def keys(method: str) -> dict[str, Key]:
 
 
 def shipped() -> dict[str, Path]:
-    """Recipes that come with quantkit, by name."""
+    """Return the recipes shipped with quantkit: name -> path."""
     return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.yaml"))}
 
 
 def read(name: str) -> tuple[Path, str]:
-    """Path and text of a shipped recipe or a file. Raises QuantkitError where there is none."""
+    """Return path and text of a shipped recipe or a file. Raises QuantkitError for a missing one."""
     path = shipped().get(name, Path(name))
     try:
         return path, untrusted.read(path, RECIPE_BYTES).decode("utf-8")
@@ -100,7 +100,7 @@ def read(name: str) -> tuple[Path, str]:
 
 
 def load(name: str, method: str | None = None) -> Recipe:
-    """A shipped recipe or a YAML file, checked against the options of its method.
+    """Return a shipped recipe or a YAML file, checked against the options of its method.
 
     Raises QuantkitError for a missing file, a recipe of another method than `method`, and keys or
     values that no option takes; unknown keys are answered with the valid ones.
@@ -109,10 +109,10 @@ def load(name: str, method: str | None = None) -> Recipe:
 
 
 def parse(name: str, path: Path | str, text: str, method: str | None = None) -> Recipe:
-    """`load` of a text; path: what messages call it."""
+    """Return the recipe in a text. path: the name in messages."""
     content = _parse(str(path), text)
     if not isinstance(content, dict) or "method" not in content:
-        raise QuantkitError(f"{path} names no method", "begin it with 'method: gptq'", USAGE)
+        raise QuantkitError(f"{path} has no method", "begin it with 'method: gptq'", USAGE)
     named = str(content["method"])
     if method and named != method:
         raise QuantkitError(f"{path} is no recipe for {method}", "run it with its own method", USAGE)
@@ -128,14 +128,14 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
             flat |= {f"{key}.{option}": inner for option, inner in value.items()}
         elif value is not None:
             hint = f"put options under it, two spaces in: see quantkit recipes init {named}"
-            raise QuantkitError(f"{path}: {key} is {value!r}, which is no section", hint, USAGE)
+            raise QuantkitError(f"{path}: {key} is {value!r}, not a section", hint, USAGE)
     values = _checked(str(path), flat, known)
     about = {key: values.pop(key) for key in ABOUT if key in values}
     return Recipe(name=name, values=values, **about)
 
 
 def _parse(origin: str, text: str) -> Any:
-    """What a YAML text says. A key given twice is an error."""
+    """Return the content of a YAML text. A key given twice is an error."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -189,7 +189,7 @@ def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict
     for name, value in values.items():
         key = known[name]
         if not _fits(value, key.kind):
-            message = f"{origin}: {name} is {value!r}, which is not {_named(key.kind)}"
+            message = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
             raise QuantkitError(message, key.help, USAGE)
         value = tuple(value) if isinstance(value, list) else value
         found[name] = float(value) if key.kind is float else value
@@ -197,7 +197,7 @@ def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict
 
 
 def _nearest(key: str, known: Iterable[str]) -> list[str]:
-    """The key that was probably meant, if any: it may stand in another section, or be one."""
+    """Return the most similar key, in any section, or section; [] without one."""
     names = {name.rpartition(".")[2]: name for name in known}
     names |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
     last = key.replace("-", "_").rpartition(".")[2]
@@ -220,7 +220,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _named(kind: Any) -> str:
-    """A type as messages call it."""
+    """Return the name of a type in messages."""
     parts = get_args(kind)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, parts))
@@ -233,13 +233,13 @@ def _named(kind: Any) -> str:
 
 
 def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Choice:
-    """Recipe, `--set KEY=VALUE` and the flags that were typed, by field name, over the defaults."""
+    """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); the last wins."""
     known = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
     flags = {key: typed[name] for key in known if (name := key.rpartition(".")[2]) in typed}
     values = recipe.values | _settings(settings, known) | flags
     if values.get("model") is None:
         raise QuantkitError(
-            f"{recipe.name} names no model", f"give it: quantkit run {recipe.name} MODEL", USAGE
+            f"{recipe.name} has no model", f"give it: quantkit run {recipe.name} MODEL", USAGE
         )
 
     def fill(section: str, kind: type) -> Any:
@@ -252,9 +252,9 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Cho
 
 
 def options(method: str, settings: Sequence[str], flag: str) -> Any:
-    """The Options of a method with `["solver=rtn"]` over the defaults; `flag` says where they were typed.
+    """Return a method's Options with settings such as `solver=rtn` over the defaults. flag: for messages.
 
-    Raises QuantkitError for one it does not have, and for a value that it does not take.
+    Raises QuantkitError for an unknown option and for a value of the wrong type.
     """
     known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
     found = _settings(settings, known, flag)
@@ -262,7 +262,7 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
 
 
 def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
-    """`["quant.bits=3"]` as `{"quant.bits": 3}`; the section may be left out, for no two share a field."""
+    """Return `["quant.bits=3"]` as `{"quant.bits": 3}`. The section is optional: no two share a field."""
     leaves = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
     found = {}
     for setting in settings:
@@ -278,7 +278,7 @@ def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set
 
 
 def template(method: str) -> str:
-    """A recipe that says all defaults of a method, each under its help."""
+    """Return a recipe with all defaults of a method, each below its help."""
     import yaml
 
     lines = [

@@ -1,10 +1,10 @@
 """Blocks on the disk: the files of each, and a record with the sha256 of all of them.
 
 `block-00000.safetensors` holds a block's tensors, but for those that did not wait in memory, which lie in
-`part-00000-0000.safetensors` and so on; `block-00000.json` says what was found of its linears, and what the
-files' bytes were. The last of these to appear is the first: a block is whole or is not there.
+`part-00000-0000.safetensors` and so on; `block-00000.json` records its linears and the
+files' sha256. The last of these to appear is the first: a block is whole or is not there.
 
-Files that a job needs for a while lie beside them (`Scratch`).
+Temporary files of a job lie next to them (`Scratch`).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ RECORD_BYTES = 1 << 30  # of a block of any number of experts
 
 
 class StagedBlocks:
-    """Those in a folder. What is written is on the disk, under its name, when the call returns; unless
-    `lasting` is unset, for blocks made again as fast as they are written: what a lost power supply takes of
-    those is known by their sums."""
+    """Staged blocks in a folder. A written file is synced and renamed when the call returns; without
+    `lasting` not synced, for blocks made again as fast: their sums show a loss after a power failure."""
 
     lasting = True
 
@@ -37,55 +36,55 @@ class StagedBlocks:
         self._whole: set[int] = set()  # blocks known to be as they were written
 
     def path(self, index: int) -> Path:
-        """Of the file that says that a block is there."""
+        """Return the path of a block's main file, written last."""
         return self.folder / f"block-{index:05d}.safetensors"
 
     def part_path(self, index: int, number: int) -> Path:
-        """Of some of its tensors."""
+        """Return the path of one part of a block."""
         return self.folder / f"part-{index:05d}-{number:04d}.safetensors"
 
     def _parts(self, index: int) -> list[Path]:
         return sorted(self.folder.glob(f"part-{index:05d}-*.safetensors"))
 
     def there(self) -> list[int]:
-        """Which have a file."""
+        """Return the blocks that have a main file."""
         return [
             int(path.stem.removeprefix("block-")) for path in sorted(self.folder.glob("block-*.safetensors"))
         ]
 
     def is_done(self, index: int) -> bool:
-        """Whether a block is there, byte for byte as it was written."""
+        """Return whether a block is staged, byte for byte as it was written."""
         path = self.path(index)
         if path.is_file() and index not in self._whole:
             files = _files(_record(path))
-            paths = {self.folder / name: told for name, told in files.items()}
-            if files and all(file.is_file() and _sha256(file) == told for file, told in paths.items()):
+            paths = {self.folder / name: sha256 for name, sha256 in files.items()}
+            if files and all(file.is_file() and _sha256(file) == sha256 for file, sha256 in paths.items()):
                 self._whole.add(index)
         return index in self._whole
 
     def records(self) -> list[dict]:
-        """What was recorded about the linears of all blocks."""
+        """Return the records of the linears of all blocks."""
         return [row for index in self.there() for row in (_record(self.path(index)) or {})["linears"]]
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
-        """Places of a block's tensors, by stored name."""
+        """Return places of a block's tensors, by stored name."""
         headers = map(safetensors_folder.read_header, [*self._parts(index), self.path(index)])
         return {name: info for header in headers for name, info in header.items()}
 
     def forget(self, index: int) -> None:
-        """Remove a block, or what an attempt at it that failed has left."""
+        """Remove a block, whole or partial."""
         self._whole.discard(index)
         for path in (self.path(index), *self._parts(index)):
             path.unlink(missing_ok=True)
 
     def save_part(self, path: Path, tensors: dict[str, Tensor]) -> None:
-        """Some of the tensors of a block."""
+        """Write a part of a block."""
         temporary = _saved(path, tensors, self.lasting)
         self._sums[path] = _sha256(temporary)
         _rename(temporary, path, self.lasting)
 
     def save(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """The others, and a block is there."""
+        """Write the remaining tensors and the record: the block is staged."""
         path = self.path(index)
         temporary = _saved(path, tensors, self.lasting)
         files = {part.name: self._sums.pop(part) for part in self._parts(index)}
@@ -96,12 +95,12 @@ class StagedBlocks:
 
 
 def save(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> None:
-    """A file of tensors, whole or not at all."""
+    """Write a file of tensors, whole or not at all."""
     _rename(_saved(path, tensors, lasting), path, lasting)
 
 
 def write_text(path: Path, text: str, lasting: bool = True) -> None:
-    """The same for a text."""
+    """Write a text, whole or not at all."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(text)
     if lasting:
@@ -110,7 +109,7 @@ def write_text(path: Path, text: str, lasting: bool = True) -> None:
 
 
 def sync(path: Path) -> None:
-    """Until the disk has a file or a folder."""
+    """Sync a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,7 +118,7 @@ def sync(path: Path) -> None:
 
 
 def _saved(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> Path:
-    """A file of tensors that is to be renamed to `path`, on the disk."""
+    """Write the temporary file of `path` and return its path."""
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary, metadata={"format": "pt"})
     if lasting:
@@ -134,7 +133,7 @@ def _rename(temporary: Path, path: Path, lasting: bool = True) -> None:
 
 
 def _record(path: Path) -> dict | None:
-    """What was recorded of a block whose tensors are at `path`; None where nothing is that says so."""
+    """Return the record of the block at `path`; None if missing or damaged."""
     try:
         found = untrusted.parse(untrusted.read(path.with_suffix(".json"), RECORD_BYTES))
     except (OSError, ValueError):
@@ -143,7 +142,7 @@ def _record(path: Path) -> dict | None:
 
 
 def _files(record: dict | None) -> dict[str, str]:
-    """The sha256 of every file of a block; {} where none is recorded, or a file of another folder."""
+    """Return the sha256 of every file of a block; {} if none, or if a name leads out of the folder."""
     files = (record or {}).get("files")
     named = isinstance(files, dict) and all(Path(name).name == name for name in files)
     return files if named else {}
@@ -158,9 +157,9 @@ LIST = "scratch.json"
 
 
 class Scratch:
-    """Named files of tensors in `folder`, and what says that all of a kind are there.
+    """Named files of tensors in `folder`, with a list of their hashes, written when all are complete.
 
-    A list of their hashes is written when they are complete: a file that was changed or lost since is found.
+    The list shows files that were changed or lost since.
     """
 
     def __init__(self, folder: Path):
@@ -171,27 +170,27 @@ class Scratch:
         return self.folder / f"{name}.safetensors"
 
     def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Tensors of the host under a name."""
+        """Write tensors of the host under a name."""
         save(self._path(name), tensors, lasting=False)
 
     def read(self, name: str) -> dict[str, Tensor]:
-        """All tensors of a file."""
+        """Return all tensors of a file."""
         return {
             key: reading.tensor(info)
             for key, info in safetensors_folder.read_header(self._path(name)).items()
         }
 
     def remove(self, name: str) -> None:
-        """It is needed no more."""
+        """Remove a file."""
         self._path(name).unlink(missing_ok=True)
 
     def complete(self, names: Iterable[str]) -> None:
-        """Say that these are all."""
+        """Write the list of these files."""
         sums = {name: _sha256(self._path(name)) for name in names}
         write_text(self._list, json.dumps(sums, indent=2), lasting=False)
 
     def is_complete(self, names: Iterable[str]) -> bool:
-        """Whether these are there as they were when that was said."""
+        """Return whether these files are as they were when listed."""
         try:
             listed = json.loads(self._list.read_text())
             return all(listed.get(name) == _sha256(self._path(name)) for name in names)

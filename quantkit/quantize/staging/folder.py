@@ -1,8 +1,8 @@
 """The staging folder: finished blocks of a running job, and the output as it is put together.
 
-`OUT.partial/` lies beside the output so that finishing is a rename. Killed at any moment, the folder holds
+`OUT.partial/` lies next to the output so that finishing is a rename. Killed at any moment, the folder holds
 whole blocks only (`blocks.py`), and everything else in it is made again. Blocks whose source had not
-been hashed by then are made again, too: nobody can tell whether they are of the source a later job is given.
+been hashed by then are made again: they may be of another source.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ MOST = 1 << 20  # sequences of a batch, or threads
 class Staging(StagedBlocks):
     """Staged blocks of the job that writes `output`; `fingerprint` says which job that is.
 
-    one_file: whether the output is a GGUF file, no folder. follows: another rank writes. This one reads what
-    that one has staged, which takes a folder that all of them see. What it makes itself, which is the same,
-    waits in a temporary folder while the block is at work: experts that come back into memory are read there.
+    one_file: whether the output is a GGUF file, no folder. follows: another rank writes. This rank reads the
+    blocks that the other has staged, from a shared folder. Its own parts of a block, which are the same, wait
+    in a temporary folder until the block is done: experts that return into memory are read from there.
     """
 
     def __init__(self, output: Path, one_file: bool = False, follows: bool = False):
@@ -54,11 +54,11 @@ class Staging(StagedBlocks):
         self._made: tuple[int, int] | None = None  # what is to be renamed into place, whatever its name
 
     def stored_fingerprint(self) -> dict | None:
-        """The fingerprint of the job that was staged here; None when there is none, or half of one."""
+        """Return the fingerprint of the staged job; None if there is none, or one without the source hash."""
         stored = self._fingerprint()
         if stored and not _runs(stored.get("execution")):
             raise QuantkitError(
-                f"{self.folder / 'fingerprint.json'} is damaged: it says no way to run a job",
+                f"{self.folder / 'fingerprint.json'} is damaged: its execution is invalid",
                 "start again with --overwrite",
                 USAGE,
             )
@@ -99,7 +99,7 @@ class Staging(StagedBlocks):
 
     @contextmanager
     def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
-        """Hold the folder for this job. Raises QuantkitError if it holds another one, or is in use.
+        """Lock the folder for this job. Raises QuantkitError if it contains another job, or is in use.
 
         The fingerprint's source_sha256 may be None until `sign` is given the whole one. lasting: see
         `StagedBlocks`.
@@ -140,13 +140,13 @@ class Staging(StagedBlocks):
         self.sign(fingerprint)
 
     def sign(self, fingerprint: dict) -> None:
-        """Say whose blocks these are."""
+        """Write the fingerprint of the job."""
         if fingerprint != self._signed and not self.follows:
             write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
             self._signed = fingerprint
 
     def _acquire(self) -> None:
-        """Take the folder's lock; it goes with the process at the latest."""
+        """Take the folder's lock, which ends with the process at the latest."""
         self._lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,8 +156,7 @@ class Staging(StagedBlocks):
             ) from error
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
-        """Which of `count` blocks are staged. Those that are not as they were written are named: a disk may
-        lose a bit, a folder half removed any of its files."""
+        """Return which of `count` blocks are staged. Warns of damaged blocks and removes them."""
         found = [self.is_done(index) for index in range(count)]
         damaged = [index for index in self.there() if index < count and not found[index]]
         if damaged:
@@ -168,7 +167,7 @@ class Staging(StagedBlocks):
         return found
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Places of all staged blocks' tensors, by stored name."""
+        """Return places of all staged blocks' tensors, by stored name."""
         return {name: info for index in self.there() for name, info in self.infos(index).items()}
 
     def start(self, index: int) -> None:
@@ -185,48 +184,48 @@ class Staging(StagedBlocks):
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Begin to stage a block, but for the tensors that lie in its parts; `wait` says when it is done, or
-        raises what went wrong."""
+        """Begin to stage a block without the tensors of its parts; `wait` returns when it is done, or raises
+        the error."""
         if self.follows:
             self._writing = self._writer.submit(self._own.forget, index)
         else:
             self._writing = self._writer.submit(self.save, index, tensors, record)
 
     def wait(self) -> None:
-        """Until what was last begun is staged."""
+        """Wait until the last write is done."""
         if self._writing:
             writing, self._writing = self._writing, None
             writing.result()
 
     def write_rest(self, tensors: dict[str, Tensor]) -> None:
-        """Stage what lies outside the blocks."""
+        """Stage tensors outside the blocks."""
         if not self.follows:
             save(self.folder / REST, tensors)
 
     def rest(self) -> dict[str, TensorInfo]:
-        """Places of what is staged of it, by the names it was staged under."""
+        """Return places of the staged tensors outside the blocks, by the names given to `write_rest`."""
         path = self.folder / REST
         return safetensors_folder.read_header(path) if path.is_file() else {}
 
     def discard(self) -> None:
-        """Remove the staging folder, if it is there: nothing in it is worth keeping."""
+        """Remove the staging folder, if it exists."""
         if self.folder.exists() and not self.follows:
             _remove_staged(self.folder)
 
     def finished(self) -> bool:
-        """Whether the output is in place; then nothing is left of its making, wherever it was interrupted."""
+        """Return whether the output is in place; if so, remove what is left of the staging folder."""
         there = self._made is not None and may_replace.identity(self.output) == self._made
         if there:
             self.discard()
         return there
 
     def begun(self) -> bool:
-        """Whether the folder is there, and no block in it is finished."""
+        """Return whether the folder exists without a finished block."""
         return self.folder.exists() and not self.there()
 
     @property
     def place(self) -> Path:
-        """Where the output is put together."""
+        """Path where the output is assembled."""
         return self.folder / f"output{self.output.suffix}"
 
     def assemble(self, fill: Callable[[Path], None]) -> Path:
@@ -259,7 +258,7 @@ class Staging(StagedBlocks):
 
 
 def _runs(execution: Any) -> bool:
-    """Whether a fingerprint says how a job ran, as one that resumes it adopts it."""
+    """Return whether a fingerprint's execution is valid, so that a resumed job can adopt it."""
     if not isinstance(execution, dict):
         return False
     counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
@@ -268,7 +267,7 @@ def _runs(execution: Any) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all but the lock. What says whose it is goes last: a kill in between leaves no stranger."""
+    """Remove all but the lock. The fingerprint goes last: killed before, the folder still names its job."""
     for path in folder.iterdir():
         if path.name not in ("fingerprint.json", "lock"):
             _remove(path)
@@ -296,8 +295,8 @@ def _sync_all(place: Path) -> None:
 def disk_errors(
     folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
 ) -> Iterator[None]:
-    """Turn a full disk, or a folder that may not be written any more, into the error that says so; staged
-    blocks stay. then: what to do about it."""
+    """Raise QuantkitError for a full disk or denied permission in `folder`; staged blocks stay. then: the
+    hint after freeing space."""
     try:
         yield
     except Exception as error:

@@ -1,6 +1,6 @@
-"""What a job may replace: what it or another writer of checkpoints wrote, and nothing else.
+"""Check that a job replaces only files written by quantkit or another writer of checkpoints.
 
-Everything is asked of the path itself, never of what a link leads to. What is no plain file or folder (a
+All checks are of the path itself, not of a link's target. What is no plain file or folder (a
 device, a pipe, a link, a mount point) is never replaced; a folder is only if every file in it is a
 checkpoint's.
 """
@@ -48,8 +48,7 @@ ELSEWHERE = "choose another --output"
 
 
 def check_place(output: Path) -> None:
-    """Raise QuantkitError unless something of that name can be made, for which a file without a name is made
-    where it would lie."""
+    """Raise QuantkitError unless a file of that name can be created; tries with an unnamed file."""
     try:
         output.name.encode()
         above = next(path for path in output.absolute().parents if path.exists())
@@ -93,7 +92,7 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
 
 
 def check_new(outputs: Sequence[Path]) -> None:
-    """Raise QuantkitError, which names them, if some of the outputs exist."""
+    """Raise QuantkitError that names the outputs that exist."""
     if there := [str(output) for output in outputs if os.path.lexists(output)]:
         some, them = ("exists", "it") if len(there) == 1 else ("exist", "them")
         hint = f"{ELSEWHERE}, or replace {them} with --overwrite"
@@ -103,7 +102,7 @@ def check_new(outputs: Sequence[Path]) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Which file or folder lies there, if any; it stays the same when it is renamed."""
+    """Return device and inode of a path, which a rename keeps; None for a missing one."""
     try:
         found = path.lstat()
     except OSError:
@@ -118,12 +117,12 @@ def check_source(output: Path, source: Path, what: str = "source") -> None:
 
 
 def _lost(output: Path) -> str | None:
-    """Why a folder is not to be replaced; None for a quantized checkpoint, or one that a job wrote."""
+    """Return why a folder is not replaced; None for a quantized checkpoint, or one that a job wrote."""
     with os.scandir(output) as entries:
         plain = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
     written = {name for name in plain if plain[name] and any(fnmatch(name, p) for p in WRITTEN)}
     if foreign := sorted(plain.keys() - written):
-        return f"holds other things, too, {name_all(foreign)}"
+        return f"contains other files, {name_all(foreign)}"
     holds_weights = any(fnmatch(name, pattern) for name in written for pattern in WEIGHTS)
     if holds_weights and MANIFEST not in written and not _is_quantized(output):
         return "holds an unquantized model that quantkit did not write"
@@ -144,7 +143,7 @@ def _is_quantized(folder: Path) -> bool:
 def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
     """Raise QuantkitError unless the staging folder, if there is one, is a job's.
 
-    is_ours: whether it says so; a job that was killed before it could has left a lock at most.
+    is_ours: whether it has a fingerprint; a job killed before has left a lock at most.
     """
     try:
         mode = folder.lstat().st_mode

@@ -1,4 +1,4 @@
-"""A block on its way to the disk, piece by piece: neither its codes nor its weights pile up."""
+"""Stage a block piece by piece, so that neither its codes nor its weights accumulate in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class BlockParts:
         self._since = 0  # bytes, since pages were given back
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Stage these when enough of them have come together."""
+        """Add tensors; stage them when PART_BYTES wait."""
         self._waiting |= {name: tensor.cpu() for name, tensor in tensors.items()}
         if sum(tensor.nbytes for tensor in self._waiting.values()) < PART_BYTES:
             return
@@ -42,22 +42,22 @@ class BlockParts:
             return_freed_pages(also_kept=True)
 
     def add_linear(self, name: str, parts: dict[str, Tensor]) -> None:
-        """`add` what linear `name` was packed into."""
+        """Add the packed tensors of linear `name`."""
         self._linears[name] = list(parts)
         self.add({f"{name}.{part}": tensor for part, tensor in parts.items()})
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """What linear `name` was packed into."""
+        """Return the packed tensors of linear `name`."""
         return {part: self.tensor(f"{name}.{part}") for part in self._linears[name]}
 
     def tensor(self, name: str) -> Tensor:
-        """One of those that were added."""
-        for held in (self._waiting, self._begun):
-            if name in held:
-                return held[name]
+        """Return an added tensor."""
+        for kept in (self._waiting, self._begun):
+            if name in kept:
+                return kept[name]
         return reading.tensor(safetensors_folder.read_header(self._files[name])[name])
 
     def finish(self, record: list[dict]) -> None:
-        """Begin to stage what is left, and that the block is done; `record` is about its linears."""
+        """Stage the remaining tensors and the record of the block's linears."""
         self._staging.wait()
         self._staging.write_block(self._index, self._waiting, record)
