@@ -7,7 +7,8 @@ import pytest
 
 from quantkit.errors import QuantkitError
 from quantkit.quantize import loop
-from quantkit.quantize.outputs import finish, model_card
+from quantkit.quantize.outputs import finish
+from quantkit.quantize.outputs.folder import model_card
 from quantkit.quantize.progress import Progress
 
 
@@ -41,7 +42,7 @@ def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, sourc
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
     summary = replace(loop.run(prepared, Progress()), source=source)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
-    card = model_card.render(prepared.material, manifest, summary)
+    card = model_card(prepared.material, manifest, summary)
     assert f"\nbase_model: {base}\n" in card and f"\n{base}, compressed by quantkit" in card
     assert f"quantkit {command}" in card
     assert "Mean relative weight error of a linear: " in card

@@ -198,11 +198,8 @@ def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
     for row in specs:
         if expert := re.match(r".*\.experts\.\d+(?=\.)", row.name):
             groups.setdefault(expert[0], []).append(row)
-    return [name for name, rows in groups.items() if len(set(map(_format, rows))) > 1]
-
-
-def _format(row: LinearSpec) -> tuple[int, int] | None:
-    return (row.grid.bits, row.grid.group_size) if row.grid else None
+    formats = {row.name: row.grid and (row.grid.bits, row.grid.group_size) for row in specs}
+    return [name for name, rows in groups.items() if len({formats[row.name] for row in rows}) > 1]
 
 
 def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
