@@ -292,7 +292,8 @@ def template(method: str) -> str:
     for section, kind in sections(method).items():
         lines += ["", f"{section}:"]
         for option in dataclasses.fields(kind):
-            lines += [f"  # {line}" for line in textwrap.wrap(option.metadata["help"], 100)]
+            help = textwrap.wrap(option.metadata["help"], 100, break_on_hyphens=False)
+            lines += [f"  # {line}" for line in help]
             said = yaml.safe_dump({option.name: option.default}, default_flow_style=False, width=1000)
             lines.append(textwrap.indent(said.rstrip("\n"), "  "))
     return "\n".join(lines) + "\n"
