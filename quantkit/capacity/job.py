@@ -85,9 +85,7 @@ def _record(
     needs = {"hessian"} if calibrated else ()
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
-        return peak_memory(
-            shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once
-        )
+        return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
 
     ordered = calibrated and not work.transform  # one site after another
     suspend = ordered and (memory is None or peak(True).computing < COMFORT * memory)
