@@ -1,4 +1,4 @@
-"""From options to a job: everything is opened, resolved and checked here, before anything is loaded."""
+"""From options to a job: open, resolve and check everything before weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Methods: what a user picks by name. A method is a preset of solver, grid and layout; one file each.
+"""Methods, picked by name. A method is a preset of solver, grid and layout; one file each.
 
 A method's file holds
 SUMMARY  a line for the help; WORK: what it costs in time and memory with default options;

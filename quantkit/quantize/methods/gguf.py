@@ -65,7 +65,7 @@ class Options:
     imatrix: str = option(
         "auto",
         "rtn: importance of each input column. auto: gathered from the calibration text; none; FILE: "
-        " an importance matrix of llama.cpp or quantkit.",
+        "an importance matrix of llama.cpp or quantkit.",
     )
     tensor_type: tuple[str, ...] = option(
         (),
@@ -219,7 +219,7 @@ def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given:
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
-    """As stored, for a matrix that the file holds in parts: it has no one type, nor one side of inputs."""
+    """Return the stored type for a matrix that the file holds in parts: error feedback needs a whole one."""
     if target.part is None:
         return choice
     info = checkpoint.infos.get(target.stored[0])

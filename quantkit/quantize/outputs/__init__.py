@@ -1,4 +1,4 @@
-"""Outputs: what a finished job publishes. A checkpoint folder (`folder.Output`), or one GGUF file."""
+"""Outputs of a finished job: a checkpoint folder (`folder.Output`), or one GGUF file."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of all tensors, and of the quantized linears among them, which have so many weights."""
+    """Bytes of all tensors and of the quantized linears among them. weights: number of quantized weights."""
 
     total: int
     quantized: int
@@ -140,7 +140,7 @@ class Sizes:
 
 
 class Planned(NamedTuple):
-    """A matrix of the output: its name inside its block (or its own, outside), and what it becomes."""
+    """A matrix of the output. name: inside its block, if it has one; becomes: its format."""
 
     name: str
     block: int | None

@@ -156,8 +156,7 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
 
 
 def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    """Make outputs in whose blocks no solver has anything to do, in one pass over the source; then each is
-    opened again and published."""
+    """Write outputs without a solver in one pass over the source; then reopen and publish each."""
     timings = Timings(jobs[0].skeleton.device)
     imatrix = _imatrix(jobs, progress, timings)
 

@@ -68,8 +68,8 @@ class Output:
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
     ) -> None:
-        """Let what lies outside the blocks compute as it will be stored, before the first block runs; states
-        that this takes wait at `place`. A folder holds it as it was read."""
+        """Install tensors outside the blocks as they will be stored, before the first block runs; hidden
+        states wait at `place`. A folder stores them as read."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
 
@@ -118,7 +118,7 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def model_card(material: Material, manifest: dict, summary: Summary) -> str:
-    """A model card for the hub: how it was made, what it cost, how to load it."""
+    """Return the model card for the hub."""
     name = Path(summary.output).name
     local = Path(summary.source).exists() or not hub.is_id(summary.source)
     source = Path(summary.source).name if local else summary.source

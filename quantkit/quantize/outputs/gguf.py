@@ -1,4 +1,4 @@
-"""One GGUF file: what the loop staged as it lies there, everything else encoded on its way into the file.
+"""One GGUF file: staged tensors are copied, all others encoded while the file is written.
 
 Where no linear has a solver (`--solver rtn`, or floats), the whole file is made on that way: one pass over
 the source, a tensor at a time, for all requested files.
@@ -67,7 +67,7 @@ class GgufOutput(Output):
 
     @property
     def linears(self) -> dict[str, str]:
-        """Stored name of a linear -> name of its weight in the file, where that is one tensor."""
+        """Stored name of a linear -> name of its weight in the file, if one tensor."""
         return {
             name.removesuffix(".weight"): target.name
             for target in self.targets
@@ -107,7 +107,7 @@ class GgufOutput(Output):
         )
 
     def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
-        """Bytes of the tensor, or the expert's part of it, that takes most: as read, and its codes twice."""
+        """Return bytes for encoding the largest tensor, or an expert's part: as read, and codes twice."""
         types, most = self.types(checkpoint, specs), 0
         for target in self.targets:
             read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
@@ -212,8 +212,8 @@ class GgufOutput(Output):
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
     ) -> list[tuple[Tensor, list[float]]]:
-        """A tensor in each of the types: uint8 rows `[out, bytes]` in the model's order, and scales of the
-        matrices in it, mostly none."""
+        """Return a tensor in each type: uint8 rows `[out, bytes]` in the model's order, and scales of its
+        matrices, mostly none."""
         values = target.read(checkpoint)
         if target.changed:
             values = target.to_gguf(values)
@@ -263,7 +263,7 @@ class GgufOutput(Output):
 
 
 def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Values `[rows, width]` of encoded rows, some at a time: in float32 a whole embedding may not fit."""
+    """Decode rows to `[rows, width]`, some at a time: in float32 a whole embedding may not fit."""
     values = torch.empty(len(blob), width, dtype=dtype)
     step = max(1, DECODED // width)
     for start in range(0, len(blob), step):
@@ -293,8 +293,8 @@ def solved_head(
     solver: Solver,
     progress: Progress,
 ) -> Tensor:
-    """The output matrix by error feedback, uint8 `[out, bytes]`: as many rows at a time as a block's largest
-    linear has weights.
+    """Return the output matrix quantized by error feedback, uint8 `[out, bytes]`; as many rows at a time as
+    fill a block's largest linear.
 
     For a tied head, errors of the embedding count as well: equally in every column.
     """

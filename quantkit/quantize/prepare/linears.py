@@ -76,8 +76,8 @@ def resolve(
 def _without_small_unfit(
     skeleton: Skeleton, specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
 ) -> list[LinearSpec]:
-    """Keep small projections that grid or layout cannot hold, such as the step sizes of a state-space model,
-    unless they are overridden by name; they would not be worth a model's refusal."""
+    """Keep small projections that grid or layout cannot hold in 16 bit, such as the step sizes of a
+    state-space model, instead of refusing the model; not those named by an override."""
     weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     found = []
     for spec in specs:

@@ -98,12 +98,12 @@ class Shapes:
 
     @property
     def moving(self) -> int:
-        """Bytes of states that wait elsewhere, of the batch that is there, the next, and one on its way."""
+        """Bytes of batches in memory when states wait elsewhere: current, next, and one in transit."""
         return 3 * self.batch_tokens * self.hidden * self.element
 
     @cached_property
     def spread(self) -> int:
-        """Values of a token where it takes most: in its widest linear, or in all of its experts."""
+        """Most values of a token: in its widest linear, or in all of its experts."""
         inner = [row[2] for row in self.linears if row[0] in self.experts and row[1] == self.hidden]
         return max(self.widest, self.active * max(inner, default=0))
 
@@ -150,7 +150,7 @@ def peak_memory(
     accelerated: bool = False,
     at_once: int = 1,
 ) -> Peak:
-    """Peak bytes of a job.
+    """Return the peak bytes of a job.
 
     needs: statistics of calibration text that the method works from; none for a data-free one. scaled: the
     share of the tokens by whose statistics, of all sites at once, a transform rewrites the block; of less
@@ -209,8 +209,8 @@ def peak_memory(
 
 
 def _curvatures(shapes: Shapes) -> int:
-    """Bytes of curvatures of the outputs of a block's linears, the largest as it is factored, and of what
-    autograd keeps of a batch to find them (`curvature.py`), or of the logits of some tokens."""
+    """Return bytes of the output curvatures of a block's linears, of the largest factorization, and of
+    autograd's copies of a batch (`curvature.py`) or of the logits of some tokens."""
     outs = [out for _, out, _ in shapes.linears]
     routed = sum(out + width for name, out, width in shapes.linears if name in shapes.experts)
     experts = len({expert_share.expert_of(name) for name in shapes.experts}) or 1
@@ -222,14 +222,14 @@ def _curvatures(shapes: Shapes) -> int:
 
 
 def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
-    """Peak bytes of running the blocks, the next one read ahead; spilled: the states are in a file."""
+    """Return peak bytes of running the blocks, the next one read ahead; spilled: the states are in a file."""
     states = shapes.moving if spilled else shapes.states
     return (shapes.rest + 2 * shapes.block) * shapes.element + states + shapes.batch
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:
-    """Bytes of the files that a job with gradients needs for a while: on the way forward what enters each
-    block, on the way back their curvatures in place of that."""
+    """Return bytes of the temporary files of a job with gradients: in the forward pass the inputs of each
+    block, replaced by its curvatures in the backward pass."""
     return depth * max(shapes.states, sum(2 * out**2 for _, out, _ in shapes.linears))
 
 

@@ -1,4 +1,4 @@
-"""The job before it runs: how it runs in the memory there is, decided and checked on shapes alone."""
+"""Plan a job from shapes alone: how it runs in the free memory, and how much disk it needs."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def job_memory(
     shape: tuple[int, int],
     way: Execution,
 ) -> Peak:
-    """Peak bytes above the interpreter of a job on calibration tokens of `shape`, of one rank."""
+    """Return peak bytes above the interpreter of one rank of a job on calibration tokens of `shape`."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
     batches = -(-samples // way.batch_size)
     own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most

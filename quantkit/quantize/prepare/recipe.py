@@ -61,12 +61,12 @@ class Choice:
 
 
 def sections(method: str) -> dict[str, type]:
-    """Sections of a method's recipes, and of its flags: name -> dataclass of the options in it."""
+    """Return the sections of a method's recipes and flags: name -> dataclass of its options."""
     return {"quant": methods.load(method).Options} | SHARED
 
 
 def keys(method: str) -> dict[str, Key]:
-    """Every key a recipe of this method can have."""
+    """Return every key that a recipe of this method can have."""
     options = {
         f"{section}.{option.name}": Key(get_type_hints(kind)[option.name], option.metadata["help"])
         for section, kind in sections(method).items()
@@ -139,8 +139,8 @@ def _parse(origin: str, text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """Takes 1e-3 for a number, as YAML 1.2 and people do; and no aliases, by which a few lines would
-        stand for more than memory holds."""
+        """Reads 1e-3 as a number, as YAML 1.2 does, and refuses aliases: a few lines of them expand to more
+        than memory holds."""
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
@@ -174,7 +174,7 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
 
 
 def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict[str, Any]:
-    """Values as options of their types take them: whole numbers are also floats, lists are tuples.
+    """Return values converted to the types of their options: whole numbers to floats, lists to tuples.
 
     Raises QuantkitError that names every unknown key, the nearest ones and the valid ones, or a value that
     does not fit.

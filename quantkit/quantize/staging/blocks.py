@@ -1,4 +1,4 @@
-"""Blocks on the disk: the files of each, and a record with the sha256 of all of them.
+"""Staged blocks: the files of each, and a record with their sha256.
 
 `block-00000.safetensors` holds a block's tensors, but for those that did not wait in memory, which lie in
 `part-00000-0000.safetensors` and so on; `block-00000.json` records its linears and the

@@ -1,4 +1,4 @@
-"""The staging folder: finished blocks of a running job, and the output as it is put together.
+"""The staging folder: finished blocks of a running job, and the output during assembly.
 
 `OUT.partial/` lies next to the output so that finishing is a rename. Killed at any moment, the folder holds
 whole blocks only (`blocks.py`), and everything else in it is made again. Blocks whose source had not
@@ -177,7 +177,7 @@ class Staging(StagedBlocks):
         self._own.forget(index)
 
     def write_part(self, index: int, number: int, tensors: dict[str, Tensor]) -> Path:
-        """Begin to stage some of a block's tensors; waits for what was begun before."""
+        """Begin to stage some of a block's tensors, after the previous write."""
         self.wait()
         path = self._own.part_path(index, number)
         self._writing = self._writer.submit(self._own.save_part, path, tensors)
@@ -237,9 +237,9 @@ class Staging(StagedBlocks):
         return place
 
     def publish(self) -> None:
-        """Rename what was assembled into place, once the disk has it, and remove the staging folder.
+        """Rename the synced output into place, and remove the staging folder.
 
-        Raises QuantkitError if something appeared there that nobody allowed to be replaced.
+        Raises QuantkitError if another output appeared in its place.
         """
         self.wait()
         if self.output.exists() and not self._replaces:

@@ -15,7 +15,7 @@ HOLES = 32 << 20  # bytes that are staged before the heap gives its free pages b
 
 
 class BlockParts:
-    """Tensors of a block that is being made, by stored name. No more than `PART_BYTES` of them wait in
+    """Tensors of a block in progress, by stored name. No more than `PART_BYTES` of them wait in
     memory, and as much on its way to the disk; `parts` reads any of them again."""
 
     def __init__(self, staging: Staging, index: int):
