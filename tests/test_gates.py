@@ -52,7 +52,7 @@ def test_what_is_no_limit(arguments, flag):
         gates.parse(*arguments)
     typed = next(text for text in arguments if text is not None)
     assert error.value.exit_code == USAGE
-    assert error.value.message == f"{flag} {typed!r} is no limit" and flag in error.value.hint
+    assert error.value.message == f"{flag} {typed!r} is not a limit" and flag in error.value.hint
 
 
 def test_a_gate_needs_something_to_judge():
@@ -158,7 +158,7 @@ def test_a_summary_is_appended_to_markdown_alone(run, tmp_path, monkeypatch, nam
     monkeypatch.setattr("quantkit.models.files.open.open_checkpoint", None)  # nothing is opened before
     (tmp_path / name).write_bytes(content)
     code, out, err = run("--summary", tmp_path / name)
-    assert (code, out) == (USAGE, "") and f"{name} is no Markdown file" in err
+    assert (code, out) == (USAGE, "") and f"{name} is not a Markdown file" in err
     assert (tmp_path / name).read_bytes() == content
 
 

@@ -76,7 +76,7 @@ def one_key_more(record):
 def test_a_file_that_is_no_result_is_refused_with_the_place(save, change, place):
     change(record := records.record())
     message = refused(USAGE, merge.read, save(record))
-    assert "result.json is no result of quantkit eval" in message and f"({place}: " in message
+    assert "result.json is not a result of quantkit eval" in message and f"({place}: " in message
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_only_such_text_is_replaced(tmp_path):
     for path, overwrite, said in [
         (own, False, "exists"),
         (other, True, "holds no text"),
-        (tmp_path, True, "is no plain file"),
+        (tmp_path, True, "is not a plain file"),
         (tmp_path / "none" / "a.jsonl", False, "no such folder"),
     ]:
         with pytest.raises(errors.QuantkitError, match=said):

@@ -86,7 +86,7 @@ def name_of(made: Continuation) -> str:
 
 
 def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
-    """Print seconds and rates on stderr: one run of a few tokens is no benchmark."""
+    """Print seconds and rates on stderr: one run of a few tokens is not a benchmark."""
     console, precision = (
         Console(stderr=True, highlight=False, markup=False),
         str(dtype).removeprefix("torch."),

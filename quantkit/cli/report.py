@@ -36,7 +36,7 @@ def command(
     for path in results:
         if path.suffix in (".png", ".svg", ".html"):
             hint = "quantkit eval … --json > FILE makes one; -o names the page and its plots"
-            raise QuantkitError(f"{path} is no result of quantkit eval --json", hint, USAGE)
+            raise QuantkitError(f"{path} is not a result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
     found = report(merge([read(path) for path in results]))

@@ -46,7 +46,7 @@ def train(
     learner: Learner, steps: int, every: int, begun: float, staging: Staging, progress: Progress, what: str
 ) -> Curve:
     """Train for `steps` steps. Each `every` of them and at the end the student is measured, and kept where it
-    is the best so far and below `begun`. Ends early where the first look is no better, or training diverged.
+    is the best so far and below `begun`. Ends early if the first stop is not better, or training diverged.
     """
     curve: Curve = {}
     state = {name: load(info) for name, info in staging.rest().items()}
@@ -55,7 +55,7 @@ def train(
         curve = dict(zip(state["stops"].tolist(), state["divergences"].tolist(), strict=True))
     saved, took = time.monotonic(), 0.0
     while (done := learner.descent.done) < steps and not _is_over(curve, begun):
-        progress.counting(_told(what, curve), done, steps)
+        progress.counting(_progress(what, curve), done, steps)
         learner.step(done)
         done += 1
         if stops := done % every == 0 or done == steps:
@@ -68,7 +68,7 @@ def train(
             looks = torch.tensor(list(curve)), torch.tensor(list(curve.values()), dtype=torch.float64)
             staging.write_rest(learner.descent.state() | {"stops": looks[0].long(), "divergences": looks[1]})
             saved, took = time.monotonic(), time.monotonic() - began
-    progress.counting(_told(what, curve), learner.descent.done, steps)
+    progress.counting(_progress(what, curve), learner.descent.done, steps)
     return curve
 
 
@@ -87,5 +87,5 @@ def _is_over(curve: Curve, begun: float) -> bool:
     return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
 
 
-def _told(what: str, curve: Curve) -> str:
+def _progress(what: str, curve: Curve) -> str:
     return f"{what}, held-out KL {list(curve.values())[-1]:.5f}" if curve else what

@@ -69,12 +69,12 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
     #21038) where it is whole 64s: of 64 for values (small), of the largest power of 2 that fits for keys.
 
     Queries are rotated, and outputs rotated back: that is rotating back what is read. Raises QuantkitError
-    for heads that are no whole blocks, which llama.cpp refuses.
+    for heads that are not whole blocks, which llama.cpp refuses.
     """
     width = x.shape[-1]
     if width % BLOCK:
         raise QuantkitError(
-            f"a head of {width} values is no whole blocks of {BLOCK}",
+            f"a head of {width} values is not a multiple of {BLOCK}",
             f"llama.cpp keeps no {name.lower()} cache of this model: choose fp8 or a float",
             UNSUPPORTED,
         )

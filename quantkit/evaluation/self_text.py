@@ -141,7 +141,7 @@ def check_output(output: Path, overwrite: bool) -> None:
     if not os.path.lexists(output):
         return
     if output.is_symlink() or not output.is_file():
-        raise QuantkitError(f"{output} is no plain file", "choose another -o, such as own.jsonl", USAGE)
+        raise QuantkitError(f"{output} is not a plain file", "choose another -o, such as own.jsonl", USAGE)
     if not overwrite:
         raise QuantkitError(f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)
     with open(output, "rb") as file:

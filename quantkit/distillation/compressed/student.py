@@ -162,7 +162,7 @@ class Student:
 
 def vectors(module: nn.Module) -> list[str]:
     """Return the names of norms' parameters and of biases. Other vectors (decays of a state-space model, a
-    router's corrections) are no part of a layer's scale."""
+    router's corrections) are not part of a layer's scale."""
     found = []
     for owner, part in module.named_modules():
         for leaf, parameter in part.named_parameters(recurse=False):

@@ -36,7 +36,7 @@ class Outputs:
             with writing(self.summary):
                 odd = {"\0", "\ufffd"} & set(untrusted.read(self.summary).decode(errors="replace"))
             if odd or self.summary.suffix.lower() not in MARKDOWN:
-                what = f"--summary {self.summary} is no Markdown file: nothing is appended"
+                what = f"--summary {self.summary} is not a Markdown file: nothing is appended"
                 raise QuantkitError(what, "choose a new file, or one that ends in .md", USAGE)
         if self.html and self.html.suffix not in (".html", ".htm"):
             raise QuantkitError(

@@ -64,7 +64,7 @@ def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
     except ValueError:
         limit = math.nan
     if not (0 <= limit <= most and math.isfinite(limit)) or (percent and "%" not in example):
-        raise QuantkitError(f"{flag} {text!r} is no limit", f"for example {flag} {example}", USAGE)
+        raise QuantkitError(f"{flag} {text!r} is not a limit", f"for example {flag} {example}", USAGE)
     return limit
 
 

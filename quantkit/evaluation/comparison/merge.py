@@ -41,7 +41,7 @@ def read(path: Path) -> Named:
 
 
 def _refuse(text: str) -> float:
-    raise ValueError(f"{text} is no number of JSON")
+    raise ValueError(f"{text} is not a number of JSON")
 
 
 def _fault(record: Any) -> str | None:
@@ -55,7 +55,7 @@ def _fault(record: Any) -> str | None:
 
 def _no_result(path: Path, why: str) -> QuantkitError:
     return QuantkitError(
-        f"{path} is no result of quantkit eval ({why})", "quantkit eval … --json > FILE makes one", USAGE
+        f"{path} is not a result of quantkit eval ({why})", "quantkit eval … --json > FILE makes one", USAGE
     )
 
 

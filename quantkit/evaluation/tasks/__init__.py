@@ -23,7 +23,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_
 from quantkit.evaluation.stream import Listener, StreamedModel
 
 CLOZE = "cloze"
-BOOTSTRAPS = 1000  # resamplings behind the standard errors of metrics that are no means
+BOOTSTRAPS = 1000  # resamplings for the standard errors of metrics that are not means
 FEWSHOT_SEED = 1234  # the harness's own default
 
 TaskScores = dict[str, dict[str, dict[str, float | None]]]  # task -> metric -> value, stderr
