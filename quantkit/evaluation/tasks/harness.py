@@ -43,8 +43,7 @@ class HarnessModel(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Return ids of a text, with the tokenizer's own special tokens unless told, or BOS stands there
-        already."""
+        """Return ids of a text; by default with special tokens, unless the text begins with BOS."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
