@@ -84,7 +84,7 @@ def test_a_file_that_is_no_result_is_refused_with_the_place(save, change, place)
     [
         ("", "not JSON"),
         ("[" * 100_000, "not JSON"),
-        ("[1, 2]", "no result"),
+        ("[1, 2]", "not a result"),
         ('{"schema": "quantkit.eval/3", "data": NaN}', "NaN"),
         ('{"schema": "quantkit.eval/3", "data": ' + "9" * 5000 + "}", "not JSON"),
     ],
