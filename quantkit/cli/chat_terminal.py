@@ -34,7 +34,7 @@ class Terminal:
                 import readline  # noqa: F401  (input() edits lines with it)
 
     def read(self, more: bool = False) -> str:
-        """The next line. Raises EOFError at the end."""
+        """Return the next line. Raises EOFError at the end."""
         prompt = MORE if more else PROMPT
         while True:
             try:

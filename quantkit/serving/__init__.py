@@ -1,6 +1,6 @@
-"""After compression: engines run what was made; bench measures them, serve and chat hand over to them.
+"""Running checkpoints: engines run them, bench measures engines, serve and chat start them.
 
-No engine is written here. `engines/` is one file for each that is asked: transformers, llama.cpp, vLLM.
-`server/` starts an engine's own server, `endpoint/` puts load on any of them, `bench/` measures checkpoints,
-`chat/` talks to one, `specdec/` asks whether a draft makes it faster.
+quantkit writes no engine. `engines/` is one file per engine: transformers, llama.cpp, llama.cpp's server.
+`server/` starts an engine's own server, `endpoint/` puts load on a server, `bench/` measures checkpoints,
+`chat/` talks to one, `specdec/` measures whether a draft makes one faster.
 """
