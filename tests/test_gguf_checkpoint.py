@@ -134,7 +134,7 @@ WRONG = {  # what is done to the file -> what the error says
     "wide heads": (lambda k: k.update({"llama.attention.key_length": 1 << 30}), {}, "key_length 1073741824"),
     "many heads": (lambda k: k.update({"llama.attention.head_count": 1 << 30}), {}, "head_count 1073741824"),
     "another width": (lambda k: k.update({"llama.embedding_length": 32}), {}, "instead of"),
-    "another depth": (lambda k: k.update({"llama.block_count": 2}), {}, "not understood: blk.2."),
+    "another depth": (lambda k: k.update({"llama.block_count": 2}), {}, "unknown tensors: blk.2."),
     "a block more": (lambda k: k.update({"llama.block_count": 4}), {}, "lacks blk.3."),
     "experts": (lambda k: k.update(EXPERTS), {}, "lacks blk.0.ffn_down_exps.weight"),
     "no experts chosen": (lambda k: k.update({"llama.expert_count": 8}), {}, "lacks llama.expert_used_count"),
@@ -146,7 +146,7 @@ WRONG = {  # what is done to the file -> what the error says
     "a tensor more": (
         lambda k: None,
         {"add": [Entry("blk.0.attn_sinks.weight", "F32", (4,))]},
-        "not understood: blk.0.attn_sinks.weight",
+        "unknown tensors: blk.0.attn_sinks.weight",
     ),
     "another shape": (
         lambda k: None,

@@ -220,7 +220,7 @@ def test_a_text_without_an_end(folder):
     (folder / "tokenizer_config.json").unlink()
     found, warnings = warned(folder)
     assert f"{KEY}eos_token_id" not in found
-    assert warnings == ["llama.cpp will stop at token 11, as none is said to end a text"]
+    assert warnings == ["llama.cpp will stop at token 11, as no token ends a text"]
 
 
 def test_added_tokens_of_the_configuration(folder):
@@ -425,7 +425,7 @@ def test_spaces_beside_added_tokens_are_told(folder):
     stored = json.loads(small())
     stored["added_tokens"][2]["rstrip"] = True
     (folder / "tokenizer.json").write_text(json.dumps(stored))
-    assert warned(folder)[1] == ["llama.cpp keeps the spaces beside <|x|>, which this tokenizer drops"]
+    assert warned(folder)[1] == ["llama.cpp keeps the spaces next to <|x|>, which this tokenizer drops"]
     tokenizer = Tokenizer.from_str(spaced())
     tokenizer.add_tokens(["<|loose|>"])  # found as "▁<|loose|>" in what the normalizer leaves
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -236,7 +236,7 @@ def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
         disk_bytes, weight_bytes = disk_bytes + sizes.total - weight_bytes, sizes.total
     else:
         coded = checkpoint.coded_bytes()
-        counts = {skeleton.names.stored[name]: p.numel() for name, p in skeleton.held().items()}
+        counts = {skeleton.names.stored[name]: p.numel() for name, p in skeleton.stored_parameters().items()}
         names = coded.keys() & counts.keys()
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
     modules = (skeleton.model, *skeleton.blocks, *skeleton.towers.values())

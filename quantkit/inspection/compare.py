@@ -26,7 +26,7 @@ def compare(
     """
     cpu = torch.device("cpu")
     skeletons = [Skeleton(checkpoint, torch.float32, cpu) for checkpoint in (left, right)]
-    weights = [made.held() for made in skeletons]
+    weights = [made.stored_parameters() for made in skeletons]
     both = [name for name in weights[0] if name in weights[1]]
     reshaped = [name for name in both if weights[0][name].shape != weights[1][name].shape]
     if len(reshaped) == len(both):

@@ -29,7 +29,7 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         found["notes"] = [f"values were not read: {error.message}"]
         return
     checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
-    weights = {stored[name]: (name, parameter) for name, parameter in skeleton.held().items()}
+    weights = {stored[name]: (name, parameter) for name, parameter in skeleton.stored_parameters().items()}
     problems = [f"{name} is absent" for name in skeleton.names.missing()]
     for done, parameter in enumerate(weights.values(), start=1):
         problems += _errors_of(partial(skeleton.read, *parameter))

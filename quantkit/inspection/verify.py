@@ -167,7 +167,7 @@ def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
     """Return the name in the model and the parameter of every weight, by the stored name of its linear."""
     return {
         skeleton.names.stored[name].removesuffix(".weight"): (name, parameter)
-        for name, parameter in skeleton.held().items()
+        for name, parameter in skeleton.stored_parameters().items()
     }
 
 

@@ -48,5 +48,5 @@ ALIASES = {
 
 
 def named(text: str) -> str:
-    """A name of `TYPES`. Raises QuantkitError with the nearest names for an unknown one."""
+    """Return a name of `TYPES`. Raises QuantkitError with the nearest names for an unknown one."""
     return one_of(text.lower(), TYPES, f"no precision of a key/value cache is called {text!r}", ALIASES)

@@ -31,8 +31,8 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # files of one
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What is read in place of a tensor: `values(exact, tensor)` of the stored tensor `source`, in that one's
-    precision, or float32 if it is to be exact."""
+    """A tensor that is computed from another: `values(exact, tensor)` of the stored tensor `source`, in its
+    precision, or in float32 if `exact`."""
 
     source: str
     values: Callable[[bool, torch.Tensor], torch.Tensor]
@@ -60,34 +60,34 @@ class Checkpoint:
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
     def having_seen(self, files: Mapping[Path, State]) -> Checkpoint:
-        """The same one, which knows how those of the files that it consists of were."""
+        """Return the checkpoint with the states of its own files, for `unchanged`."""
         own = {info.file for info in self.infos.values()} | {self.folder, self.folder / CONFIG}
         own |= {self.folder / INDEX, *self.companions()}
         return replace(self, seen={path: state for path, state in files.items() if path in own})
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
-        """The same model with other tensors: how a staged block is read before the output exists."""
+        """Return the same model with other tensors: a staged block is read so before the output exists."""
         packed = layouts.group_by_linear(layout, infos)
         return replace(self, infos=infos, layout=layout, _quantized=packed, rewritten=self._rewritten(infos))
 
     def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
-        """The same model with these tensors, values that are not packed, instead of its own."""
+        """Return the same model with these tensors, which are not packed, instead of its own."""
         packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
         found = self.infos | infos
         return replace(self, infos=found, _quantized=packed, rewritten=self._rewritten(found))
 
     def _rewritten(self, infos: Mapping[str, TensorInfo]) -> dict[str, Rewrite]:
-        """Those of tensors that lie where they did."""
+        """Return the rewritten tensors that lie where they did."""
         return {name: one for name, one in self.rewritten.items() if self._is_rewritten(infos.get(name))}
 
     def _is_rewritten(self, info: TensorInfo | None) -> bool:
-        """Whether this is one that is read otherwise, and no other of its name."""
+        """Return whether a tensor is computed from another, and not one of the same name in another file."""
         known = self.infos.get(info.name) if info and info.name in self.rewritten else None
         return known is not None and known.file == info.file
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
+        """Return names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
         packed = {name for parts in self._quantized.values() for name in parts.values()}
         return [name for name in self.infos if name not in packed] + [
             f"{linear}.weight" for linear in self._quantized
@@ -95,34 +95,35 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """What the model is called: the last part of where it came from."""
+        """Return the model's name: the last part of its source."""
         return (
             self.source.rpartition("/")[2] if not Path(self.source).exists() else self.folder.resolve().name
         )
 
     @property
     def quantized(self) -> bool:
-        """Whether some weights are stored as codes."""
+        """Return whether some weights are stored as codes."""
         return self.layout is not None
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all its tensors as they lie there, none counted twice."""
+        """Return the bytes of all its tensors as they lie there, none counted twice."""
         sources = {name: one.source for name, one in self.rewritten.items()}
         return sum(i.nbytes for name, i in self.infos.items() if sources.get(name, name) == name)
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all files of the folder."""
+        """Return the bytes of all files of the folder."""
         return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
 
     def manifest(self) -> str | None:
-        """How quantkit made this checkpoint, as it recorded it; None where it did not."""
+        """Return the manifest that quantkit wrote; None if another tool made the checkpoint."""
         path = self.folder / MANIFEST
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     def coded_bytes(self) -> dict[str, int]:
-        """Bytes of every weight that is stored as codes, scales and the like included, by `X.weight`."""
+        """Return the bytes of every weight that is stored as codes, scales and the like included, by
+        `X.weight`."""
         return {
             f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
             for linear, parts in self._quantized.items()
@@ -130,29 +131,29 @@ class Checkpoint:
 
     @property
     def packed(self) -> list[str]:
-        """Names of the linears that are stored as packed codes."""
+        """Return the names of the linears that are stored as packed codes."""
         return list(self._quantized)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether `name` (`X.weight`) is stored as packed codes."""
+        """Return whether `name` (`X.weight`) is stored as packed codes."""
         return name.removesuffix(".weight") in self._quantized
 
     def plain_dtype(self, name: str) -> str | None:
-        """What is stored of `name`, such as `BF16`; None where it is packed."""
+        """Return the stored type of `name`, such as `BF16`; None if it is packed."""
         return None if self.is_quantized(name) else self.infos[name].dtype
 
     def is_plain(self, name: str) -> bool:
-        """Whether what is read of `name` is the bytes that lie there."""
+        """Return whether reading `name` gives its stored bytes."""
         info = self.infos.get(name)
         return type(info) is TensorInfo and info.dtype in reading.DTYPES and name not in self.rewritten
 
     def stored_as(self, name: str) -> list[str]:
-        """The stored tensors behind `name`: itself, or the parts of a packed linear."""
+        """Return names of the stored tensors that make `name`: itself, or the parts of a packed linear."""
         packed = self._quantized.get(name.removesuffix(".weight"))
         return list(packed.values()) if packed else [name]
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One tensor's values; a packed linear's weight is decoded to `[out, in]`."""
+        """Return one tensor's values; a packed linear's weight is decoded to `[out, in]`."""
         if self.is_quantized(name):
             linear = name.removesuffix(".weight")
             parts = self.parts(name)
@@ -162,12 +163,12 @@ class Checkpoint:
         return self.load(name, dtype)
 
     def parts(self, name: str) -> dict[str, torch.Tensor]:
-        """The stored tensors of a packed linear (`X.weight`), by suffix."""
+        """Return the stored tensors of a packed linear (`X.weight`), by suffix."""
         linear = name.removesuffix(".weight")
         return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One stored tensor, optionally cast: as it lies on disk, or what it is rewritten to."""
+        """Return one stored tensor, or the values that it is rewritten to, in `dtype` if given."""
         rewrite = self.rewritten.get(name)
         if rewrite is None:
             return self._load(name, dtype)
@@ -175,7 +176,7 @@ class Checkpoint:
         return values if dtype is None else values.to(dtype)
 
     def _load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """One stored tensor as it lies on disk."""
+        """Return one stored tensor as it lies on disk."""
         info = self.infos[name]
         try:
             otherwise = isinstance(info, reading.OTHERWISE)
@@ -187,7 +188,7 @@ class Checkpoint:
             ) from error
 
     def plain(self, info: TensorInfo) -> TensorInfo:
-        """How a tensor of `infos` that no job changed lies in a safetensors file."""
+        """Return the name, type, shape and bytes of an unchanged tensor in a safetensors file."""
         if not self._is_rewritten(info):
             return self._plain(info)
         found = self._plain(self.infos[self.rewritten[info.name].source])
@@ -197,7 +198,7 @@ class Checkpoint:
         return info
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
-        """The bytes of what `plain` describes, piece by piece."""
+        """Yield the bytes of the tensor that `plain` describes, piece by piece."""
         if self._is_rewritten(info):
             return iter([self.load(info.name).contiguous().view(torch.uint8).numpy().data])
         return self._data(info)
@@ -209,22 +210,23 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """The checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        """Return the checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
         return load_tokenizer(self.source, self.folder, self.trust_remote_code)
 
     @property
     def text_config(self) -> transformers.PretrainedConfig:
-        """That of the language model: a part of `config` where other modalities are wrapped around it."""
+        """Return the configuration of the language model: a part of `config` in multimodal models."""
         return self.config.get_text_config(decoder=True)
 
     @property
     def context(self) -> int | None:
-        """Longest sequence the model was made for, in tokens; None where it has no limit."""
+        """Return the longest sequence the model was made for, in tokens; None without a limit."""
         length = getattr(self.text_config, "max_position_embeddings", None)
         return length if length and length > 0 else None  # -1 is XLNet's way to say so
 
     def companions(self) -> list[Path]:
-        """Tokenizer files, generation config, chat template, licence: what clients expect beside weights."""
+        """Return the files that clients expect next to weights: tokenizer, generation config, chat template,
+        licence."""
         patterns = (*COMPANIONS, "*.py") if self.trust_remote_code else COMPANIONS
         found = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
         return sorted(path for path in found if path.suffix != ".safetensors")
@@ -235,7 +237,7 @@ class Checkpoint:
             shutil.copyfile(path, place / path.name)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
-        """Hash of config.json and of every weight file, by name: what makes this model this model."""
+        """Return the hash of config.json and of every weight file, with their names."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
@@ -246,7 +248,7 @@ class Checkpoint:
 def load_tokenizer(
     source: str, folder: Path, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder. Raises QuantkitError when there is none that loads."""
+    """Return the tokenizer in a folder. Raises QuantkitError if there is none that loads."""
     untrusted.refuse_tokenizer_file(folder / "tokenizer.json")
     try:
         with tokenizing.explained():
@@ -261,7 +263,7 @@ def load_tokenizer(
         why = first_line(error) if present else "there are no files of one"
         raise QuantkitError(
             f"{source} has no tokenizer that loads: {why}",
-            hint="copy tokenizer.json and tokenizer_config.json of the original model beside the weights; a "
+            hint="copy tokenizer.json and tokenizer_config.json of the original model into its folder; a "
             "tokenizer.model alone needs pip install sentencepiece",
             exit_code=NOT_FOUND,
         ) from error

@@ -1,6 +1,6 @@
 """sha256 sums of what was written, in the manifest of a folder and in the metadata of a GGUF file.
 
-They tell damage, not forgery: whoever changes a file can change its sum, too.
+They show damage, not forgery: a forger of a file can change its sum.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-IN_FILE = "quantkit.tensors_sha256"  # of everything behind the header of a GGUF file
+IN_FILE = "quantkit.tensors_sha256"  # of everything after the header of a GGUF file
 BLANK = "0" * 64  # where it will stand
 PIECE = 1 << 22
 
@@ -17,13 +17,14 @@ PIECE = 1 << 22
 def of_folder(
     folder: Path, leave: Collection[str], listen: Callable[[int], None] = lambda nbytes: None
 ) -> dict[str, str]:
-    """sha256 by file name, but for those to `leave`. listen: of bytes as they are read."""
+    """Return the sha256 of every file but those to `leave`, by name. listen: receives the bytes as they are
+    read."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in leave)
     return {path.name: of_file(path, listen=listen) for path in files}
 
 
 def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:
-    """sha256 of a file from a byte on."""
+    """Return the sha256 of a file from a byte on."""
     digest = hashlib.sha256()
     add(digest, path, start, listen)
     return digest.hexdigest()
@@ -39,7 +40,7 @@ def add(digest, path: Path, start: int = 0, listen: Callable[[int], None] = lamb
 
 
 def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) -> str:
-    """sha256 of everything behind the header of a GGUF file."""
+    """Return the sha256 of everything after the header of a GGUF file."""
     from quantkit.models.files import gguf_file
 
     return of_file(path, gguf_file.read_whole_header(path).tensors, listen)

@@ -41,7 +41,8 @@ Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy ar
 
 
 def tensor_bytes(type: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor `[..., in]`. Raises ValueError unless `in` is a multiple of the type's block."""
+    """Return the bytes of a tensor `[..., in]`. Raises ValueError unless `in` is a multiple of the type's
+    block."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
     if shape[-1] % block:
         raise ValueError(f"{shape[-1]} columns are no whole blocks of {block} ({type})")
@@ -60,18 +61,18 @@ class Header:
 
     @property
     def tensors(self) -> int:
-        """Where the tensors begin."""
+        """Return the byte at which the tensors begin."""
         return self.end + -self.end % self.alignment
 
 
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Metadata and the place of every tensor; see `read_whole_header`."""
+    """Return the metadata and the place of every tensor; see `read_whole_header`."""
     header = read_whole_header(path)
     return header.metadata, header.infos
 
 
 def read_whole_header(path: Path) -> Header:
-    """What a file says before its tensors; shapes are `[out, in]` as in torch.
+    """Return the header of a file; shapes are `[out, in]` as in torch.
 
     Raises QuantkitError naming the file when it is a Git LFS pointer, is not GGUF, is cut short, or its
     header contradicts itself or the size of the file.
@@ -90,8 +91,8 @@ def read_whole_header(path: Path) -> Header:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Cursor]:
-    """The beginning of a file. No more is mapped than a header takes: under `ulimit -v` a model larger than
-    the limit could not be opened."""
+    """Open the beginning of a file, at most as much as a header takes: under `ulimit -v` a model larger than
+    the limit could not be mapped."""
     with open(path, "rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
         most = min(file_bytes, MAX_HEADER_BYTES)
@@ -114,11 +115,11 @@ class _Cursor:
     items: int = 0
 
     def take(self, nbytes: int) -> int:
-        """Where the next `nbytes` begin."""
+        """Return the place of the next `nbytes`, and move after them."""
         start = self.place
         if nbytes > len(self.data) - start:
             if start + nbytes > self.file_bytes:
-                raise _broken(self.path, f"its header goes on at byte {self.file_bytes}, where it ends")
+                raise _broken(self.path, f"its header is longer than its {self.file_bytes} bytes")
             raise _broken(self.path, f"its header is longer than {MAX_HEADER_BYTES} bytes")
         self.place += nbytes
         return start
@@ -194,7 +195,7 @@ def _parse(cursor: _Cursor) -> Header:
 
 
 def _info(cursor: _Cursor) -> TensorInfo:
-    """A tensor of the header; its offset still counts from the end of the header."""
+    """Return a tensor of the header; its offset still counts from the end of the header."""
     name = cursor.text()
     if len(name) > LONGEST_TENSOR:
         raise _broken(cursor.path, f"a tensor has a name of {len(name):,} characters")
@@ -220,7 +221,8 @@ def _info(cursor: _Cursor) -> TensorInfo:
 
 
 def _placed(cursor: _Cursor, infos: list[TensorInfo], header: Header) -> dict[str, TensorInfo]:
-    """Tensors by name with offsets from the beginning of the file; all inside it, none over another."""
+    """Return the tensors by name with offsets from the beginning of the file; all inside it, none over
+    another."""
     path, base = cursor.path, header.tensors
     placed: dict[str, TensorInfo] = {}
     end = base

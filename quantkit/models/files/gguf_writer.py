@@ -36,14 +36,14 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor in the file."""
+        """Return the bytes of the tensor in the file."""
         return tensor_bytes(self.type, self.shape)
 
 
 class GgufWriter:
     """Writes one file, tensor by tensor in the order of `entries`, in constant memory; a context manager.
 
-    The file has its name when the last tensor is in it: before that it lies beside it as `NAME.partial`,
+    The file has its name when the last tensor is in it: before that it is `NAME.partial`,
     and nothing is left when an exception leaves the context. The same arguments make the same bytes.
     Numbers of `metadata` become uint32 (int32 where one is negative, 64 bits where they need them),
     float32 and bool; numpy arrays and scalars keep their type.
@@ -137,7 +137,7 @@ def _packed(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """A metadata value with its type before it."""
+    """Return a metadata value with its type before it."""
     if isinstance(value, str):
         return struct.pack("<I", Kind.STRING) + _packed(value)
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], str):
@@ -151,7 +151,7 @@ def _value(value: Any) -> bytes:
 
 
 def _numbers(value: Any) -> np.ndarray:
-    """Numbers in the type they are stored in, little-endian."""
+    """Return numbers in the type they are stored in, little-endian."""
     array = np.asarray(value)
     if not isinstance(value, (np.ndarray, np.generic)):
         if array.dtype.kind == "i":

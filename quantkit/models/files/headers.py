@@ -1,5 +1,5 @@
-"""What is known of a checkpoint before a tensor is read: the headers and small files of a folder, of a
-repository of the hub or of a GGUF file. Nothing here imports torch.
+"""Contents of a checkpoint that are known before a tensor is read: the headers and small files of a folder, a
+hub repository or a GGUF file. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ TOO_LARGE = "is larger than 64 MiB: not read"
 
 @dataclass(frozen=True)
 class Contents:
-    """What can be known without reading a weight.
+    """Everything that is known of a checkpoint before a weight is read.
 
     files: bytes of every file, by name. config: that of the model, as it stands in config.json or follows
     from a GGUF file's metadata. problems: what was found wrong on the way. read: the bytes of a file, None
@@ -74,25 +74,25 @@ class Contents:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """`quantization_config` of config.json; {} where there is none."""
+        """Return `quantization_config` of config.json; {} if there is none."""
         return quantization_of(self.config)
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """The configuration of the language model, where others stand beside it."""
+        """Return the configuration of the language model, if `config` has several."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 
     @property
     def family(self) -> str | None:
-        """`model_type` of the language model; of a GGUF file the architecture, by llama.cpp's name."""
+        """Return `model_type` of the language model; of a GGUF file the architecture, by llama.cpp's name."""
         if self.container == "gguf":
             return self.metadata.get("general.architecture", "unknown")
         return self.text_config.get("model_type")
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
-        """How quantkit made this checkpoint; None where it did not."""
+        """Return the manifest that quantkit wrote; None if there is none."""
         stored = self.metadata.get("quantkit.manifest")
         if stored is None:
             return self.json(MANIFEST)
@@ -100,22 +100,22 @@ class Contents:
 
     @cached_property
     def absent(self) -> frozenset[str]:
-        """Tensors that the index promises and no shard holds, because one is absent or broken."""
+        """Return tensors that the index promises and no shard holds, because one is absent or broken."""
         mapped = (self.index or {}).get("weight_map")
         return frozenset(mapped) - frozenset(self.infos) if isinstance(mapped, dict) else frozenset()
 
     @cached_property
     def index(self) -> dict[str, Any] | None:
-        """Which shard holds which tensor; None where there is one file."""
+        """Return the index of shards; None for a single file."""
         return self.json(INDEX)
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """A JSON file of the checkpoint; None where there is none, or none that can be read."""
+        """Return a JSON file of the checkpoint; None if it is absent or cannot be read."""
         data = self.read(name)
         return None if data is None else _parse(name, data, self.problems)
 
     def small_tensor(self, name: str) -> bytes | None:
-        """The bytes of a tensor of a few hundred bytes; None where they are out of reach."""
+        """Return the bytes of a tensor of a few hundred bytes; None where they are out of reach."""
         info = self.infos.get(name)
         if info is None or self.path is None or info.nbytes > TENSOR_BYTES:
             return None
@@ -142,7 +142,7 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
 def open_contents(
     source: str, revision: str | None = None, offline: bool = False, strict: bool = False, bare: bool = False
 ) -> Contents:
-    """A folder, a GGUF file or a hub id, of which nothing but headers and small files is fetched.
+    """Return the contents of a folder, a GGUF file or a hub id; only headers and small files are fetched.
 
     Raises QuantkitError when there is no such thing, or its headers are broken: all of them, where there are
     several shards; `strict`: whatever is wrong. bare: a config.json without weights will do.
@@ -154,7 +154,7 @@ def open_contents(
 
 
 def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Contents:
-    """What lies at `place`, a folder or a GGUF file."""
+    """Return the contents of `place`, a folder or a GGUF file."""
     return _of_gguf(source, place) if place.is_file() else _of_folder(source, place, strict, bare)
 
 
@@ -185,7 +185,7 @@ def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
 
 
 def _config(read: Callable[[str], bytes | None], problems: list[str]) -> dict[str, Any]:
-    """config.json; {} where it cannot be read."""
+    """Return config.json; {} if it cannot be read."""
     return _parse(CONFIG, read(CONFIG) or b"", problems) or {}
 
 
@@ -204,7 +204,7 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     problems: list[str] = []
 
     def fetch(name: str) -> Path:
-        """A small file, through the cache, where `--offline` finds it again."""
+        """Fetch a small file through the cache, where `--offline` finds it again."""
         with hub.explained(repo, revision):
             return Path(hf_hub_download(repo, name, revision=revision))
 
@@ -224,7 +224,7 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
 
 
 def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict[str, TensorInfo] | None:
-    """All tensors, from the headers alone; None where there are no safetensors. files: bytes by name.
+    """Return all tensors, from the headers alone; None where there are no safetensors. files: bytes by name.
 
     Raises QuantkitError for headers that are none, or do not fill their files.
     """
@@ -238,18 +238,20 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
             return None
         except (SafetensorsParsingError, AttributeError, TypeError) as error:
             raise QuantkitError(
-                f"{repo} holds no safetensors: {first_line(error)}", "tell its owner"
+                f"{repo} holds no safetensors: {first_line(error)}", "report it to its owner"
             ) from error
     infos: dict[str, TensorInfo] = {}
-    for name, held in found.items():
+    for name, file in found.items():
         header = {
             key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
-            for key, entry in held.tensors.items()
+            for key, entry in file.tensors.items()
         }
         filled = safetensors_folder.check_header(Path(name), header)
         size, end = files.get(name), max((one.offset + one.nbytes for one in filled.values()), default=0)
         if size is not None and size < end + 8:
-            raise QuantkitError(f"{name} of {repo} has {size:,} bytes, its tensors {end:,}", "tell its owner")
+            raise QuantkitError(
+                f"{name} of {repo} has {size:,} bytes, its tensors {end:,}", "report it to its owner"
+            )
         infos |= filled
     return infos
 

@@ -13,13 +13,13 @@ from quantkit.models.files.safetensors_folder import INDEX, SINGLE
 
 
 def is_id(source: str) -> bool:
-    """Whether this can be a hub id, `OWNER/NAME`."""
+    """Return whether this can be a hub id, `OWNER/NAME`."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith((".", "/"))
 
 
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
-    """The folder that holds `source`, or the GGUF file that it is: itself if it exists, else a snapshot of
-    the hub repository.
+    """Return the folder that holds `source`, or the GGUF file that it is: itself if it exists, else a
+    snapshot of the hub repository.
 
     The token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
     Raises QuantkitError (exit code 3) when it is neither, or the hub cannot be reached.
@@ -28,7 +28,7 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 
 
 def local(source: str) -> Path | None:
-    """The folder `source` if it exists; None for a hub id. Raises QuantkitError (exit code 3) for neither."""
+    """Return folder `source` if it exists; None for a hub id. Raises QuantkitError for neither."""
     path = Path(source).expanduser()
     if path.is_dir():
         untrusted.refuse_folder(path)
@@ -53,13 +53,14 @@ def local(source: str) -> Path | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file says of itself that it is GGUF, or its name does."""
+    """Return whether a file begins as GGUF does, or has such a name."""
     with open(path, "rb") as file:
         return file.read(4) == b"GGUF" or path.suffix == ".gguf"
 
 
 def dataset_revision(repo: str, revision: str | None = None) -> str:
-    """The commit that `revision` (default: main) of a dataset repository stands for; its files may be read.
+    """Return the commit that `revision` (default: main) of a dataset repository stands for; its files may be
+    read.
 
     Raises QuantkitError (exit code 3) as `resolve` does.
     """
@@ -74,9 +75,9 @@ def dataset_revision(repo: str, revision: str | None = None) -> str:
 
 
 def _download(repo: str, revision: str | None, offline: bool) -> Path:
-    """The small files first, then the weights that the index of shards names, or those there are.
+    """Download the small files first, then the weights that the index of shards names, or the single file.
 
-    Beside them many repositories hold the same weights again: `consolidated.safetensors`, or in subfolders.
+    Many repositories hold the same weights again: `consolidated.safetensors`, or in subfolders.
     """
     from huggingface_hub import snapshot_download
 
@@ -97,7 +98,7 @@ def _download(repo: str, revision: str | None, offline: bool) -> Path:
 
 
 def _weights(folder: Path) -> list[str]:
-    """Names of the weight files of a snapshot."""
+    """Return the names of the weight files of a snapshot."""
     index = folder / INDEX
     try:
         named = (

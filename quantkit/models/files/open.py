@@ -57,7 +57,7 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
             f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
             + first_line(error),
             hint="an unknown model_type needs a newer transformers, or --trust-remote-code if you "
-            "trust the code beside the checkpoint",
+            "trust the code in its folder",
             exit_code=UNSUPPORTED,
         ) from error
     if hasattr(config, "quantization_config"):
@@ -68,7 +68,7 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
 
 
 def _parts(config: transformers.PretrainedConfig) -> Iterator[transformers.PretrainedConfig]:
-    """A configuration and those inside it."""
+    """Yield a configuration and those inside it."""
     yield config
     for value in list(vars(config).values()):
         if isinstance(value, transformers.PretrainedConfig):

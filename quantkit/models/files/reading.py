@@ -1,4 +1,4 @@
-"""Tensors of safetensors files by plain reads, each byte once and none beside.
+"""Tensors of safetensors files by plain reads, each byte once and no others.
 
 A mapped file counts as the process's memory, page by page as it is touched, and its whole shard as address
 space: under `ulimit -v` a model of a few large shards could not even be opened. What is read here takes the
@@ -25,14 +25,14 @@ Index = tuple[int | slice, ...]
 
 
 def tensor(info: TensorInfo) -> Tensor:
-    """A tensor as it lies in its file. Raises QuantkitError where the file has fewer bytes or torch no such
-    type, OSError where it cannot be read."""
+    """Return a tensor as it lies in its file. Raises QuantkitError where the file has fewer bytes or torch no
+    such type, OSError where it cannot be read."""
     dtype = _dtype(info.name, info.dtype)
     return octets(info.file, info.offset, info.nbytes, info.name).view(dtype).view(info.shape)
 
 
 def part(whole: TensorInfo, index: Index) -> Tensor:
-    """`tensor(whole)[index]`, of which no more is read than lies between its first and its last row."""
+    """Return `tensor(whole)[index]`; only the bytes from its first to its last row are read."""
     dtype = _dtype(whole.name, whole.dtype)
     start, count, shape, rest = _run(whole.shape, index)
     found = octets(whole.file, whole.offset + start * dtype.itemsize, count * dtype.itemsize, whole.name)
@@ -40,8 +40,8 @@ def part(whole: TensorInfo, index: Index) -> Tensor:
 
 
 def equal(one: TensorInfo, other: TensorInfo) -> bool:
-    """Whether two tensors of rows have the same values: rows are read up to the first that differ, and none
-    of what lies in one place."""
+    """Return whether two tensors have the same values: rows are read up to the first that differ, and none of
+    tensors that lie in one place."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if (one.file, one.offset) == (other.file, other.offset):
@@ -52,8 +52,8 @@ def equal(one: TensorInfo, other: TensorInfo) -> bool:
 
 
 def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...], Index]:
-    """Where values lie together that hold a part: the first of them, how many, their shape, and the part's
-    index in that."""
+    """Return the smallest run of values that holds a part: the first, how many, their shape, and the part's
+    index in them."""
     start, shape, index = 0, tuple(shape), tuple(index)
     while index and type(index[0]) is int:
         start += index[0] * math.prod(shape[1:])
@@ -67,8 +67,8 @@ def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...
 
 
 def octets(file: Path, offset: int, nbytes: int, name: str) -> Tensor:
-    """uint8 `[nbytes]` of a file from `offset` on: every weight that is read passes here. name: of whose
-    bytes they are, for the error where there are fewer."""
+    """Return uint8 `[nbytes]` of a file from `offset` on: every weight that is read passes here. name: of the
+    tensor, for the error if the file is too short."""
     found = torch.empty(nbytes, dtype=torch.uint8)
     left = memoryview(found.numpy())
     with open(file, "rb", buffering=0) as source:
@@ -83,7 +83,7 @@ def octets(file: Path, offset: int, nbytes: int, name: str) -> Tensor:
 
 def _dtype(name: str, stored: str) -> torch.dtype:
     if stored not in DTYPES:
-        raise QuantkitError(f"{name} is stored as {stored}, which torch has no type for", "convert it first")
+        raise QuantkitError(f"{name} is stored as {stored}, a type that torch lacks", "convert it first")
     return DTYPES[stored]
 
 
@@ -99,13 +99,13 @@ class Mxfp4(TensorInfo):
     scales: TensorInfo
 
     def rows(self, expert: int, outputs: slice) -> Tensor:
-        """`[out, in]` of one expert, of these outputs."""
+        """Return `[out, in]` of one expert, for these outputs."""
         return decode_mxfp4(part(self.blocks, (expert, outputs)), part(self.scales, (expert, outputs)))
 
 
 def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """The tensors of a checkpoint with `X` for each `X_blocks` and `X_scales`. Raises QuantkitError for
-    those that do not go together, and for none."""
+    """Return the tensors of a checkpoint with `X` for each `X_blocks` and `X_scales`. Raises QuantkitError
+    for those that do not go together, and for none."""
     found = dict(infos)
     for name in [name for name in infos if name.endswith("_blocks")]:
         base = name.removesuffix("_blocks")
@@ -129,8 +129,8 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True)
 class Slice(TensorInfo):
-    """The part `index` of the stored tensor `source`, which begins at `offset`, for matrices transposed if so
-    told. Shape and bytes are the part's own, as it is once read. whole: the source's shape; packed: how it is
+    """The part `index` of the stored tensor `source`, which begins at `offset`, transposed if `transposed`.
+    Shape and bytes are the part's own, as it is once read. whole: the source's shape; packed: how it is
     coded."""
 
     source: str = ""
@@ -141,7 +141,7 @@ class Slice(TensorInfo):
 
 
 def read(info: Slice | Mxfp4) -> Tensor:
-    """Its values, for which no more is read than lies together."""
+    """Return the values of a part; only bytes that lie together are read."""
     if isinstance(info, Mxfp4):
         return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
     if info.packed:

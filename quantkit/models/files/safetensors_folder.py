@@ -32,7 +32,7 @@ COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies: `nbytes` bytes at `offset` of `file`."""
+    """The place of one tensor: `nbytes` bytes at `offset` of `file`."""
 
     name: str
     dtype: str
@@ -43,18 +43,18 @@ class TensorInfo:
 
 
 def natural(name: str) -> list:
-    """Sort key that puts block 2 before block 10."""
+    """Return a sort key that puts block 2 before block 10."""
     return [_number(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def _number(digits: str) -> tuple[int, str]:
-    """Sorts as the number does, of however many digits."""
+    """Return a key that sorts as the number does, however many digits it has."""
     digits = digits.lstrip("0")
     return len(digits), digits
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Every tensor of one safetensors file, from its header alone.
+    """Return every tensor of one safetensors file, from its header alone.
 
     Raises QuantkitError naming the file if it is a Git LFS pointer, the header is malformed, a size does not
     fit its dtype and shape, or the tensors do not fill the file without holes.
@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def check_header(
     path: Path, header: dict, file_bytes: int | None = None, base: int = 0
 ) -> dict[str, TensorInfo]:
-    """Every tensor of a parsed header, at its place in a file whose tensors begin at byte `base`.
+    """Return every tensor of a parsed header, at its place in a file whose tensors begin at byte `base`.
 
     file_bytes: None leaves the end of the file unchecked. Raises as `read_header` does.
     """
@@ -118,7 +118,7 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
 
 
 def _unreadable(path: Path, error: OSError) -> QuantkitError:
-    return QuantkitError(f"{path} cannot be read: {error.strerror}", "check who may read it", NOT_FOUND)
+    return QuantkitError(f"{path} cannot be read: {error.strerror}", "check its permissions", NOT_FOUND)
 
 
 def _malformed(path: Path, error: Exception) -> QuantkitError:
@@ -133,7 +133,7 @@ def _broken(path: Path, why: str) -> QuantkitError:
 
 
 def read_json(path: Path) -> dict:
-    """A JSON file. Raises QuantkitError (exit code 3 if it is absent) for anything but an object."""
+    """Return a JSON file. Raises QuantkitError (exit code 3 if it is absent) for anything but an object."""
     if not path.is_file():
         raise QuantkitError(
             f"{path.parent} holds no {path.name}",
@@ -152,7 +152,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:
-    """All tensors of a checkpoint folder, single-file or sharded.
+    """Return all tensors of a checkpoint folder, single-file or sharded.
 
     Raises QuantkitError when there are no weights, only pickles, or the index names a file that is
     absent, outside the folder, or does not hold the tensor. `errors` takes what is wrong with single shards
@@ -211,7 +211,8 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """The shard of every tensor. Raises QuantkitError for no index, or one that points outside its folder."""
+    """Return the shard of every tensor. Raises QuantkitError for no index, or one that points outside its
+    folder."""
     try:
         weight_map = dict(untrusted.parse(untrusted.read(path))["weight_map"])
         if any(len(name) > LONGEST_TENSOR for name in weight_map):
@@ -230,20 +231,20 @@ def _read_index(path: Path) -> dict[str, str]:
     if outside:
         raise QuantkitError(
             f"{path} names files that cannot lie in its folder: {name_all(sorted(outside), 3)}",
-            hint="do not trust this checkpoint; shards must lie beside their index",
+            hint="do not trust this checkpoint; shards must be in the folder of their index",
             exit_code=UNSUPPORTED,
         )
     return weight_map
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a name is that of a file, without a path."""
+    """Return whether a name is that of a file, without a path."""
     plain = Path(name).name == name and "\0" not in name
     return plain and name not in ("", ".", "..") and len(name.encode()) <= LONGEST_NAME
 
 
 def raw(info: TensorInfo) -> Iterator[bytes]:
-    """A tensor's bytes where they lie, piece by piece."""
+    """Yield a stored tensor's bytes, piece by piece."""
     with open(info.file, "rb", buffering=0) as source:
         source.seek(info.offset)
         left = info.nbytes

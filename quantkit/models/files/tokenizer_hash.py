@@ -26,7 +26,7 @@ The quick brown fox jumps over the lazy dog.  Zwölf Boxkämpfer jagen Viktor qu
 
 
 def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
-    """Hash of a vocabulary and of how texts are cut: equal means comparable perplexities.
+    """Return a hash of a vocabulary and of how texts are cut: equal hashes mean comparable perplexities.
 
     Equal also for a checkpoint folder and for the GGUF file made of it, which states the same otherwise.
     Normalization shows only as far as it changes SAMPLE, so NFC does not. vocab_size: rows of the
@@ -48,7 +48,7 @@ def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
 
 
 def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
-    """Its vocabulary, what it makes of SAMPLE, and its rules by name."""
+    """Return a tokenizer's vocabulary, its ids of SAMPLE, and its rules by name."""
     size = math.inf if vocab_size is None else vocab_size
     vocabulary = sorted(
         (number, text.replace(SPACE, " ")) for text, number in tokenizer.get_vocab().items() if number < size
@@ -61,7 +61,7 @@ def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
 
 
 def _rules(stored: dict, size: float) -> dict:
-    """What tells tokenizers of one vocabulary apart, in a form that does not depend on how it is stated."""
+    """Return the rules that tell tokenizers of one vocabulary apart, in a canonical form."""
     model, pre_tokenizer = stored["model"], stored["pre_tokenizer"]
     if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
         return {"normalizer": stored["normalizer"], "pre-tokenizer": pre_tokenizer, "model": model}

@@ -1,8 +1,8 @@
-"""Text to token ids, by tokenizers that strangers wrote and of texts of any length.
+"""Text to token ids, by tokenizers from any source and for texts of any length.
 
 A tokenizer takes a hundred times the memory of what it is given, so a long text goes in pieces. They are cut
-behind line ends, and only there where the tokenizer says of the characters around that it makes no
-difference: the ids are those of the whole. Each piece but the first is read behind a line of its own, `LEAD`,
+after line ends, and only if the tokenizer gives the characters around the cut the same ids: the ids are
+those of the whole. Each piece but the first is read after a line of its own, `LEAD`,
 whose ids are taken away again, because many tokenizers begin a text otherwise than a line. Where there is no
 such place in `LONGEST` characters (one line without end), it is cut at such a space, else right there.
 """
@@ -23,7 +23,7 @@ LEAD = "a\n"
 
 
 def encode(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
-    """Token ids of a text, without special tokens; of its first `limit` where that is given.
+    """Return the token ids of a text, without special tokens; of its first `limit` if given.
 
     Raises QuantkitError for a tokenizer that cannot read it.
     """
@@ -43,13 +43,13 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _behind(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a text that does not begin one."""
+    """Return the ids of a text that continues another."""
     lead, found = _ids(tokenizer, LEAD), _ids(tokenizer, LEAD + text)
     return found[len(lead) :] if found[: len(lead)] == lead else _ids(tokenizer, text)
 
 
 def _end(tokenizer: Any, text: str, start: int) -> int:
-    """Where the piece ends that begins at `start`."""
+    """Return the end of the piece that begins at `start`."""
     if len(text) - start <= 2 * PIECE:
         return len(text)
     at = start + PIECE
@@ -72,7 +72,7 @@ def _end(tokenizer: Any, text: str, start: int) -> int:
 
 
 def _may_cut(tokenizer: Any, text: str, at: int) -> bool:
-    """Whether the ids around a place are the same with a cut there."""
+    """Return whether the ids around a place are the same with a cut there."""
     left, right = text[max(0, at - AROUND) : at], text[at : at + AROUND]
     if not (left.strip() and right.strip()):
         return False  # what matters may lie further away

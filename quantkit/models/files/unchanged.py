@@ -1,5 +1,5 @@
-"""Whether the files of a model are still those that were opened: a job reads them for hours, twice, and what
-it makes of two models at once is no model."""
+"""Checks that a model's files do not change while a job reads them: for hours, and twice. A result of two
+models would be no model."""
 
 from __future__ import annotations
 

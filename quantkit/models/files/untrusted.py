@@ -1,4 +1,4 @@
-"""What strangers wrote, refused at the door: files, JSON, configurations, tokenizers. Code behind it trusts.
+"""Checks of untrusted input: files, JSON, configurations, tokenizers. Code that runs later trusts it.
 
 Nothing here imports torch. Headers of weights are checked where they are read (`safetensors_folder`,
 `gguf_file`).
@@ -47,12 +47,12 @@ def refuse_folder(folder: Path) -> None:
     if leading_out:
         raise QuantkitError(
             f"{folder} holds links that lead out of it: {name_all(leading_out)}",
-            hint="a downloaded model has none; put the files themselves there if you trust them",
+            hint="replace the links by the files themselves if you trust them",
             exit_code=UNSUPPORTED,
         )
     for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
         if not path.exists():
-            continue  # a link to nowhere: whoever wants it says so
+            continue  # a link to nowhere: its reader says so
         refuse_irregular(path)
         if path.is_file() and path.stat().st_size > LARGE_BYTES:
             raise QuantkitError(
@@ -76,12 +76,12 @@ def refuse_irregular(path: Path) -> None:
     """Raise QuantkitError for a pipe, a device or a socket, which may never end. OSError is the caller's."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise QuantkitError(f"{path} is no plain file", "copy what it gives into one", UNSUPPORTED)
+        raise QuantkitError(f"{path} is no plain file", "copy its contents into a plain file", UNSUPPORTED)
 
 
 def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """Its bytes. Raises QuantkitError for what is no plain file, or is larger; OSError where it cannot be
-    read."""
+    """Return the bytes of a file. Raises QuantkitError if it is no plain file or too large, OSError if it
+    cannot be read."""
     refuse_irregular(path)
     size = max(path.stat().st_size, UNSAID)
     with open(path, "rb") as file:
@@ -156,12 +156,13 @@ def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
     odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
     odd += _routed(config)
     if odd:
-        held = f", and {tensors:,} tensors are stored" if tensors else ""
-        raise QuantkitError(f"config.json says {name_all(odd, 3)}{held}", AGAIN, UNSUPPORTED)
+        stored = f", and {tensors:,} tensors are stored" if tensors else ""
+        raise QuantkitError(f"config.json says {name_all(odd, 3)}{stored}", AGAIN, UNSUPPORTED)
 
 
 def _routed(config: Mapping[str, Any]) -> Iterator[str]:
-    """More experts for each token than a layer has, of a configuration or one inside it."""
+    """Yield counts of experts for each token that exceed the experts of a layer, of a configuration or one
+    inside it."""
     for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         numbers = {name: part[name] for name in (*EXPERTS, *ROUTED) if type(part.get(name)) is int}
         most = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
@@ -174,7 +175,7 @@ def _most(name: str, layers: int) -> int:
 
 
 def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Whole numbers of a configuration and of those inside it, by name."""
+    """Yield the whole numbers of a configuration and of those inside it, by name."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < PARTS:
             yield from _numbers(value, depth + 1)
@@ -257,7 +258,7 @@ def refuse_growth(tokenizer: Any) -> None:
 
 
 def _growth(normalizer: dict) -> float:
-    """Characters that a normalizer may make of one."""
+    """Return how many characters a normalizer may make of one."""
     factor = 1.0
     for part in normalizer.get("normalizers") or ():
         factor *= _growth(part)

@@ -1,1 +1,1 @@
-"""What llama.cpp expects of a GGUF file, and how to undo it: metadata, names, row orders, tokenizers."""
+"""GGUF files as llama.cpp expects them, written and read: metadata, names, row orders, tokenizers."""

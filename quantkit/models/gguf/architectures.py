@@ -45,7 +45,7 @@ LATENT: Computed = {  # of multi-head latent attention: of a token's vector, wha
 
 @dataclass(frozen=True)
 class Architecture:
-    """What llama.cpp calls `name`; a mixture of experts may have the name of a dense one.
+    """An architecture of llama.cpp called `name`; a mixture of experts may have the name of a dense one.
 
     model_types: of transformers; a file is read as the first. fields: metadata key below the name -> field of
     the configuration, in the order in which they are written; of several fields, the first that is set; None:
@@ -55,7 +55,7 @@ class Architecture:
     (see `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added
     to norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary:
     heads may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
-    attention, in all but the last of so many blocks unless told; window_depth: at this depth alone.
+    attention, in all but the last of so many blocks by default; window_depth: at this depth alone.
     wide_blocks: at this depth it takes hidden size per head, not the head's size, for the scale of attention.
     head: output.weight must exist ("always"), is left out when tied, or is never read. latent: keys and
     values are made from one vector of each token (MLA). truncate: yarn has whole dimensions as bounds, which
@@ -84,34 +84,35 @@ class Architecture:
     restore: str | None = None
 
     def period(self, blocks: int) -> int | None:
-        """Of so many blocks the last attends to all tokens, unless the file says otherwise."""
+        """Return the period of blocks that attend to all tokens, for a model of so many, unless the file says
+        otherwise."""
         return self.window if self.window_depth in (None, blocks) else 1
 
     @property
     def hybrid(self) -> bool:
-        """Whether some blocks keep a state instead of attending."""
+        """Return whether some blocks keep a state instead of attending."""
         return "ssm.state_size" in self.fields
 
     @property
     def mixture(self) -> bool:
-        """Whether blocks have experts."""
+        """Return whether blocks have experts."""
         return "expert_count" in self.fields
 
     def experts(self, config: PretrainedConfig) -> int:
-        """Of a layer, 0 of a dense model."""
+        """Return the experts of a layer; 0 for a dense model."""
         return getattr(config, self.fields["expert_count"]) if self.mixture else 0
 
     def inexpressible(self, what: str) -> QuantkitError:
-        """The error for a model that llama.cpp would compute otherwise."""
+        """Return the error for a model that llama.cpp would compute otherwise."""
         return QuantkitError(f"llama.cpp's {self.name} does not know {what}", ALIKE, UNSUPPORTED)
 
 
-ALIKE = "only models that it computes as transformers does are written"
+ALIKE = "quantkit writes models that llama.cpp computes as transformers does"
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
 def _whole(part: Any) -> Any:
-    """A part of a row: a group has its name for it; of a list of mappings the later ones go before."""
+    """Return a part of a row with groups replaced by their content; in a list of mappings later ones win."""
     part = _stored["groups"].get(part) if isinstance(part, str) else part
     if not isinstance(part, list):
         return part
@@ -127,7 +128,7 @@ TABLE = tuple(
 
 
 def of_config(config: PretrainedConfig) -> Architecture:
-    """The row of a configuration's model_type. Raises QuantkitError (exit code 4) when there is none."""
+    """Return the row of a configuration's model_type. Raises QuantkitError (exit code 4) if there is none."""
     kind = config.model_type
     for row in TABLE:
         if kind in row.model_types:
@@ -144,7 +145,7 @@ def of_config(config: PretrainedConfig) -> Architecture:
 
 
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
-    """The row that a file's `general.architecture` names. Raises QuantkitError (exit code 4) for another."""
+    """Return row that a file's `general.architecture` names. Raises QuantkitError for another."""
     name = metadata.get("general.architecture")
     keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     if row := named(str(name), keys):
@@ -159,7 +160,7 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
-    """The row of an architecture of llama.cpp, by the keys below its name; None where there is none.
+    """Return the row of an architecture of llama.cpp, by the keys below its name; None if there is none.
 
     Of two mixtures with one name, the one whose router computes as the file says; the first if it says
     nothing.

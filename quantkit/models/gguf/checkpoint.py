@@ -53,29 +53,28 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def name(self) -> str:
-        """What the file says the model is called."""
+        """Return the model's name in the file, or the file's own."""
         name = self.metadata.get("general.name")
         return name if isinstance(name, str) and name else self.folder.stem
 
     @property
     def quantized(self) -> bool:
-        """Whether tensors are stored in blocks of codes."""
+        """Return whether tensors are stored in blocks of codes."""
         return bool(self.coded_bytes())
 
     def coded_bytes(self) -> dict[str, int]:
-        """Bytes of every tensor that is stored in blocks of codes."""
+        """Return the bytes of every tensor that is stored in blocks of codes."""
         stored = {name: info for name, info in self.infos.items() if info.file == self.folder}
         return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
 
     def manifest(self) -> str | None:
-        """The manifest that quantkit wrote into the file."""
+        """Return the manifest that quantkit wrote into the file."""
         found = self.metadata.get("quantkit.manifest")
         return found if isinstance(found, str) else None
 
     def coded(self, linears: Collection[str]) -> GgufCheckpoint:
-        """The same file, whose linears of these names stay in their blocks of codes, as packed linears of any
-        other layout do; but for those of types without a grid here or with a scale of their own, and those
-        that the file holds in several pieces."""
+        """Return the file with these linears in their blocks of codes, as packed linears of any other layout;
+        types without a grid or with a scale of their own, and tensors in several pieces, are left out."""
         infos = {name: self.infos.get(f"{name}.weight") for name in linears}
         packed = {
             name: {GgmlLayout.marker: info.name}
@@ -85,8 +84,8 @@ class GgufCheckpoint(Checkpoint):
         return replace(self, layout=GgmlLayout(), _quantized=packed)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows as the model has them, and the
-        number of their type."""
+        """Return the blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows as the model has them,
+        and the number of their type."""
         info, target = self.infos[name], self.targets[name]
         raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
         rows = target.to_hf(raw.view(target.shape[-2], -1))
@@ -94,8 +93,8 @@ class GgufCheckpoint(Checkpoint):
         return {"ggml": rows.contiguous(), "ggml_type": number}
 
     def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
-        """Where in the file `X.weight` lies and its bytes, of blocks as `parts` has them; or of a vector, of
-        its values."""
+        """Return the place of `X.weight` in the file and its bytes, of blocks as `parts` returns them or of a
+        vector's values."""
         info, target = self.infos[name], self.targets[name]
         moved = target.to_gguf(tensor)
         if tensor.dtype != torch.uint8:
@@ -106,11 +105,11 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def disk_bytes(self) -> int:
-        """Size of the file."""
+        """Return the size of the file."""
         return self.folder.stat().st_size
 
     def _load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor's values, in the order and orientation that transformers stores.
+        """Return a tensor's values, in the order and orientation that transformers stores.
 
         In 16 bit where the file has 16 bit, else float32, unless `dtype` says otherwise.
         """
@@ -139,20 +138,21 @@ class GgufCheckpoint(Checkpoint):
         return whole
 
     def _scale(self, target: Target, name: str | None = None) -> Tensor | None:
-        """What its matrices are multiplied with, or the one of them that has this name."""
+        """Return scales of a tensor's matrices, or that of the one of this name; None if there are none."""
         scale = self.scales.get(target.name)
         alone = scale is None or len(target.parameters) == 1 or name is None
         return scale if alone else scale[[target.parameters.index(name)]]
 
     def _plain(self, info: TensorInfo) -> TensorInfo:
-        """How a tensor of `infos` lies in a safetensors file: values that have no type there, in float32."""
+        """Return a tensor's type, shape and bytes in a safetensors file: float32 for types that do not exist
+        there."""
         if info.file != self.folder:
             return info
         dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
         return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
 
     def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
-        """The bytes of what `plain` describes."""
+        """Yield the bytes of the tensor that `plain` describes."""
         if info.file != self.folder:
             yield from super()._data(info)
         else:
@@ -160,18 +160,18 @@ class GgufCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """The tokenizer that the metadata describe. Raises QuantkitError when they describe none."""
+        """Return the tokenizer that the metadata describe. Raises QuantkitError when they describe none."""
         from quantkit.models.gguf import tokenizer
 
         return tokenizer.from_metadata(self.metadata)
 
     def write_companions(self, place: Path) -> None:
-        """Tokenizer files made from the metadata; none where the file has no tokenizer."""
+        """Write tokenizer files made from the metadata; none if the file has no tokenizer."""
         if "tokenizer.ggml.model" in self.metadata:
             self.tokenizer.save_pretrained(place)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
-        """Hash of the file."""
+        """Return the hash of the file."""
         return checksums.of_file(self.folder, listen=progress)
 
 
@@ -187,8 +187,8 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     }
     config, targets = _understood(source, metadata, stored, factors)
     scales = _scales(stored, targets)
-    beside = {name for name in stored if name.endswith(INPUT_SCALE)}  # of engines that round inputs, too
-    _check(path, stored, targets, {*factors, *scales, *beside})
+    unused = {name for name in stored if name.endswith(INPUT_SCALE)}  # of engines that round inputs, too
+    _check(path, stored, targets, {*factors, *scales, *unused})
     whole = [target for target in targets if target.part is None]
     infos = {name: info for target in whole for name, info in _parts(target, stored[target.name])}
     pieces: dict[str, list[tuple[Target, TensorInfo]]] = {}
@@ -212,8 +212,8 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
 
 
 def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, Tensor]:
-    """What tensors are multiplied with, by the names of the scales. Raises QuantkitError for one that is not
-    of a matrix each."""
+    """Return the scales of tensors, by the names of the scales. Raises QuantkitError for one that does not
+    fit its matrix."""
     found = {}
     for target in targets:
         owner = stored.get(target.name)
@@ -223,8 +223,8 @@ def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str
         if name not in stored:
             continue
         if stored[name].dtype != "F32" or stored[name].shape != shape:
-            told = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
-            raise QuantkitError(told, "download the file again")
+            wrong = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
+            raise QuantkitError(wrong, "download the file again")
         found[name] = _decode(stored[name], shape)
     return found
 
@@ -235,7 +235,7 @@ def _understood(
     stored: Mapping[str, TensorInfo],
     factors: Mapping[str, Tensor],
 ) -> tuple[transformers.PretrainedConfig, list[Target]]:
-    """The configuration, and the tensors that its model has in the file."""
+    """Return the configuration, and the tensors that its model has in the file."""
     try:
         config = configuration.to_config(metadata, stored, factors)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -257,7 +257,7 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
     unknown = [name for name in stored if name not in wanted and name not in factors]
     if unknown:
         raise QuantkitError(
-            f"{path} holds tensors that are not understood: {name_all(unknown)}",
+            f"{path} holds unknown tensors: {name_all(unknown)}",
             hint="quantkit reads plain language models of the architectures that it writes",
             exit_code=UNSUPPORTED,
         )
@@ -277,19 +277,19 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
     ]
     if types:
         raise QuantkitError(
-            f"{path} holds weights of types that are not understood: {name_all(types)}",
+            f"{path} holds weights of unknown types: {name_all(types)}",
             hint="convert the model again",
             exit_code=UNSUPPORTED,
         )
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Without leading dimensions of 1, which ggml does not tell apart."""
+    """Return a shape without leading dimensions of 1, which ggml does not tell apart."""
     return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
 def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """The stored tensors that a tensor of the file stands for, each with its place."""
+    """Yield the stored tensors that a tensor of the file holds, each with its place."""
     if len(target.parameters) == 1:
         name = target.parameters[0]
         shape = target.shape[::-1] if target.conv1d else target.shape
@@ -302,7 +302,7 @@ def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
 
 
 def _whole(name: str, parts: list[tuple[Target, TensorInfo]]) -> TensorInfo:
-    """Of a tensor that the file holds in parts."""
+    """Return the place of a tensor that the file holds in parts."""
     target, first = parts[0]
     return replace(first, name=name, shape=target.part.shape, nbytes=sum(info.nbytes for _, info in parts))
 
@@ -314,8 +314,8 @@ def _decode(
     target: Target | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Values of `shape`; rows go back to the model's order before they are decoded. scale: of each matrix,
-    what its values are multiplied with."""
+    """Return values of `shape`; rows go back to the model's order before they are decoded. scale: factor of
+    each matrix."""
     encoded = reading.octets(info.file, info.offset, info.nbytes, info.name)
     if target is not None and target.index is not None:
         encoded = target.to_hf(encoded.view(shape[0], -1))

@@ -31,7 +31,7 @@ SPECIAL_TOKENS = {
 
 
 def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
-    """All keys of the architecture, `general.architecture` first.
+    """Return all keys of the architecture, `general.architecture` first.
 
     Raises QuantkitError (exit code 4) naming everything about the model that llama.cpp would compute
     otherwise.
@@ -72,14 +72,14 @@ def _refuse_others(row: Architecture, config: PretrainedConfig) -> None:
 
 
 def _attention_scalar(row: Architecture, config: PretrainedConfig) -> int:
-    """By the root of which llama.cpp divides the scores of attention."""
+    """Return the number by whose root llama.cpp divides the scores of attention."""
     if config.num_hidden_layers == row.wide_blocks:
         return config.hidden_size // config.num_attention_heads
     return head_dim(config)
 
 
 def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
-    """Which blocks slide, where that is not the architecture's default."""
+    """Return the pattern of sliding blocks, unless it is the architecture's default."""
     if row.window is None:
         return {}
     kinds = list(config.layer_types)
@@ -92,7 +92,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def notes(config: PretrainedConfig) -> list[str]:
-    """What llama.cpp leaves out of this model, or rounds; it computes the same up to the lengths named."""
+    """Return notes about parts of this model that llama.cpp leaves out or rounds."""
     row = architectures.of_config(config)
     found = []
     kinds = getattr(config, "layer_types", None)
@@ -115,7 +115,7 @@ def notes(config: PretrainedConfig) -> list[str]:
 def to_config(
     metadata: Mapping[str, Any], infos: Mapping[str, TensorInfo], factors: Mapping[str, Tensor]
 ) -> PretrainedConfig:
-    """The configuration of a file, from its metadata, the places and the names of its tensors.
+    """Return the configuration of a file, from its metadata, the places and the names of its tensors.
 
     factors: the tensors `rope.parameters` wants, read. Raises QuantkitError naming keys that are absent
     or make no sense; values of wrong types end in the configuration's own errors.
@@ -140,7 +140,7 @@ def to_config(
 
 
 def _exact(value: Any) -> Any:
-    """A float32 of the file as the shortest decimal that means it: 1e-06, not 9.99999997e-07."""
+    """Return the shortest decimal that means a float32 of the file: 1e-06, not 9.99999997e-07."""
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
@@ -181,13 +181,13 @@ def _is_count(value: Any) -> bool:
 
 
 def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields about sliding attention and the scale that goes with the architecture."""
+    """Return the fields about sliding attention and its scale."""
     if row.window is None:
         return {"sliding_window": None} if keys.get("attention.sliding_window") == 0 else {}
     kinds = layer_types(row, keys, keys["block_count"])
     if kinds is None:
         raise QuantkitError(
-            f"{row.name}.{PATTERN} {keys[PATTERN]!r} makes no sense", "download the file again"
+            f"{row.name}.{PATTERN} {keys[PATTERN]!r} is no pattern of blocks", "download the file again"
         )
     if row.wide_blocks is None:
         return {"layer_types": kinds, "sliding_window": keys.get("attention.sliding_window")}
@@ -199,7 +199,7 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int | None]:
-    """Ids out of range would be the configuration's error; they are of no use either."""
+    """Return the ids of special tokens by field; None for ids that no token has."""
     ids = {name: metadata.get(key) for name, key in SPECIAL_TOKENS.items()}
     return {name: id if type(id) is int and 0 <= id < vocab_size else None for name, id in ids.items()}
 

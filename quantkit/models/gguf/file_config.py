@@ -44,7 +44,7 @@ def refuse_imatrix(source: str | Path, metadata: Mapping[str, Any]) -> None:
 
 
 def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
-    """Whatever a file of any architecture says of its model."""
+    """Return the configuration that a file of any architecture describes."""
     name = str(metadata.get("general.architecture", "unknown"))
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -70,7 +70,7 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
 
 
 def fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
-    """What the row's keys, and the names of the tensors, say about fields of the configuration."""
+    """Return the fields of the configuration that the row's keys and the names of tensors give."""
     found: dict[str, Any] = {
         names if isinstance(names, str) else names[-1]: keys[key]
         for key, names in row.fields.items()
@@ -84,7 +84,7 @@ def fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str
 
 
 def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[str] | None:
-    """Which blocks, `most` of them at most, attend to all tokens; None where that is not said."""
+    """Return the kind of attention of every block, of `most` at most; None if the file does not give it."""
     blocks = keys.get("block_count")
     period = keys.get(PATTERN, row.period(blocks))
     if isinstance(period, list):
@@ -95,13 +95,13 @@ def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[s
 
 
 def dtype(infos: Infos) -> str:
-    """What a job computes in where the hardware does: the file's own 16 bit, unless weights are packed."""
+    """Return the type in which a job computes: the file's own 16 bit, unless weights are packed."""
     stored = {info.dtype for info in infos.values()} - {"F32"}
     return {frozenset({"F16"}): "float16", frozenset({"BF16"}): "bfloat16"}.get(frozenset(stored), "float32")
 
 
 def _uniform(config: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that are said for every block become one where they are all alike; else they are not known."""
+    """Return configuration with one number for all blocks where they are alike; other lists are dropped."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"):
         if isinstance(config.get(key), list):
             values = set(config.pop(key))

@@ -18,13 +18,14 @@ _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf
 BLOCKS = {type: tuple(block) for type, block in _stored["blocks"].items()}  # weights and bytes of a block
 FALLBACKS: dict[str, str] = _stored["fallbacks"]  # where blocks of a type do not divide the columns
 NEED_IMPORTANCE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
-SCALED = {"NVFP4"}  # a float32 of the whole matrix lies beside it: `NAME.scale` of `NAME.weight`
+SCALED = {"NVFP4"}  # they have a float32 for the whole matrix: `NAME.scale` of `NAME.weight`
 NO_FEEDBACK = {"TQ1_0", "TQ2_0"}  # error feedback knows no way with them
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
 class Model(NamedTuple):
-    """What the choice depends on, names and shapes aside. architecture: `general.architecture`."""
+    """The model, as far as types depend on it, names and shapes aside. architecture:
+    `general.architecture`."""
 
     architecture: str
     blocks: int
@@ -34,19 +35,20 @@ class Model(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Whether four or more heads share keys and values: the matrices that make those are small."""
+        """Return whether four or more heads share keys and values: the matrices that make those are small."""
         return self.kv_heads > 0 and self.heads // self.kv_heads >= 4
 
     @property
     def is_70b(self) -> bool:
-        """Whether llama.cpp takes it for a 70B: a Llama with grouped heads, or any Qwen 2, of 80 blocks."""
+        """Return whether llama.cpp takes the model for a 70B: a Llama with grouped heads, or any Qwen 2, of
+        80 blocks."""
         if self.architecture == "llama":
             return self.blocks == 80 and self.heads != self.kv_heads
         return self.blocks == 80 and self.architecture == "qwen2"
 
 
 class Place(NamedTuple):
-    """Where a tensor stands: it is the `index`-th of `count` of its kind."""
+    """The position of a tensor: it is the `index`-th of `count` of its kind."""
 
     index: int
     count: int
@@ -54,12 +56,14 @@ class Place(NamedTuple):
     has_imatrix: bool
 
     def holds(self, condition: str) -> bool:
-        """Whether all words of a condition of file_types.json hold here; "!" before one: it does not."""
+        """Return whether all words of a condition of file_types.json hold here; "!" before one: it does
+        not."""
         return all(CONDITIONS[word.lstrip("!")](self) != word.startswith("!") for word in condition.split())
 
 
 def _more(at: Place) -> bool:
-    """The first eighth, the last one, and every third between (llama.cpp's `use_more_bits`)."""
+    """Return whether a block is in the first or last eighth, or a third one between (llama.cpp's
+    `use_more_bits`)."""
     eighth = at.count // 8
     return at.index < eighth or at.index >= 7 * at.count // 8 or (at.index - eighth) % 3 == 2
 
@@ -105,7 +109,7 @@ class FileType:
     sparing: bool = False
 
     def by_rule(self, part: str, at: Place) -> str | None:
-        """The type that the rule for a part says; None for the base type."""
+        """Return the type that the rule for a part gives; None for the base type."""
         rule = getattr(self, part)
         return next((type for condition, type in rule.items() if at.holds(condition)), None)
 
@@ -114,7 +118,7 @@ FILE_TYPES = {name: FileType(**row) for name, row in _stored["file_types"].items
 
 
 def number(file_type: str) -> int:
-    """How `general.file_type` names it."""
+    """Return the number of a file type in `general.file_type`."""
     from gguf import LlamaFileType
 
     names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -122,10 +126,11 @@ def number(file_type: str) -> int:
 
 
 def parse_file_type(text: str) -> str:
-    """The file type a user names, in llama-quantize's spelling. Raises QuantkitError for an unknown one."""
+    """Return the file type a user names, in llama-quantize's spelling. Raises QuantkitError for an unknown
+    one."""
     return one_of(text.upper(), FILE_TYPES, f"no file type {text!r}", ALIASES)
 
 
 def parse_type(text: str, flag: str) -> str:
-    """The ggml type a user names after `flag`. Raises QuantkitError for an unknown one."""
+    """Return the ggml type a user names after `flag`. Raises QuantkitError for an unknown one."""
     return one_of(text.upper(), BLOCKS, f"{flag}: no type {text!r}")

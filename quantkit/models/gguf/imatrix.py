@@ -41,7 +41,7 @@ class Imatrix:
     chunk_size: int = 0
 
     def values(self) -> dict[str, Tensor]:
-        """Mean squares by name, as llama-quantize takes them: 1 where no token came by."""
+        """Return the mean squares by name, as llama-quantize takes them: 1 where no token came by."""
         return {name: self._mean(name) for name in self.sums}
 
     def _mean(self, name: str) -> Tensor:
@@ -51,7 +51,7 @@ class Imatrix:
         return means.reshape(self.sums[name].shape)
 
     def metadata(self, file: str) -> dict[str, Any]:
-        """What llama-quantize says in its output of the importance matrix it used, `file` by name."""
+        """Return llama-quantize's metadata about the importance matrix `file` that it used."""
         dataset = {"quantize.imatrix.dataset": self.datasets[0]} if self.datasets else {}
         chunks = {"quantize.imatrix.chunks_count": self.chunk_count} if self.chunk_count else {}
         entries = {"quantize.imatrix.entries_count": len(self.sums)}
@@ -81,7 +81,8 @@ def write(path: Path, imatrix: Imatrix) -> None:
 
 
 def read(path: Path) -> Imatrix:
-    """Either kind of file. Raises QuantkitError for one that is neither, is cut short or holds no sums."""
+    """Return the either kind of file. Raises QuantkitError for one that is neither, is cut short or holds no
+    sums."""
     try:
         with open(path, "rb") as file:
             magic = file.read(len(gguf_file.MAGIC))
@@ -127,14 +128,14 @@ def _read_gguf(path: Path) -> Imatrix:
 
 
 def _load(path: Path, info: TensorInfo) -> Tensor:
-    """A tensor whose place in the file the header's reader has checked."""
+    """Return a tensor at the place that the header's reader has checked."""
     if info.dtype != "F32":
         _refuse(path, f"{info.name} is {info.dtype}, not F32")
     return reading.tensor(info)
 
 
 def _read_legacy(path: Path) -> Imatrix:
-    """i32 entries; each i32 length, name, i32 calls, i32 n, f32[n]; then i32 chunks, i32 length, text.
+    """Return i32 entries; each i32 length, name, i32 calls, i32 n, f32[n]; then i32 chunks, i32 length, text.
 
     The floats are means times `calls`; tokens are not known. What follows the entries may be missing.
     """

@@ -26,7 +26,7 @@ TOKEN_TYPE = "tokenizer.ggml.token_type"
 def assemble(
     checkpoint: Checkpoint, targets: Iterable[Target], file_type: str, tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Keys and values in the order in which they are written.
+    """Return keys and values in the order in which they are written.
 
     file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: what `tokenizer`
     returned. Raises QuantkitError as `configuration.to_metadata` does.
@@ -49,8 +49,8 @@ def assemble(
 
 
 def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
-    """The keys that begin with `tokenizer.`: see `vocabulary.metadata`; a GGUF file's own, as they are, but
-    for `pre`."""
+    """Return the keys that begin with `tokenizer.`: see `vocabulary.metadata`; a GGUF file's own are copied,
+    but for `pre`."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return vocabulary.metadata(checkpoint.folder, size, pre, warn)
     found = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
@@ -60,7 +60,7 @@ def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) ->
 
 
 def _licence(folder: Path) -> str | None:
-    """The licence that the model card beside the weights declares."""
+    """Return the licence that the model card declares."""
     card = folder / "README.md"
     if not card.is_file() or card.stat().st_size > README_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Which ggml type every tensor of a GGUF file gets: llama-quantize's choice.
+"""The choice of a ggml type for every tensor of a GGUF file, as llama-quantize makes it.
 
 A file type has a base type and spends more bits where they pay: on the attention's values, its output, the
 way down in the feed-forward, the output matrix. Where a type's blocks do not divide a matrix's columns,
@@ -54,7 +54,7 @@ KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first
 
 @dataclass(frozen=True)
 class Wishes:
-    """What a user wants otherwise than the mixture, in the words of llama-quantize's options.
+    """The types a user asks for, in the words of llama-quantize's options.
 
     tensor_type: `REGEX=TYPE` each, searched for in GGUF names; the first match counts. pure: the base type
     for all that is not wished otherwise.
@@ -82,32 +82,33 @@ class Choice:
 
 
 def order(name: str) -> tuple[int, str]:
-    """Key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
+    """Return a key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
     block = re.match(r"blk\.(\d+)\.", name)
     return (int(block[1]) if block else -1, name)
 
 
 def stays_float(name: str, shape: Sequence[int]) -> bool:
-    """Whether a tensor is float32 in every file: vectors, biases, norms, positions, gates of experts."""
+    """Return whether a tensor is float32 in every file: vectors, biases, norms, positions, gates of
+    experts."""
     is_matrix = any(size > 1 for size in shape[:-1])  # ggml drops leading dimensions of 1
     return not is_matrix or not name.endswith(".weight") or any(part in name for part in FLOATS)
 
 
 def without_importance(choices: Sequence[Choice]) -> list[Choice]:
-    """Those tensors that llama-quantize does not make without an importance matrix."""
+    """Return the tensors that llama-quantize does not make without an importance matrix."""
     return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
 
 
 def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
-    """Name and shape of what a tensor `[out, in]`, or `[experts, out, in]`, is multiplied with; None where
-    that is nothing."""
+    """Return name and shape of the scale of a tensor `[out, in]` or `[experts, out, in]`; None if its type
+    has none."""
     if type not in SCALED:
         return None
     return f"{name.removesuffix('.weight')}.scale", (shape[0] if len(shape) == 3 else 1,)
 
 
 def nbytes(type: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor; where blocks do not divide its rows, what it would take at their bits per weight."""
+    """Return the bytes of a tensor; if blocks do not divide its rows, at their bits per weight."""
     weights, size = BLOCKS[type]
     return math.prod(shape) * size // weights
 
@@ -119,28 +120,28 @@ def choose(
     has_imatrix: bool = False,
     wishes: Wishes | None = None,
 ) -> list[Choice]:
-    """The type of every tensor, `(GGUF name, shape [..., in])` each, in llama-quantize's order.
+    """Return the type of every tensor, `(GGUF name, shape [..., in])` each, in llama-quantize's order.
 
     It goes further than llama-quantize where that gives up or takes no notice: what no block fits becomes
     F16, also where blocks of 32 were wanted, and wishes count in unquantized files. Raises QuantkitError
     naming every wish that is malformed or meets no tensor that could be quantized.
     """
     names = [name for name, shape in tensors if not stays_float(name, shape)]
-    asked = _Asked(wishes or Wishes(), names)
-    mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=asked.wishes.pure)
+    requested = _Requested(wishes or Wishes(), names)
+    mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=requested.wishes.pure)
     choices, biases = [], {name for name, _ in tensors if name.endswith(".bias")}
     for name, shape in tensors:
         if stays_float(name, shape):
             choices.append(Choice(name, "F32"))
         else:
-            wanted = asked.type(name) or mixture.type(name, shape[-1])
+            wanted = requested.type(name) or mixture.type(name, shape[-1])
             unscaled = _unscaled(name, model, biases) if wanted in SCALED else None
             choices.append(_fitting(name, shape, wanted, unscaled))
     return choices
 
 
 def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
-    """Why llama.cpp would not multiply a matrix with what lies beside it; None where it does."""
+    """Return why llama.cpp would not apply a matrix's scale; None if it does."""
     if model.architecture not in SCALING:
         return f"llama.cpp leaves out scales in {model.architecture}"
     if not SCALES.match(name):
@@ -150,7 +151,7 @@ def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
     return None
 
 
-class _Asked:
+class _Requested:
     """Types that a user asks for by name."""
 
     def __init__(self, wishes: Wishes, names: Sequence[str]):
@@ -171,7 +172,7 @@ class _Asked:
             )
 
     def type(self, name: str) -> str | None:
-        """What is asked for this tensor; None where that is nothing. A tied embedding is the output, too."""
+        """Return the type requested for a tensor; None if there is none. A tied embedding is the output."""
         if name == EMBEDDING and self.embedding:
             return self.embedding
         if name == OUTPUT and self.output:
@@ -181,7 +182,7 @@ class _Asked:
 
 
 def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
-    """`(text, REGEX, TYPE)` of `REGEX=TYPE`."""
+    """Return `(text, REGEX, TYPE)` of `REGEX=TYPE`."""
     pattern, equals, type = text.rpartition("=")
     example = r"for example --tensor-type 'blk\.0\.ffn_down=Q8_0'"
     if not pattern or not type:
@@ -195,9 +196,9 @@ def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
 
 
 class _Mixture:
-    """Types by the rules of a file type. It counts the tensors it is asked for, so ask in order.
+    """Types by the rules of a file type. It counts the tensors that it sees, so their order matters.
 
-    Those that a user names a type for are not asked for and not counted: llama-quantize does so, too.
+    Tensors with a type from the user are not counted, as in llama-quantize.
     """
 
     def __init__(self, chosen: FileType, model: Model, has_imatrix: bool, names: Sequence[str], pure: bool):
@@ -211,7 +212,7 @@ class _Mixture:
         self.seen = Counter()
 
     def type(self, name: str, columns: int) -> str:
-        """`columns`: whether blocks fit those of the output matrix counts before its type is chosen."""
+        """Return the type by the rules. That of the output matrix depends on whether blocks fit `columns`."""
         if self.plain:
             return self.chosen.base
         if self.chosen.experts and "_exps." in name:
@@ -248,8 +249,8 @@ def _kind(name: str) -> str | None:
 
 
 def _fitting(name: str, shape: Sequence[int], wanted: str, unscaled: str | None = None) -> Choice:
-    """The type itself, or what stands in for it where its blocks do not divide the columns, or nobody would
-    scale them."""
+    """Return the type itself, or its stand-in if its blocks do not divide the columns or llama.cpp ignores
+    its scale."""
     columns, block = shape[-1], BLOCKS[wanted][0]
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type

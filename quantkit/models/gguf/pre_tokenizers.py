@@ -1,4 +1,4 @@
-"""How a byte-level BPE cuts text into words, and the name llama.cpp has for it (`tokenizer.ggml.pre`).
+"""Ways in which byte-level BPE cuts text into words, and llama.cpp's names for them (`tokenizer.ggml.pre`).
 
 llama.cpp has a fixed list of names with their regular expressions (`src/llama-vocab.cpp`,
 `llm_tokenizer_bpe`). A row of pre_tokenizers.json is one way of cutting, as tokenizer.json writes it, with
@@ -23,7 +23,7 @@ WORDS: Json = _stored["steps"]["words"]  # cut by GPT-2's expression, bytes as p
 
 
 def split(pattern: str) -> Json:
-    """Every match of a regular expression becomes a word, and so does what lies between matches."""
+    """Return a step that makes words of all matches of a regular expression and of the text between them."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
@@ -59,18 +59,18 @@ ROWS = tuple(PreTokenizer(**row) for row in _stored["rows"])
 
 @cache
 def by_name() -> dict[str, PreTokenizer]:
-    """Every name llama.cpp knows and we do."""
+    """Return the rows by every name of llama.cpp."""
     return {name: row for row in ROWS for name in row.names}
 
 
 def recognise(pre_tokenizer: Json | None) -> list[PreTokenizer]:
-    """The rows that cut text as this pre-tokenizer does; none when it is none of llama.cpp's."""
+    """Return the rows that cut text as this pre-tokenizer does; none if llama.cpp has no such."""
     found = cuts(pre_tokenizer)
     return [row for row in ROWS if found is not None and cuts(row.pre_tokenizer) == found]
 
 
 def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
-    """What a pre-tokenizer does, one step after the other: equal for those that cut alike.
+    """Return the steps of a pre-tokenizer in a canonical form: equal for those that cut alike.
 
     None where it does what no byte-level BPE of llama.cpp does, such as a space put before the text.
     """
@@ -84,7 +84,7 @@ def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
 
 
 def flat(step: Json | None, inside: str = "pretokenizers") -> Iterator[Json]:
-    """The steps of a pre-tokenizer, or normalizer (`inside` "normalizers"), one after the other."""
+    """Yield the steps of a pre-tokenizer, or normalizer (`inside` "normalizers"), one after the other."""
     if step is None:
         return
     if step["type"] == "Sequence":
@@ -95,7 +95,7 @@ def flat(step: Json | None, inside: str = "pretokenizers") -> Iterator[Json]:
 
 
 def is_byte_level(pre_tokenizer: Json | None) -> bool:
-    """Whether it makes printable characters of bytes."""
+    """Return whether a pre-tokenizer makes printable characters of bytes."""
     return any(step["type"] == "ByteLevel" for step in flat(pre_tokenizer))
 
 

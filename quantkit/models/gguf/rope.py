@@ -31,7 +31,8 @@ YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
 
 def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
-    """Keys below the architecture's name. Raises QuantkitError for rotary embeddings it cannot express."""
+    """Return keys below the architecture's name. Raises QuantkitError for rotary embeddings that llama.cpp
+    cannot express."""
     if row.rope is None:
         return {}
     rope, sliding = _parameters(config)
@@ -58,7 +59,7 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
-    """Numbers of a scaling that llama.cpp has no key for, or would refuse."""
+    """Return the numbers of a scaling that llama.cpp has no key for, or would refuse."""
     if kind == "yarn":
         usual = YARN | {"truncate": truncate}
         found = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
@@ -70,7 +71,8 @@ def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) ->
 
 
 def _parameters(config: PretrainedConfig) -> tuple[dict, dict | None]:
-    """Of blocks with full attention, and of those with sliding attention where they have their own."""
+    """Return the parameters of blocks with full attention, and of those with sliding attention if they have
+    their own."""
     rope = config.rope_parameters
     if "full_attention" in rope:
         return rope["full_attention"], rope.get("sliding_attention")
@@ -94,7 +96,8 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
 
 
 def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
-    """Of multi-head latent attention: what is rotated keeps its size, the scores grow by `mscale_all_dim`."""
+    """Return the keys of YaRN with latent attention: what is rotated keeps its size, the scores grow by
+    `mscale_all_dim`."""
     share = rope.get("mscale_all_dim")
     if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
         raise row.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")
@@ -108,13 +111,13 @@ def _mscale(factor: float) -> float:
 
 
 def _attention(config: PretrainedConfig, kind: str) -> float:
-    """The factor on what is rotated."""
+    """Return the factor on what is rotated."""
     _, factor = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config), torch.device("cpu"))
     return float(factor)
 
 
 def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
-    """Tensors the file needs beside the model's own: float32 `[dimensions / 2]`, by GGUF name."""
+    """Return the tensors the file needs next to the model's own: float32 `[dimensions / 2]`, by GGUF name."""
     if row.rope is None:
         return {}
     rope, _ = _parameters(config)
@@ -126,7 +129,7 @@ def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
 
 
 def _llama3(rope: Mapping[str, Any], dimensions: int) -> Tensor:
-    """Divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between.
+    """Return the divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between.
 
     Source: Llama 3.1's reference code (`apply_scaling`).
     """
@@ -142,7 +145,7 @@ def _llama3(rope: Mapping[str, Any], dimensions: int) -> Tensor:
 def parameters(
     row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """`rope_parameters` of a file, from its keys below the architecture's name and its factor tensors.
+    """Return `rope_parameters` of a file, from its keys below the architecture's name and its factor tensors.
 
     dimensions: of a head. Raises QuantkitError for a scaling that is not understood.
     """
@@ -164,7 +167,7 @@ def parameters(
 def _unscaled(
     row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The type of scaling and its numbers."""
+    """Return the type of scaling and its numbers."""
     kind = keys.get("rope.scaling.type", "none")
     original = keys.get("rope.scaling.original_context_length", keys["context_length"])
     if LONG in tensors and SHORT in tensors:
@@ -195,7 +198,8 @@ def _unscaled(
 
 
 def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
-    """Llama 3's scaling if its usual bounds give these divisors, else LongRoPE with them at any length."""
+    """Return Llama 3's scaling if its usual numbers give these divisors, else LongRoPE with them at any
+    length."""
     theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
     for original in (LLAMA3_CONTEXT, *_original_lengths(divisors.double(), theta, factor)):
         for bounds in (LLAMA3, LLAMA4):
@@ -214,7 +218,7 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
 
 
 def _original_lengths(divisors: Tensor, theta: float, factor: float) -> list[int]:
-    """The original context that `_llama3` must have had, from a divisor that it blended."""
+    """Return the original context that `_llama3` must have had, from a divisor that it blended."""
     blended = ((divisors > 1) & (divisors < factor)).nonzero().flatten().tolist()
     if not blended:
         return []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quantkit.models.files.checkpoint import Checkpoint
 
 STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # one norm a head, one tensor in the file
-BUFFERS = re.compile(  # what older checkpoints hold beside parameters; all of it is computed nowadays
+BUFFERS = re.compile(  # what older checkpoints hold next to parameters; all of it is computed today
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
@@ -73,19 +73,19 @@ class Target:
 
     @property
     def changed(self) -> bool:
-        """Whether its values are others than the model's."""
+        """Return whether the file's values differ from the model's."""
         return self.decay or self.shift != 0
 
     @property
     def parts(self) -> list[Target]:
-        """Its matrices, one for each expert; of any other tensor itself."""
+        """Return the matrices of a tensor, one for each expert; any other tensor itself."""
         if len(self.shape) < 3 or self.part:
             return [self]
         pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
         return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Tensor:
-        """Its values `[out, in]` in the model's order, from the checkpoint; see `to_gguf`.
+        """Return the values `[out, in]` in the model's order, from the checkpoint; see `to_gguf`.
 
         Raises QuantkitError if they have another shape or are not finite.
         """
@@ -101,7 +101,7 @@ class Target:
         return self.part.of(tensor).contiguous() if self.part else tensor
 
     def to_gguf(self, tensor: Tensor) -> Tensor:
-        """From the model's values, or encoded rows, to the file's."""
+        """Convert the model's values, or encoded rows, to the file's."""
         if self.decay:
             return -tensor.float().exp()
         if self.shift:
@@ -109,7 +109,7 @@ class Target:
         return tensor if self.index is None else tensor.index_select(0, self.index.to(tensor.device))
 
     def to_hf(self, tensor: Tensor) -> Tensor:
-        """The inverse of `to_gguf`."""
+        """Convert the file's values, or encoded rows, to the model's."""
         if self.decay:
             return (-tensor.float()).log()
         if self.shift:
@@ -120,7 +120,8 @@ class Target:
 
 
 def of_config(config: PretrainedConfig, source: str = "the model") -> list[Target]:
-    """Every tensor of a file of this model, in llama-quantize's order: globals, then block after block.
+    """Return every tensor of a file of this model, in llama-quantize's order: globals, then block after
+    block.
 
     Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no place for.
     """
@@ -129,7 +130,8 @@ def of_config(config: PretrainedConfig, source: str = "the model") -> list[Targe
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
-    """The same, knowing where each lies in the checkpoint; of a wrapper, those of its language model.
+    """Return every tensor of a file with its names in the checkpoint; of a multimodal one, those of its
+    language model.
 
     Raises QuantkitError also for stored tensors that the model does not have, and for absent ones.
     """
@@ -158,7 +160,8 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
 def _of_language_model(
     row: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
 ) -> list[Target]:
-    """Targets whose parameters have the names of `model`, which may be a wrapper around it."""
+    """Return targets whose parameters have the names of `model`, which may be a wrapper around the language
+    model."""
     language = meta_model.language_model(model, checkpoint)
     if not language:
         return _targets(row, model, config)
@@ -183,14 +186,14 @@ def _name_of(model: nn.Module, part: nn.Module) -> str:
 
 
 def _model(config: PretrainedConfig, source: str) -> nn.Module:
-    """Shapes alone; experts are linears, as checkpoints have them."""
+    """Return the model in shapes alone; experts are linears, as checkpoints have them."""
     model = meta_model.empty(copy.deepcopy(config), source)
     take_apart(model)
     return model
 
 
 def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool:
-    """Whether both are stored, with unlike values."""
+    """Return whether both tensors are stored, with unlike values."""
     if name is None or other is None or name == other:
         return False
     if checkpoint.is_plain(name) and checkpoint.is_plain(other):
@@ -209,7 +212,7 @@ def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -
         kind = type(model).__name__
         raise QuantkitError(
             f"{checkpoint.source} holds tensors that {kind} does not have: {name_all(unknown)}",
-            hint="nothing is left out of a GGUF file in silence: config.json may belong to another model",
+            hint="a GGUF file holds all tensors of a model: config.json may belong to another model",
             exit_code=UNSUPPORTED,
         )
 
@@ -262,13 +265,13 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
 
 
 def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Those that a checkpoint holds, such as what balances experts."""
+    """Return the buffers that a checkpoint holds, such as those that balance experts."""
     stored = model.state_dict()
     return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
 def _experts(model: nn.Module) -> dict[str, str]:
-    """Weight or bias of an expert -> llama.cpp's name of those of all experts of its layer."""
+    """Return llama.cpp's name of the tensor of all experts of a layer, by each expert's weight or bias."""
     found = {}
     for place, layer in model.named_modules():
         if isinstance(layer, Experts):
@@ -305,12 +308,12 @@ class _Names:
 
 
 def _rotary(rows: int, heads: int) -> Tensor:
-    """Rows of each head as pairs to be rotated: (0, d/2), (1, d/2 + 1), … lie side by side in the file."""
+    """Return order of rows that puts pairs to be rotated, (0, d/2), (1, d/2 + 1), …, next to each other."""
     return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _grouped(rows: int, config: PretrainedConfig) -> Tensor:
-    """Query heads of a group, their key and their value, group after group -> all q, all k, all v."""
+    """Return the order of rows from q, k, v of one group after the other to all q, all k, all v."""
     groups = kv_heads(config)
     queries = config.num_attention_heads // groups
     index = torch.arange(rows).view(groups, queries + 2, -1)
@@ -326,8 +329,8 @@ ORDERS: dict[str, Callable[[int, PretrainedConfig], Tensor]] = {
 
 
 def _latent(config: PretrainedConfig) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Of every head, the rows that make its keys and those that make its values of a token's vector:
-    keys transposed, `[heads, in, out]`, for queries are multiplied with them, and `[heads, out, in]`."""
+    """Return views of the rows that make keys and values of a token's vector, of every head: keys transposed,
+    `[heads, in, out]`, for queries are multiplied with them, and values `[heads, out, in]`."""
     heads, size = config.num_attention_heads, config.qk_nope_head_dim
     return {
         "attn_k_b": lambda weight: weight.unflatten(0, (heads, -1))[:, :size].transpose(1, 2),

@@ -2,7 +2,7 @@
 
 Byte-level BPE is its "gpt2": merges and a named pre-tokenizer. The BPE of SentencePiece is its "llama":
 no merges but a score for every token. Whatever llama.cpp cannot do is refused where it changes ordinary
-text, and else told to `warn`.
+text, else reported to `warn`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Vocabulary = dict[int, Token]  # by id; ids may be missing
 def byte_level(
     files: TokenizerFiles, vocab_size: int, pre: str | None, warn: Warn
 ) -> tuple[dict[str, Any], Vocabulary]:
-    """Keys of byte-level BPE, and its tokens. `pre` goes before what is recognised."""
+    """Return the keys of byte-level BPE, and its tokens. `pre` goes before what is recognised."""
     stored = files.tokenizer
     model = _bpe(files)
     _check_forms(files, warn, refuse=pre is None)
@@ -94,7 +94,7 @@ def _names() -> str:
 
 
 def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
-    """Keys of a SentencePiece BPE that tokenizer.json holds as merges, and its tokens with scores."""
+    """Return keys of a SentencePiece BPE that tokenizer.json holds as merges, and its tokens with scores."""
     model = _bpe(files)
     if not model.get("byte_fallback"):
         raise _refused(files, "which is neither byte-level nor has byte fallback")
@@ -113,7 +113,7 @@ def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vo
 
 
 def _scores(files: TokenizerFiles, merges: list[Merge], normal: set[str]) -> dict[str, float]:
-    """Scores under which llama.cpp merges as `merges` say. Raises QuantkitError where there are none."""
+    """Return scores under which llama.cpp merges as `merges` say. Raises QuantkitError if there are none."""
     scores = scores_of(merges)
     never_made = sorted(text for text in normal if len(text) > 1 and text not in scores)
     scores |= {text: -float(len(scores) + k) for k, text in enumerate(never_made)}
@@ -125,7 +125,7 @@ def _scores(files: TokenizerFiles, merges: list[Merge], normal: set[str]) -> dic
 
 
 def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, Any]:
-    """What is done about spaces: in the normalizer, or by a Metaspace pre-tokenizer."""
+    """Return the keys about spaces, from the normalizer or a Metaspace pre-tokenizer."""
     _check_forms(files, warn)
     prefix = collapse = False
     for step in flat(files.tokenizer["normalizer"], "normalizers"):
@@ -173,7 +173,7 @@ def _bpe(files: TokenizerFiles) -> Json:
 
 
 def _check_forms(files: TokenizerFiles, warn: Warn, refuse: bool = False) -> None:
-    """Tell of normalizers; `refuse` those that change ordinary text."""
+    """Warn of normalizers; `refuse` those that change ordinary text."""
     steps = list(flat(files.tokenizer["normalizer"], "normalizers"))
     odd = [str(step) for step in steps if step["type"] not in FORMS]
     if refuse and odd:
@@ -195,13 +195,15 @@ def _refused(files: TokenizerFiles, what: str) -> QuantkitError:
 
 
 def scores_of(merges: Iterable[Merge]) -> dict[str, float]:
-    """Score of every token that is merged: the earlier its first merge, the higher, from 0 downwards."""
+    """Return the score of every token that is merged: the earlier its first merge, the higher, from 0
+    downwards."""
     products = dict.fromkeys(left + right for left, right in merges)
     return {token: -float(k) for k, token in enumerate(products)}
 
 
 def from_scores(scores: Mapping[str, float], tokens: Collection[str]) -> list[Merge]:
-    """Every pair of `tokens` that makes a scored token, the highest score first: what `scores_of` undoes.
+    """Return every pair of `tokens` that makes a scored token, the highest score first: what `scores_of`
+    undoes.
 
     SentencePiece and llama.cpp merge whichever neighbours make the token of the highest score, so all
     ways to halve a token are merges of one rank (here the longer left half goes first).
@@ -216,6 +218,7 @@ def from_scores(scores: Mapping[str, float], tokens: Collection[str]) -> list[Me
 
 
 def canonical(merges: Iterable[Merge]) -> list[tuple[str, list[Merge]]]:
-    """Equal for merges that act alike: neighbours in rank that make the same token have no order."""
+    """Return merges in a form that is equal for merges that act alike: neighbours in rank that make the same
+    token have no order."""
     runs = itertools.groupby(merges, key="".join)
     return [(token, sorted(run)) for token, run in runs]

@@ -38,7 +38,7 @@ MAX_TOKEN_CHARS = 1024  # of a token that is merged: halving is quadratic
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """The tokenizer that `tokenizer.*` keys describe. Padding up to the embedding's rows is left out.
+    """Return the tokenizer that `tokenizer.*` keys describe. Padding up to the embedding's rows is left out.
 
     Raises QuantkitError for metadata that is damaged, or of a kind that is not read.
     """
@@ -87,7 +87,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> Special:
 
 
 def _keys(metadata: Mapping[str, Any]) -> Json:
-    """Entries of `tokenizer.ggml.*` by the last part of their keys."""
+    """Return the entries of `tokenizer.ggml.*` by the last part of their keys."""
     return {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
 
 
@@ -96,8 +96,8 @@ def _byte_level(keys: Json, tokens: Tokens) -> tuple[Json, bool]:
     row = pre_tokenizers.by_name().get(pre)
     if row is None:
         raise QuantkitError(
-            f"the file's pre-tokenizer, {pre!r}, is none that quantkit knows",
-            hint=f"it knows {', '.join(sorted(pre_tokenizers.by_name()))}",
+            f"the file's pre-tokenizer {pre!r} is unknown",
+            hint=f"quantkit knows {', '.join(sorted(pre_tokenizers.by_name()))}",
             exit_code=UNSUPPORTED,
         )
     model = _model(tokens, [_halves(merge) for merge in keys["merges"]]) | {
@@ -142,7 +142,7 @@ def _model(tokens: Tokens, merges: list[Merge]) -> Json:
 
 
 def _tokens(keys: Json) -> Tokens:
-    """All tokens but padding. Raises QuantkitError where a text has two ids."""
+    """Return all tokens but padding. Raises QuantkitError where a text has two ids."""
     texts = keys["tokens"]
     types = list(keys.get("token_type", [NORMAL] * len(texts)))
     if len(types) != len(texts) or not all(isinstance(text, str) for text in texts):
@@ -155,7 +155,7 @@ def _tokens(keys: Json) -> Tokens:
 
 
 def _special(keys: Json, texts: Mapping[int, str]) -> Special:
-    """Special tokens by role. Ids that no token has are passed over, as llama.cpp does."""
+    """Return special tokens by role. Ids that no token has are passed over, as llama.cpp does."""
     defaults = DEFAULT_IDS if keys.get("model") == "llama" else {}
     ids = {role: keys.get(f"{name}_token_id", defaults.get(role)) for role, name in ROLES.items()}
     return {role: (id, texts[id]) for role, id in ids.items() if isinstance(id, int) and id in texts}
@@ -167,7 +167,7 @@ def _added(number: int, text: str, kind: int) -> Json:
 
 
 def _post_processor(keys: Json, special: Special, adds_bos: bool) -> Json:
-    """What puts BOS and EOS around a text where the file says so."""
+    """Return the step that puts BOS and EOS around a text if the file says so."""
     before, after = [], []
     for role, place, default in (("bos", before, adds_bos), ("eos", after, False)):
         if keys.get(f"add_{role}_token", default):

@@ -21,14 +21,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The JSON files of a folder, read when they are asked for; an absent one is empty."""
+    """The JSON files of a folder, read when they are needed; an absent one is empty."""
 
     folder: Path
 
     @cached_property
     def tokenizer(self) -> Json:
-        """tokenizer.json as the library reads it, or what transformers makes of the older files (vocab.json,
-        merges.txt, tokenizer.model)."""
+        """Return tokenizer.json as the library reads it, or as transformers makes it of older files
+        (vocab.json, merges.txt, tokenizer.model)."""
         return json.loads(self._library.to_str())
 
     @cached_property
@@ -36,7 +36,7 @@ class TokenizerFiles:
         return _load(self.folder)
 
     def affixes(self) -> tuple[list[int], list[int]]:
-        """Ids of the tokens that are put before and after every text."""
+        """Return the ids of the tokens that are put before and after every text."""
         self._library.no_padding()
         self._library.no_truncation()
         with tokenizing.explained():
@@ -49,7 +49,7 @@ class TokenizerFiles:
         return _read(self.folder / "tokenizer_config.json") or {}
 
     def added_tokens(self) -> Iterator[tuple[int, Json]]:
-        """Ids and entries of the tokens that are found in a text before it is cut into words."""
+        """Return the ids and entries of the tokens that are found in a text before it is cut into words."""
         entries = {entry["id"]: entry for entry in self.tokenizer.get("added_tokens", [])}
         for number, entry in self.config.get("added_tokens_decoder", {}).items():
             entries.setdefault(int(number), entry)
@@ -58,7 +58,7 @@ class TokenizerFiles:
         yield from sorted(entries.items())
 
     def special(self, role: str) -> Iterator[str | int]:
-        """What the token of a role ("bos") is said to be, by text or id, most trusted first."""
+        """Yield the token of a role ("bos") by text or id, most trusted source first."""
         key = f"{role}_token"
         for source in (self.config, _read(self.folder / "special_tokens_map.json") or {}):
             found = source.get(key)
@@ -69,7 +69,7 @@ class TokenizerFiles:
             yield from self.ids(name, f"{key}_id")
 
     def ids(self, name: str, key: str) -> list[int]:
-        """Token ids under a key of a configuration file: one, several or none."""
+        """Return token ids under a key of a configuration file: one, several or none."""
         found = (_read(self.folder / name) or {}).get(key)
         return [k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int)]
 
@@ -101,5 +101,5 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read(path: Path) -> Json | None:
-    """A JSON object; None where there is no such file."""
+    """Return a JSON object; None if there is no such file."""
     return read_json(path) if path.is_file() else None

@@ -23,7 +23,7 @@ UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a m
 
 
 def kv_heads(config: PretrainedConfig) -> int:
-    """Key/value heads of attention, whatever the configuration calls them."""
+    """Return the key/value heads of attention, whatever the configuration calls them."""
     if getattr(config, "new_decoder_architecture", False):
         return config.num_kv_heads
     if hasattr(config, "multi_query"):  # GPTBigCode's num_key_value_heads may be wrong
@@ -32,7 +32,7 @@ def kv_heads(config: PretrainedConfig) -> int:
 
 
 def head_dim(config: PretrainedConfig) -> int:
-    """Size of an attention head."""
+    """Return the size of an attention head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
@@ -41,7 +41,7 @@ def rope_sections(config: PretrainedConfig) -> list[int]:
 
 
 def every(period: int, blocks: int, last: Any, others: Any) -> list[Any]:
-    """What every nth block is, and the others are."""
+    """Return `last` for every nth block and `others` for the rest."""
     return [others if (index + 1) % period else last for index in range(blocks)]
 
 
@@ -54,7 +54,8 @@ def without_capping(config: PretrainedConfig) -> str | None:
 
 
 def norms_by_depth(config: PretrainedConfig) -> str | None:
-    """Its loader looks for norms of queries and keys in the models of 64 blocks and more, and only there."""
+    """Refuse norms at other depths: the loader looks for norms of queries and keys in models of 64 blocks and
+    more alone."""
     expected = config.num_hidden_layers >= 64
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
@@ -65,13 +66,13 @@ def heads_of_other_width(config: PretrainedConfig) -> str | None:
 
 
 def grouped_heads(config: PretrainedConfig) -> str | None:
-    """Its loader wants as many keys as queries, or numbers in the norm of the keys."""
+    """Refuse fewer keys than queries: the loader wants as many, or numbers in the norm of the keys."""
     few = kv_heads(config) < config.num_attention_heads
     return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
 
 
 def rope_by_depth(config: PretrainedConfig) -> str | None:
-    """It has sliding windows, and no rotary embeddings between them, at one depth alone."""
+    """Refuse sliding windows but at one depth, where llama.cpp has them, and no rotary embeddings between."""
     given = config.sliding_window
     return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
 
@@ -83,8 +84,9 @@ def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
 
 
 def unlike_delta_net(config: PretrainedConfig) -> str | None:
-    """It repeats keys in another order, for which columns of the output projection change places: blocks of
-    256 codes cannot. Angles in no section are those of position 0 there."""
+    """Refuse unequal heads: llama.cpp repeats keys in another order, for which columns of the output
+    projection change places, and blocks of 256 codes cannot. Angles in no section are those of position 0
+    there."""
     if config.linear_num_value_heads != config.linear_num_key_heads:
         return f"{config.linear_num_value_heads} value heads over {config.linear_num_key_heads} key heads"
     if config.linear_value_head_dim != config.linear_key_head_dim:
@@ -99,13 +101,13 @@ def unlike_delta_net(config: PretrainedConfig) -> str | None:
 
 
 def query_rank_of_lite(config: PretrainedConfig) -> str | None:
-    """Its loader takes models of that depth for DeepSeek-V2-Lite."""
+    """Refuse a query rank at the depth of DeepSeek-V2-Lite, for which the loader takes the model."""
     lite = config.num_hidden_layers in (26, 27) and config.q_lora_rank
     return f"q_lora_rank {config.q_lora_rank} in {config.num_hidden_layers} blocks" if lite else None
 
 
 def grouped_experts(config: PretrainedConfig) -> str | None:
-    """Its loader stops where all groups are used."""
+    """Refuse the use of all groups, at which the loader stops."""
     groups = config.n_group, config.topk_group
     return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
 
@@ -116,8 +118,8 @@ def dense_at_the_end(config: PretrainedConfig) -> str | None:
 
 
 def other_blocks(config: PretrainedConfig) -> str | None:
-    """Which blocks know positions, have experts and norms is not told: every fourth, every nth, and all but
-    those of the largest model."""
+    """Refuse unusual blocks: files do not say which know positions, have experts and norms. Every fourth,
+    every nth, and all but the largest model's do."""
     blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
     usual = {
         "no_rope_layers": every(4, blocks, 0, 1),
@@ -134,7 +136,7 @@ def other_blocks(config: PretrainedConfig) -> str | None:
 
 
 def falcon(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """The oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    """Return oldest form has one key/value head; the newer one says how many, and may have a second norm."""
     two_norms = "blk.0.attn_norm_2.weight" in names
     if multi_query(keys, names)["multi_query"] and not two_norms:
         return {"multi_query": True}
@@ -150,7 +152,7 @@ def multi_query(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Width of a value head, and which blocks attend."""
+    """Return the width of a value head, and which blocks attend."""
     inner, heads = keys.get("ssm.inner_size"), keys.get("ssm.time_step_rank")
     period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count")
     sizes = inner, heads, period, blocks
@@ -164,7 +166,7 @@ def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    """Return the shared experts are one matrix; all blocks behind the first dense ones may have experts."""
     shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
     if type(shared) is not int or type(width) is not int or width < 1:
         return {}
@@ -172,7 +174,7 @@ def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def latent(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """What the sizes of multi-head latent attention say."""
+    """Return the sizes of multi-head latent attention."""
     rotated = keys.get("rope.dimension_count", 0)
     return {
         "num_key_value_heads": keys.get("attention.head_count"),

@@ -39,10 +39,10 @@ ENDS = frozenset(  # llama.cpp stops at these for their text alone
 def metadata(
     folder: Path, vocab_size: int, pre: str | None = None, warn: Warn = lambda message: None
 ) -> dict[str, Any]:
-    """Keys and values that describe the tokenizer of `folder` to llama.cpp.
+    """Return the keys and values that describe the tokenizer of `folder` to llama.cpp.
 
     vocab_size: rows of the embedding, to which the vocabulary is padded or cut. pre: llama.cpp's name for
-    the pre-tokenizer, where it is not to be recognised. `warn` is told in what llama.cpp will differ.
+    the pre-tokenizer, where it is not to be recognised. warn: receives what llama.cpp will do differently.
     Raises QuantkitError for a tokenizer that cannot be represented.
     """
     try:
@@ -85,11 +85,11 @@ def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
         if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
             stripping.append(text)
     if stripping:
-        warn(f"llama.cpp keeps the spaces beside {name_all(stripping)}, which this tokenizer drops")
+        warn(f"llama.cpp keeps the spaces next to {name_all(stripping)}, which this tokenizer drops")
 
 
 def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
-    """A token for every row of the embedding."""
+    """Return a token for every row of the embedding."""
     beyond = [token.text for number, token in sorted(tokens.items()) if number >= vocab_size]
     if beyond:
         warn(f"tokens beyond the embedding's {vocab_size} rows are left out: {name_all(beyond)}")
@@ -104,14 +104,15 @@ def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
 
 
 def _spaced(token: Token) -> Token:
-    """llama.cpp looks for user-defined tokens in the text as it is, before spaces are replaced."""
+    """Return a user-defined token with plain spaces: llama.cpp finds these in the text before spaces are
+    replaced."""
     return token._replace(text=token.text.replace(SPACE, " ")) if token.type == USER_DEFINED else token
 
 
 def _special_tokens(
     files: TokenizerFiles, tokens: Vocabulary, model: str, vocab_size: int, warn: Warn
 ) -> dict[str, int | bool]:
-    """Ids of special tokens, and whether a text is put between them."""
+    """Return the ids of special tokens, and whether a text is put between them."""
     numbers = {token.text: number for number, token in tokens.items()}
     found: dict[str, int] = {}
     for role in ROLES:
@@ -133,7 +134,7 @@ def _special_tokens(
     for number in (*ends, *found.values()):
         found.setdefault("eos", number)
     if "eos" not in found:
-        warn(f"llama.cpp will stop at token {DEFAULT_EOS[model]}, as none is said to end a text")
+        warn(f"llama.cpp will stop at token {DEFAULT_EOS[model]}, as no token ends a text")
     unnamed = [k for k in ends if k != found.get("eos") and k in tokens and tokens[k].text not in ENDS]
     more = dict(zip(("eot", "eom"), unnamed, strict=False))
     if len(unnamed) > len(more):

@@ -1,6 +1,6 @@
 """The device that computes: which one, in which precision, with how much memory; and copies to it.
 
-Everything that is asked of a device is asked here. Its module (`torch.cuda`, `torch.xpu`, `torch.mps`) is
+All requests to a device are made here. Its module (`torch.cuda`, `torch.xpu`, `torch.mps`) is
 found by its name, so one code path serves all of them.
 """
 
@@ -17,21 +17,21 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 from quantkit.models.machine import memory, processor
 
 
-def choose_device(asked: str) -> torch.device:
-    """The device asked for; `auto` is cuda where there is one.
+def choose_device(requested: str) -> torch.device:
+    """Return the requested device; `auto` is cuda if there is one.
 
     Products of float32 matrices on it are float32 from here on: Hessians and their factors do not survive
     the 10 bits of TF32, which some distributions of torch switch on. Raises QuantkitError for what is no
     device (exit code 2), or is not there (4).
     """
     torch.set_float32_matmul_precision("highest")
-    if asked == "auto":
+    if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(asked)
+        device = torch.device(requested)
     except RuntimeError as error:
         raise QuantkitError(
-            f"{asked!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
+            f"{requested!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
         ) from error
     if device.type == "cpu":
         return torch.device("cpu")
@@ -42,27 +42,28 @@ def choose_device(asked: str) -> torch.device:
     except (RuntimeError, AssertionError, AttributeError) as error:
         why = "nothing computes there" if isinstance(error, AttributeError) else first_line(error)
         raise QuantkitError(
-            f"device {asked!r} is not available: {why}",
-            hint="use --device cpu; quantkit doctor says what there is",
+            f"device {requested!r} is not available: {why}",
+            hint="use --device cpu; quantkit doctor lists devices",
             exit_code=UNSUPPORTED,
         ) from error
     return device
 
 
-def choose_dtype(asked: str, stored: str, device: torch.device) -> str:
-    """`auto`: the checkpoint's own 16-bit type where the hardware computes in it, else float32.
+def choose_dtype(requested: str, stored: str, device: torch.device) -> str:
+    """Return the requested type; `auto`: the checkpoint's own 16-bit type if the hardware computes in it,
+    else float32.
 
     `stored` is the safetensors name of the type the linears are stored in, such as `BF16`.
     """
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if is_accelerator(device):
         return {"F16": "float16", "BF16": "bfloat16"}.get(stored, "float32")
     return "bfloat16" if stored == "BF16" and processor.has_bfloat16() else "float32"
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device has memory of its own, and work on it is queued."""
+    """Return whether the device has memory of its own, and work on it is queued."""
     return device.type not in ("cpu", "meta")
 
 
@@ -71,7 +72,7 @@ def _module(device: torch.device) -> Any:
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of the device, or of the host where that computes."""
+    """Return free bytes of the device, or of the host where that computes."""
     if not is_accelerator(device):
         return host_memory()
     module = _module(device)
@@ -83,7 +84,8 @@ def free_memory(device: torch.device) -> int:
 
 
 def accelerators() -> Iterator[tuple[str, str, int, int]]:
-    """Name for `--device`, the maker's name, free and all bytes of every accelerator that torch sees."""
+    """Yield name for `--device`, the maker's name, free and all bytes of every accelerator that torch
+    sees."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return
@@ -96,7 +98,7 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
 
 
 def host_memory() -> int:
-    """Bytes of the host that this process may still take: see `memory.room`."""
+    """Return the bytes of the host that this process may still take: see `memory.room`."""
     return memory.room().nbytes
 
 
@@ -114,17 +116,18 @@ def give_back(device: torch.device) -> None:
 
 
 def host_buffer(like: Tensor) -> Tensor:
-    """An empty tensor of the host; pinned for CUDA, which copies to and from pageable memory in steps."""
+    """Return an empty tensor of the host; pinned for CUDA, which copies to and from pageable memory in
+    steps."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host, pinned where that lets copies to the device run beside other work."""
+    """Return a tensor of the host, pinned if that lets copies to the device run parallel to other work."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Lane:
-    """Copies from the host to a device beside its other work; in line with it where it has no streams."""
+    """Copies from the host to a device, parallel to its other work if it has streams."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -139,7 +142,7 @@ class Lane:
             return host.to(self._device, non_blocking=True)
 
     def receive(self, sent: Tensor) -> Tensor:
-        """The same tensor, for work given to the device from now on."""
+        """Return the same tensor, for work given to the device from now on."""
         if self._stream:
             current = self._module.current_stream(self._device)
             current.wait_stream(self._stream)

@@ -133,7 +133,7 @@ def _distributed() -> Any:
 
 
 def _choose_gpu(device: str, place: int) -> bool:
-    """Whether this process computes on a GPU, which it then sees as the only one."""
+    """Return whether this process computes on a GPU, which it then sees as the only one."""
     if device not in ("auto", "cuda", "cpu"):
         raise QuantkitError(
             f"--device {device}: each of several processes has a device of its own",
@@ -232,7 +232,7 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     """Return the error that this process ends with, and whether this process prints it.
 
     All ranks end with the error of the rank that failed first. Rank 0 prints it, and another rank where rank
-    0 is dead or busy for SPEAK seconds. One that was lost, or asked to stop, did not fail by itself.
+    0 is dead or busy for SPEAK seconds. A rank that was lost or terminated did not fail by itself.
     """
     if _group is None:
         own = os.environ.get("RANK", "0")
@@ -248,13 +248,13 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
         ending = _first(error) if _comes("failure", SETTLE) else _named(error, stopped)
         silent = own and _comes("told", SPEAK)
         speaks = not silent and store.compare_set("told", "", str(own)) == str(own).encode()
-    except RuntimeError:  # the store went with the rank that held it
+    except RuntimeError:  # the store went with its rank
         return error, not stopped
     return ending, speaks
 
 
 def _first(error: QuantkitError) -> QuantkitError:
-    """The failure that was reported first; where this rank has the same, as its own."""
+    """Return the failure that was reported first; as this rank's own if it has the same."""
     where, message, hint, exit_code = json.loads(_group.store.get("failure"))
     if message == error.message and _group.rank == 0:
         return error
@@ -262,7 +262,7 @@ def _first(error: QuantkitError) -> QuantkitError:
 
 
 def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
-    """An error that no rank reported: of ranks that did not end by themselves."""
+    """Return an error that no rank reported: of ranks that did not end by themselves."""
     if stopped:
         return error
     others = [other for other in range(_group.count) if other != _group.rank]
@@ -272,7 +272,7 @@ def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
 
 
 def _comes(key: str, seconds: float) -> bool:
-    """Whether the store has a key within so many seconds."""
+    """Return whether the store has a key within so many seconds."""
     end = time.monotonic() + seconds
     while not (found := _group.store.check([key])) and time.monotonic() < end:
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""How much of a mixture is in memory at a time: numbers and names alone, for plans that load nothing."""
+"""The share of a mixture that is in memory at a time: numbers and names, for plans that load nothing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_p
 
 
 def expert_of(local: str) -> str:
-    """`mlp.experts.3` of `mlp.experts.3.up_proj`."""
+    """Return `mlp.experts.3` for `mlp.experts.3.up_proj`."""
     return local.rpartition(".")[0]
 
 
 def largest_expert(shapes: Iterable[tuple[str, int, int]]) -> int:
-    """Weights of the largest of a block's experts, whose linears have these names and shapes; 0 for none."""
+    """Return the weights of the largest of a block's experts, whose linears have these names and shapes; 0
+    for none."""
     sizes: dict[str, int] = {}
     for local, out_features, in_features in shapes:
         sizes[expert_of(local)] = sizes.get(expert_of(local), 0) + out_features * in_features
@@ -27,7 +28,7 @@ def largest_expert(shapes: Iterable[tuple[str, int, int]]) -> int:
 
 
 def streams(nbytes: int, free: int | None) -> bool:
-    """Whether experts that take so much in the largest block are to be read when they are called.
+    """Return whether experts that take so much in the largest block are to be read when they are called.
 
     free: bytes of an accelerator, None where the CPU computes: that takes much longer to use an expert than
     to read it, so it always streams.

@@ -1,5 +1,5 @@
-"""How much of the host's memory a process may still take, and who says so: the system, its container, its
-shell, or the user. No torch here: `quantkit plan` asks, too.
+"""Memory of the host that a process may still take, and its limits: the system, a container, the shell, or
+the user. No torch here: `quantkit plan` asks, too.
 
 Containers: `memory.max` of control groups in version 2, `memory.limit_in_bytes` in version 1, of the group
 and of all above it (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory); pages of files count as free, as
@@ -33,24 +33,24 @@ class Room:
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that the whole process may take, as the user said, and what it had when it was asked."""
+    """Bytes that the whole process may take, as the user chose, and its memory when the job began."""
 
     nbytes: int
     resident: int
 
     @staticmethod
     def of(max_memory: int | None) -> Limit | None:
-        """None where the user said nothing."""
+        """Return the limit; None if the user gave none."""
         return None if max_memory is None else Limit(max_memory, resident())
 
     @property
     def left(self) -> int:
-        """Bytes for all else."""
+        """Return the bytes for everything else."""
         return max(0, self.nbytes - self.resident)
 
 
 def room() -> Room:
-    """The least that the system, a container or the shell allows.
+    """Return the least that the system, a container or the shell allows.
 
     What a host or a container has is shared by the ranks on it; the other limits are a process's own.
     """
@@ -60,12 +60,12 @@ def room() -> Room:
 
 
 def resident() -> int:
-    """Bytes that this process has in memory now."""
+    """Return the bytes that this process has in memory now."""
     return psutil.Process().memory_info().rss
 
 
 def _of_process() -> Iterator[Room]:
-    """What `ulimit` leaves: of the address space (-v) and of what is written to in it (-d)."""
+    """Yield what `ulimit` leaves of the address space (-v) and of memory that is written to (-d)."""
     taken = None
     for kind, field, flag in ((resource.RLIMIT_AS, "vms", "-v"), (resource.RLIMIT_DATA, "data", "-d")):
         limit = resource.getrlimit(kind)[0]
@@ -76,7 +76,7 @@ def _of_process() -> Iterator[Room]:
 
 
 def containers(root: Path = Path("/")) -> list[Room]:
-    """What the control groups that this process is in leave. root: of the file system, for tests."""
+    """Return memory that the control groups of this process leave. root: of the file system, for tests."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -91,7 +91,8 @@ def containers(root: Path = Path("/")) -> list[Room]:
 
 
 def _above(mount: Path, path: str, second: bool) -> Iterator[Room]:
-    """Of a group and all above it; inside a container its path may not be there, but the mount is its own."""
+    """Yield the memory that a group and all above it leave; inside a container its path may be absent, but
+    the mount is its own."""
     names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     own = mount / path.lstrip("/")
     for group in (own, *own.parents):
@@ -104,7 +105,7 @@ def _above(mount: Path, path: str, second: bool) -> Iterator[Room]:
 
 
 def _number(path: Path) -> int | None:
-    """What a file says; None for `max` and where there is none."""
+    """Return the number in a file; None for `max` and if there is no file."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -113,7 +114,7 @@ def _number(path: Path) -> int | None:
 
 
 def _given_up(path: Path, prefix: str) -> int:
-    """Bytes of a group's pages that files hold."""
+    """Return the bytes of a group's pages that files hold."""
     try:
         rows = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
     except OSError:
@@ -159,8 +160,8 @@ def keep_freed_pages() -> None:
 
 @contextmanager
 def mapped() -> Iterator[None]:
-    """Meanwhile large blocks are mapped one by one, also in a job that keeps what is freed: for what stays as
-    long as the job does, and what it is made of, which would leave a hole as large."""
+    """Map large blocks one by one meanwhile, also in a job that keeps freed pages: tensors that stay as long
+    as the job, and their parts, would leave a hole as large."""
     kept = _keeping
     map_large_blocks()
     try:

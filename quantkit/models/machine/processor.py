@@ -1,4 +1,4 @@
-"""What this processor computes by itself, asked in one place, without torch: a plan comes before it loads.
+"""Abilities of this processor, found in one place and without torch: a plan comes before torch is loaded.
 
 QUANTKIT_PROCESSOR, for tests and CI, answers instead: `poor` has neither; `capable` computes in bfloat16,
 which torch does everywhere, if slowly. It has int8 products only where the machine has them.
@@ -17,7 +17,8 @@ CPUINFO = Path("/proc/cpuinfo")  # Linux alone; elsewhere nothing is known, and 
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself; elsewhere torch converts, many times as slowly.
+    """Return whether the processor multiplies bfloat16 itself; elsewhere torch converts, many times as
+    slowly.
 
     oneDNN wants AVX512_BF16 for that, even for AMX; on Arm, BF16. macOS has neither oneDNN nor this list.
     """
@@ -26,7 +27,7 @@ def has_bfloat16() -> bool:
 
 
 def has_int8_products() -> bool:
-    """Whether `torch._int_mm` is fast and exact: from AVX512_VNNI on.
+    """Return whether `torch._int_mm` is fast and exact: from AVX512_VNNI on.
 
     A processor without it gets a scalar loop, a hundred times slower than float32.
     """
@@ -34,7 +35,7 @@ def has_int8_products() -> bool:
 
 
 def cores() -> int:
-    """Physical cores that this process may use."""
+    """Return the physical cores that this process may use."""
     import psutil
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,7 +51,7 @@ def _answer() -> str:
 
 @functools.cache
 def _flags(path: Path) -> frozenset[str]:
-    """Linux's names of what the first core has, which stands for all."""
+    """Return Linux's names of the features of the first core, which stands for all."""
     try:
         with path.open(errors="replace") as lines:
             for line in lines:

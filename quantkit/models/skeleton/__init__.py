@@ -58,26 +58,28 @@ class Skeleton:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether some blocks have experts."""
+        """Return whether some blocks have experts."""
         return any(isinstance(part, experts.Experts) for block in self.blocks for part in block.modules())
 
-    def held(self) -> dict[str, nn.Parameter]:
-        """Every parameter that the checkpoint holds, by its name in the model; values may be on meta."""
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """Return every parameter that the checkpoint holds, by its name in the model; values may be on
+        meta."""
         inside = {
             self.names.of_block(index, local): parameter
             for index, block in enumerate(self.blocks)
             for local, parameter in block.named_parameters()
         }
-        beside = {
+        outside = {
             f"{name}.{local}": parameter
             for name, tower in self.towers.items()
             for local, parameter in tower.named_parameters()
         }
-        everything = inside | dict(self.model.named_parameters()) | beside
+        everything = inside | dict(self.model.named_parameters()) | outside
         return {name: everything[name] for name in everything if name in self.names.stored}
 
     def read(self, name: str, expected: Tensor) -> Tensor:
-        """Values of the model's tensor `name` on the host, as it computes with them; see `Reader.read`."""
+        """Return the values of the model's tensor `name` on the host, in the type it computes with; see
+        `Reader.read`."""
         return self._reader.read(name, expected)
 
     def load_rest(self) -> None:
@@ -98,18 +100,18 @@ class Skeleton:
         self._recorder.learn()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`; see `flow`
-        for models that pass more than that from block to block."""
+        """Return the hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`;
+        see `flow` for models that pass more than that from block to block."""
         return self._recorder.embed(ids)
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Hidden states after block `index`, in their own precision, which must be the block's."""
+        """Return the hidden states after block `index`, in their own precision, which must be the block's."""
         with torch.no_grad():
             return self._recorder.run(index, self.blocks[index], hidden)
 
     def trace_block(self, index: int, hidden: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """`run_block` with these values in place of the block's parameters, by their names in it; autograd
-        follows into both."""
+        """Return `run_block` with these values in place of the block's parameters, by their names in it;
+        autograd follows into both."""
 
         def block(*args, **kwargs):
             return functional_call(self.blocks[index], dict(values), args, kwargs)
@@ -117,17 +119,17 @@ class Skeleton:
         return self._recorder.run(index, block, hidden)
 
     def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
-        """`run(0)`, `run(1)` … up to `count`, each of which runs block `index`: one after another, or some at
-        a time where the block's experts are streamed, so that these are read once for all of them."""
+        """Yield `run(0)`, `run(1)` … up to `count`, each of which runs block `index`: one after another, or
+        some at a time if the block's experts are streamed, so that these are read once for all of them."""
         keeper = self._keepers.get(index)
         return keeper.in_step(run, count) if keeper else map(run, range(count))
 
     def outputs(self, index: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """`run_block` of every batch of hidden states."""
+        """Yield `run_block` of every batch of hidden states."""
         return self.in_step(index, lambda k: self.run_block(index, batches[k]), len(batches))
 
     def logits(self, hidden: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
+        """Return the logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
 
         The model's own code runs what follows the blocks: norm, head, soft-capping, scaling. values: in place
         of parameters outside the blocks, by their names in the model; autograd follows into both.
@@ -137,7 +139,7 @@ class Skeleton:
     def fetch_block(
         self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False
     ) -> FetchedBlock:
-        """Read block `index` into the host's memory; see `load_block`. May run beside the device's work."""
+        """Read block `index` into the host's memory; see `load_block`. The device may work meanwhile."""
         block, names = self.blocks[index], None
         if self.streams:
             experts = streaming.streamed(block)
@@ -168,19 +170,19 @@ class Skeleton:
         return block
 
     def away(self, index: int) -> frozenset[str]:
-        """Linears of a loaded block that are read when they are called."""
+        """Return the linears of a loaded block that are read when they are called."""
         return frozenset(streaming.streamed(self.blocks[index]) if index in self._keepers else ())
 
     def lend(self, index: int, linears: Sequence[str]) -> None:
-        """Hold these of the linears that are `away` in memory, and no others, until others are lent."""
+        """Keep these of the linears that are `away` in memory, and no others, until others are lent."""
         self._keepers[index].lend(linears)
 
     def keep_changed(self, index: int, name: str, again: Callable[[], Tensor]) -> None:
-        """From now on a parameter of a linear that is `away` is what `again` returns."""
+        """Replace a parameter of a linear that is `away` by the values that `again` returns."""
         self._keepers[index].keep_changed(name, again)
 
     def part(self, index: int, local: str) -> nn.Module:
-        """Module `local` of a loaded block, with its weights in memory."""
+        """Return module `local` of a loaded block, with its weights in memory."""
         module = self.blocks[index].get_submodule(local)
         if isinstance(module, streaming.ExpertLinear) and module.keeper:
             return module.keeper.provide(module)
@@ -213,11 +215,11 @@ class Skeleton:
         self._installer.free(self.blocks[index])
 
     def stored_dtype(self, index: int, local: str) -> torch.dtype:
-        """The precision in which a parameter of block `index` is stored; if packed, the model's own."""
+        """Return precision in which a parameter of block `index` is stored; if packed, the model's own."""
         return self._reader.stored_dtype(self.names.stored_of(index, local))
 
     def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
-        """Stored name of a parameter of block `index`, and its present values as they are stored."""
+        """Return stored name of a parameter of block `index`, and its present values as they are stored."""
         owner, _, leaf = local.rpartition(".")
         tensor = getattr(self.part(index, owner), leaf).to(self.stored_dtype(index, local))
         transposed = self.names.of_block(index, local) in self.names.transposed

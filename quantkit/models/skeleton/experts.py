@@ -28,19 +28,19 @@ SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's pattern
 
 @dataclass(frozen=True)
 class Routed:
-    """What a layer was given in a forward. hidden: rows that enter it, `[n, hidden]`; rows: by expert, which
-    of them are its own."""
+    """The input of a layer of experts in a forward. hidden: rows that enter it, `[n, hidden]`; rows: those of
+    each expert."""
 
     hidden: Tensor
     rows: Sequence[Tensor | slice]
 
     def count(self, index: int) -> int:
-        """Rows of one expert."""
+        """Return the rows of one expert."""
         rows = self.rows[index]
         return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
     def copied(self, device: torch.device) -> Routed:
-        """The same on a device, in memory of its own."""
+        """Return a copy on a device, in memory of its own."""
         return replace(self, hidden=self.hidden.to(device, copy=True))
 
 
@@ -73,7 +73,7 @@ class Experts(nn.Module):
             self.add_module(str(expert), child)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`hidden [tokens, hidden]`, and of each token the experts `[tokens, k]` and their weights."""
+        """Return outputs for `hidden [tokens, hidden]`, by its tokens' experts `[tokens, k]` and weights."""
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
         inner = torch.cat(
@@ -89,21 +89,21 @@ class Experts(nn.Module):
         return out
 
     def routed(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
-        """What of a forward's arguments goes to which expert."""
+        """Return the rows of a forward that go to each expert."""
         return Routed(hidden, [torch.where(top_k_index == expert)[0] for expert in range(self.count)])
 
     def inner(self, index: int, hidden: Tensor) -> Tensor:
-        """What enters the down projection of one expert that is given `hidden [tokens, hidden]`."""
+        """Return the input of the down projection of one expert for `hidden [tokens, hidden]`."""
         return self._inner(self.get_submodule(str(index)), hidden)
 
     def alone(self, index: int, hidden: Tensor) -> Tensor:
-        """What one expert makes of `hidden [tokens, hidden]`, whoever is routed to it."""
+        """Return the output of one expert for `hidden [tokens, hidden]`, whatever the router says."""
         expert = self.get_submodule(str(index))
         found = expert.get_submodule(self.down)(self._inner(expert, hidden))
         return self.fused.post_expert_norm(found) if self.form.normed else found
 
     def _inner(self, expert: nn.Module, hidden: Tensor) -> Tensor:
-        """What enters an expert's down projection; the gate is the architecture's own.
+        """Return the input of an expert's down projection; the gate is the architecture's own.
 
         Each linear is looked up when its turn comes: what came before may have put another in its place.
         """
@@ -123,7 +123,7 @@ class SortedExperts(Experts):
     first, weighted before; zeros where a token is not routed to an expert, and so are its outputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What the experts make of all rows."""
+        """Return the experts' outputs for all rows."""
         routed = hidden.any(-1)
         counts = routed.view(self.count, -1).sum(-1).tolist()
         entering = self.entering(hidden[routed]).split(counts)
@@ -135,13 +135,13 @@ class SortedExperts(Experts):
         return out
 
     def routed(self, hidden: Tensor) -> Routed:
-        """What of a forward's arguments goes to which expert."""
+        """Return the rows of a forward that go to each expert."""
         routed = hidden.any(-1)
         return Routed(hidden[routed], _slices(routed.view(self.count, -1).sum(-1).tolist()))
 
 
 def _slices(counts: Sequence[int]) -> list[slice]:
-    """One after another."""
+    """Return slices of these lengths, one after another."""
     ends = list(accumulate(map(int, counts)))
     return [slice(end - int(count), end) for end, count in zip(ends, counts, strict=True)]
 
@@ -154,7 +154,8 @@ def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
 
 
 def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """`take_apart`, and the checkpoint with a tensor for each expert; see `fused.one_by_one`."""
+    """Take the model's experts apart, and return the checkpoint with a tensor for each; see
+    `fused.one_by_one`."""
     layers = fused_layers(model)
     found = one_by_one(model, checkpoint, layers) if layers else checkpoint
     take_apart(model, layers)
@@ -162,14 +163,14 @@ def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def fused_layers(model: nn.Module) -> list[Fused]:
-    """Layers whose experts transformers holds in parameters of all of them."""
+    """Return the layers whose experts transformers holds in parameters of all of them."""
     names = _names(model)
     modules = ((place, module, form_of(module)) for place, module in model.named_modules())
     return [Fused(place, module, form, names) for place, module, form in modules if form is not None]
 
 
 def _names(model: nn.Module) -> tuple[str, str, str]:
-    """What checkpoints of this model call an expert's gate, up and down projections."""
+    """Return this model's names of an expert's gate, up and down projections in checkpoints."""
     found: dict[str, list[str]] = {}
     for rule in get_model_conversion_mapping(model):
         if isinstance(rule, WeightConverter):

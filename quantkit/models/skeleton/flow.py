@@ -4,7 +4,7 @@ Most models pass hidden states `[batch, tokens, hidden]`, and these are the flow
 (`[streams, batch, tokens, hidden]` in Gemma 3n, `[batch, tokens, streams, hidden]` with hyper-connections),
 give their blocks what depends on the ids (embeddings per layer, routing by hash), or let later blocks read
 what earlier ones have left (keys and values, chosen tokens, a router's states). Then the flow is `[batch,
-tokens, width]`: streams, ids and what was left one after another, so that whoever keeps, moves and cuts
+tokens, width]`: streams, ids and what was left one after another, so that code that keeps, moves and cuts
 hidden states does so with all of it.
 """
 
@@ -33,8 +33,8 @@ class Part:
 
     @staticmethod
     def between(small: Sequence[int], more_rows: Sequence[int], more_tokens: Sequence[int]) -> Part | None:
-        """That of a tensor whose shape was `small`, was another with more rows in the batch, and another
-        with more tokens; None where not one axis told of each."""
+        """Return the part of a tensor from its shape `small`, its shape with more rows in the batch, and with
+        more tokens; None if not exactly one axis differs in each."""
         shapes = (small, more_rows, more_tokens)
         if len({len(shape) for shape in shapes}) > 1:
             return None
@@ -49,8 +49,8 @@ class Part:
 
     @staticmethod
     def left(tensor: Tensor, rows: int, tokens: int) -> Part:
-        """That of keys or values, `[batch, heads, tokens, head]`, or of what has other axes beside rows and
-        tokens. Raises ValueError for what is not by token."""
+        """Return the part of keys or values, `[batch, heads, tokens, head]`, or of a tensor with other axes
+        next to rows and tokens. Raises ValueError for a tensor that is not by token."""
         shape = tensor.shape
         by_tokens = [axis for axis, size in enumerate(shape) if axis and size == tokens]
         if not by_tokens or shape[0] != rows:
@@ -62,17 +62,17 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Columns in the flow."""
+        """Return the columns in the flow."""
         return math.prod(self.rest) * (DIGITS if self.whole else 1)
 
     def pack(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """`[batch, tokens, width]`."""
+        """Return `[batch, tokens, width]`."""
         moved = tensor.movedim((self.batch, self.tokens), (0, 1))
         moved = digits(moved).to(dtype) if self.whole else moved
         return moved.reshape(*moved.shape[:2], self.width)
 
     def unpack(self, columns: Tensor) -> Tensor:
-        """The tensor of its columns `[batch, tokens, width]`."""
+        """Return the tensor of its columns `[batch, tokens, width]`."""
         if self.whole:
             columns = whole_numbers(columns.reshape(*columns.shape[:2], *self.rest, DIGITS))
         moved = columns.reshape(*columns.shape[:2], *self.rest)
@@ -91,8 +91,9 @@ class Flow:
     _left: dict[tuple[int, int], tuple[list[Part], TreeSpec]] = field(default_factory=dict)
 
     def pack(self, index: int, hidden: Tensor, ids: Tensor | None, left: PyTree) -> Tensor:
-        """The flow that enters block `index`: hidden states, the ids they come from, and what earlier blocks
-        left, a tree of tensors, `()` for none. Raises ValueError for something left that is not by token."""
+        """Return the flow that enters block `index`: hidden states, the ids they come from, and what earlier
+        blocks left, a tree of tensors, `()` for none. Raises ValueError for something left that is not by
+        token."""
         parts, tensors = [self.hidden], [hidden]
         if self.by_ids:
             parts, tensors = [*parts, IDS], [*tensors, ids.to(hidden.device)]
@@ -108,24 +109,24 @@ class Flow:
         return flow
 
     def unpack(self, index: int, flow: Tensor) -> tuple[Tensor, Tensor | None, PyTree]:
-        """Inverse of `pack`; nothing was left where the flow did not come from there."""
+        """Invert `pack`; nothing was left if the flow did not come from there."""
         others, spec = self._left.get((index, flow.shape[-1]), ([], None))
         parts = [self.hidden, *[IDS] * self.by_ids, *others]
         columns = flow.split([part.width for part in parts], -1)
         hidden, *found = (part.unpack(part_of) for part, part_of in zip(parts, columns, strict=True))
         ids = found.pop(0) if self.by_ids else None
-        last = flow.shape[1] - 1  # of a flow that was cut, places may lie behind the end
+        last = flow.shape[1] - 1  # a flow that was cut may have places after its end
         found = [x if x.is_floating_point() else x.clamp(max=last) for x in found]
         return hidden, ids, tree_unflatten(found, spec) if spec else ()
 
 
 def digits(numbers: Tensor) -> Tensor:
-    """`[..., DIGITS]` of whole numbers, float32 between 0 and 1."""
+    """Return `[..., DIGITS]` of whole numbers, float32 between 0 and 1."""
     places = BASE ** torch.arange(DIGITS, device=numbers.device)
     return (numbers[..., None] // places % BASE).float() / BASE
 
 
 def whole_numbers(found: Tensor) -> Tensor:
-    """Inverse of `digits`."""
+    """Invert `digits`."""
     places = BASE ** torch.arange(DIGITS, device=found.device)
     return ((found.float() * BASE).round().long() * places).sum(-1)

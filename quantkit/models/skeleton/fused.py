@@ -27,12 +27,12 @@ GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class Form:
-    """How a layer's parameters hold its experts: `down_proj [experts, hidden, inner]`, and
-    `gate_up_proj [experts, 2 * inner, hidden]`, or `up_proj` of half the size where experts are not gated.
+    """The arrangement of a layer's experts: `down_proj [experts, hidden, inner]`, and `gate_up_proj [experts,
+    2 * inner, hidden]`, or `up_proj` of half the size if experts are not gated.
 
     transposed: the last two axes the other way round. concatenated: all of gate's outputs before up's,
     instead of one of each in turn. biased: `…_proj_bias` without the last axis. normed: a norm follows each
-    expert. routes: a forward is told which token goes where, and not given the tokens of each expert in turn.
+    expert. routes: a forward receives the expert of each token, not the tokens of each expert in turn.
     """
 
     transposed: bool = False
@@ -44,7 +44,7 @@ class Form:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """How a module holds experts; None for one that does not.
+    """Return how a module holds experts; None if it holds none.
 
     transformers' decorator says it, and where a class has none (Llama 4), the shapes.
     """
@@ -70,7 +70,7 @@ def form_of(module: nn.Module) -> Form | None:
 
 @dataclass(frozen=True)
 class Fused:
-    """All experts of the layer at `place` in the model. names: of an expert's gate, up and down."""
+    """The experts of the layer at `place` in the model. names: of an expert's gate, up and down."""
 
     place: str
     module: nn.Module
@@ -78,7 +78,8 @@ class Fused:
     names: tuple[str, str, str]
 
     def parts(self) -> Iterator[tuple[str, str, slice]]:
-        """Parameter, an expert's projection in it (`gate_proj.weight`), and which of its outputs that is."""
+        """Yield a parameter, an expert's projection in it (`gate_proj.weight`), and the outputs of that
+        projection."""
         gate, up, down = self.names
         everything = slice(None)
         rows = [(UP, up, everything), (DOWN, down, everything)]
@@ -94,16 +95,17 @@ class Fused:
                 yield parameter + BIAS, f"{name}.bias", outputs
 
     def directory(self, stored: str) -> str:
-        """Where its experts belong in the checkpoint that holds them in `stored`."""
+        """Return the place of the experts in the checkpoint that holds them in `stored`."""
         directory, _, last = stored.rpartition(".")
         if last.startswith((GATE_UP, UP, DOWN)):
             return directory
-        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE has them beside, not inside
+        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE has them next to it, not inside
         mine = re.split(r"\.\d+\.", self.place, maxsplit=1)[0]
         return head + self.place.removeprefix(mine)
 
     def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Slice]:
-        """An expert's `part` of the stored parameter for every expert, by the place of experts in the model.
+        """Return an expert's `part` of the stored parameter for every expert, by the place of experts in the
+        model.
 
         Raises QuantkitError if the tensor has another shape than the parameter.
         """

@@ -40,7 +40,7 @@ class Reader:
     device: torch.device
 
     def read(self, name: str, expected: Tensor) -> Tensor:
-        """Values of the model's tensor `name`; Conv1D weights are `[out, in]`.
+        """Return the values of the model's tensor `name`; Conv1D weights are `[out, in]`.
 
         Raises QuantkitError unless they have the shape of `expected` and are finite.
         """
@@ -56,8 +56,8 @@ class Reader:
     def block(
         self, index: int, block: nn.Module, decoded: bool, names: Collection[str] | None = None
     ) -> FetchedBlock:
-        """Parameters of block `index`, all or those of these names inside it; packed linears as they lie
-        there, unless they are to be `decoded`."""
+        """Read the parameters of block `index`, all or those of these names inside it; packed linears stay
+        packed unless they are to be `decoded`."""
         expected = _state(block, names)
         full = {name: self.names.of_block(index, name) for name in expected}
         stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
@@ -72,14 +72,14 @@ class Reader:
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
 
     def place(self, name: str) -> tuple[str, int]:
-        """Where the model's tensor `name` begins: file and byte. In this order a disk reads on."""
+        """Return file and byte at which the model's tensor `name` begins. In this order a disk reads on."""
         names = self.names.joined.get(name) or filter(None, [self.names.stored.get(name)])
         parts = [part for stored in names for part in self.checkpoint.stored_as(stored)]
         infos = [self.checkpoint.infos[part] for part in parts if part in self.checkpoint.infos]
         return min(((str(info.file), info.offset) for info in infos), default=("", 0))
 
     def stored_dtype(self, stored: str) -> torch.dtype:
-        """The precision in which a parameter is stored; if packed, the model's own."""
+        """Return the precision in which a parameter is stored; if packed, the model's own."""
         if self.checkpoint.is_quantized(stored):
             declared = self.checkpoint.config.dtype
             return declared if isinstance(declared, torch.dtype) else self.dtype
@@ -106,7 +106,7 @@ class Installer:
                 self.install(block, local, fetched.layout, self.placed(parts), stored)
 
     def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The same dict, its tensors on the device."""
+        """Move the tensors of a dict to the device, in the dict."""
         for part, tensor in parts.items():
             parts[part] = tensor.to(self._device)
         return parts
@@ -114,7 +114,7 @@ class Installer:
     def install(
         self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
     ) -> Tensor:
-        """See `Skeleton.install`."""
+        """Install packed parts in a block; see `Skeleton.install`."""
         linear = block.get_submodule(local)
         layout = layout.at(stored.removesuffix(".weight"))
         values = layout.values(parts).to(self._dtype)
@@ -145,7 +145,7 @@ class Installer:
 
 
 def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
-    """Parameters and buffers that a state dict has, all or some; that of a mixture takes a while to make."""
+    """Return parameters and buffers of a state dict, all or some; a mixture's takes a while to make."""
     if names is None:
         return block.state_dict(keep_vars=True)  # not a view of any is made: this is the reading thread
     found = ((name, *name.rpartition(".")[::2]) for name in names)
@@ -153,7 +153,7 @@ def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]
 
 
 def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
-    """The tensor itself. Raises QuantkitError unless it has this shape and is finite."""
+    """Return the tensor itself. Raises QuantkitError unless it has this shape and is finite."""
     if tuple(tensor.shape) != tuple(shape):
         raise QuantkitError(
             f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",

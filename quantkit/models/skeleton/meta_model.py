@@ -22,7 +22,7 @@ BUFFER_BYTES = 4 << 30  # what is computed of a configuration alone: masks and f
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
+    """Return the model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
     try:
         return _with_buffers(model, device).eval()
@@ -33,7 +33,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> n
 
 
 def _with_buffers(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with the buffers that it would begin with."""
+    """Fill the model's buffers with their first values."""
     nbytes = sum(buffer.nbytes for buffer in model.buffers())
     if nbytes > BUFFER_BYTES:
         raise ValueError(f"its buffers take {nbytes / 2**30:,.1f} GiB")
@@ -58,7 +58,7 @@ def empty(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """The model that `config` describes, shapes alone; with its towers, if it has other modalities, too.
+    """Build the model that `config` describes, shapes alone; with its towers if it is multimodal.
 
     Raises QuantkitError if it is no language model.
     """
@@ -73,7 +73,7 @@ def empty(
             model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         roles = {getattr(module, "is_decoder", None) for module in model.modules()} - {None}
         if roles == {False} and not wrapped:  # towers may be encoders
-            raise ValueError("it is an encoder, whose tokens see those behind them (is_decoder is false)")
+            raise ValueError("it is an encoder, whose tokens see later ones (is_decoder is false)")
         return model
     except (MemoryError, QuantkitError):
         raise
@@ -82,9 +82,9 @@ def empty(
 
 
 def _no_model(source: str, error: Exception) -> QuantkitError:
-    told = first_line(error) if isinstance(error, (ValueError, ImportError)) else f"{error!r:.300}"
+    why = first_line(error) if isinstance(error, (ValueError, ImportError)) else f"{error!r:.300}"
     return QuantkitError(
-        f"{source} is no causal language model that transformers {transformers.__version__} knows: {told}",
+        f"{source} is no causal language model that transformers {transformers.__version__} knows: {why}",
         hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
         "are wrapped around",
         exit_code=UNSUPPORTED,
@@ -92,7 +92,7 @@ def _no_model(source: str, error: Exception) -> QuantkitError:
 
 
 def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:
-    """Name of the part that `text_config` describes; "" where that is the whole model."""
+    """Return the name of the part that `text_config` describes; "" where that is the whole model."""
     text = checkpoint.text_config
     if text is checkpoint.config:
         return ""
@@ -101,7 +101,8 @@ def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:
 
 
 def towers(model: nn.Module, language: str) -> list[str]:
-    """Names of the models beside the language model, such as a vision tower: text does not enter them."""
+    """Return the names of the models next to the language model, such as a vision tower: text does not enter
+    them."""
     found: list[str] = []
     for name, _ in submodels(model):
         related = f"{language}.".startswith(f"{name}.") or name.startswith(f"{language}.")
@@ -111,12 +112,13 @@ def towers(model: nn.Module, language: str) -> list[str]:
 
 
 def submodels(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The models inside, from the outside in, with their names."""
+    """Yield the models inside, from the outside in, with their names."""
     return (found for found in model.named_modules() if isinstance(found[1], transformers.PreTrainedModel))
 
 
 def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """Model name -> stored name, by transformers' own rules (prefixes present or missing, renamings)."""
+    """Map names in the model to stored names, by transformers' own rules (prefixes present or missing,
+    renamings)."""
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     wanted = model.state_dict()
     targets = {
@@ -124,11 +126,11 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     }
     found = {target: name for name, target in targets.items() if target in wanted}
     own = (name for name, target in targets.items() if target not in wanted and name in wanted)
-    return {name: name for name in own} | found  # a renaming was meant for another spelling
+    return {name: name for name in own} | found  # such a renaming is for another spelling
 
 
 def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]]:
-    """Model name -> stored names of the parts that transformers concatenates along dimension 0 for it.
+    """Map names in the model to stored names of the parts that transformers concatenates along dimension 0.
 
     Weights of linears are not among them: what is quantized is what is stored.
     """
@@ -155,8 +157,8 @@ def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
-    """The decoder blocks, and the name of their list: as long as the language model is deep, and in it; of
-    several, the outermost. Raises QuantkitError for none."""
+    """Find the decoder blocks and the name of their list: as long as the language model is deep, and in it;
+    of several, the outermost. Raises QuantkitError for none."""
     depth = getattr(checkpoint.text_config, "num_hidden_layers", None)
     language = language_model(model, checkpoint)
     inside = model.get_submodule(language).named_modules(prefix=language)

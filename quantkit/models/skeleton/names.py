@@ -14,7 +14,7 @@ class Names:
     """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
     joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
     parameters, by name in the model. transposed: weights that are stored `[in, out]`. language: name of the
-    language model inside a wrapper, else "". towers: of the models beside it, which are never loaded."""
+    language model inside a wrapper, else "". towers: of the models next to it, which are never loaded."""
 
     def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -31,16 +31,16 @@ class Names:
         self.towers = meta_model.towers(model, self.language)
 
     def of_block(self, index: int, local: str) -> str:
-        """Name in the model of what block `index` calls `local`."""
+        """Return the name in the model of `local` in block `index`."""
         return f"{self.blocks}.{index}.{local}"
 
     def stored_of(self, index: int, local: str) -> str:
-        """Name in the checkpoint of what block `index` calls `local`."""
+        """Return the name in the checkpoint of `local` in block `index`."""
         return self.stored[self.of_block(index, local)]
 
     @property
     def stored_blocks(self) -> tuple[str, ...]:
-        """What the stored names of every block begin with."""
+        """Return the prefix of every block's stored names."""
         first = f"{self.blocks}.0."
         alike = (
             stored.removesuffix(name.removeprefix(first)).removesuffix("0.")
@@ -51,19 +51,19 @@ class Names:
         return tuple(f"{container}{index}." for index in range(self._depth))
 
     def in_tower(self, name: str) -> bool:
-        """Whether a parameter belongs to a tower of another modality."""
+        """Return whether a parameter belongs to a tower of another modality."""
         return name.startswith(tuple(f"{tower}." for tower in self.towers))
 
     def missing(self) -> list[str]:
-        """Parameters of the model that the checkpoint does not hold and no tie provides."""
+        """Return the parameters of the model that the checkpoint does not hold and no tie provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
         provided |= self.stored.keys() | self.joined.keys() | self._tied.keys()
         return sorted({name for name in self._twice if not self.in_tower(name)} - provided)
 
     def misshapen(self) -> list[str]:
-        """What is wrong with the shapes of stored tensors, those of the blocks first, from headers alone.
-        Those of packed linears are known once they are decoded."""
+        """Return messages about wrong shapes of stored tensors, the blocks' first, from headers alone. Shapes
+        of packed linears are known once they are decoded."""
         found = []
         for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
             stored = self.stored.get(name)
@@ -76,8 +76,8 @@ class Names:
         return found
 
     def quantized_elsewhere(self) -> list[str]:
-        """Parameters that are stored as codes though they are no linear of a block, such as routers; those
-        outside the blocks are read packed or not."""
+        """Return parameters that are stored as codes but are no linear of a block, such as routers; those
+        outside the blocks may be packed."""
         found = []
         for name, stored in self.stored.items():
             inside = name.startswith(f"{self.blocks}.") and name in self.shapes and name not in self._linears
@@ -97,7 +97,7 @@ class Names:
             )
         if odd := self.quantized_elsewhere():
             raise QuantkitError(
-                f"quantized already, in a form that is not understood: {name_all(odd)}",
+                f"quantized already, in an unknown form: {name_all(odd)}",
                 hint="start from the original checkpoint, whose routers and other such parameters are floats",
                 exit_code=UNSUPPORTED,
             )

@@ -21,7 +21,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton.flow import Flow, Part
 from quantkit.models.skeleton.towers import StandIn
 
-RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple with this behind it
+RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple that ends so
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not
 MIXED = re.compile("same dtype|expected scalar type")  # torch of a product of two precisions
 SHAPES = 8  # whose arguments are kept, the last used: a job has three, tasks one for every length of text
@@ -33,15 +33,15 @@ Record = Callable[[Tensor, Call], None]
 
 @dataclass(frozen=True)
 class Calls:
-    """What every block is called with for ids of one shape, or for these `ids` where it depends on them.
-    stores: mappings that blocks are given empty, into which some put what others find there."""
+    """The arguments of every block for ids of one shape, or for these `ids` if they depend on them. stores:
+    mappings that blocks are given empty, and some fill for others."""
 
     calls: list[Call]
     stores: list[MutableMapping]
     ids: Tensor
 
     def serve(self, ids: Tensor | None) -> bool:
-        """Whether they are those of `ids`; of any for None."""
+        """Return whether these are the arguments for `ids`; for any if None."""
         return ids is None or torch.equal(self.ids, ids)
 
 
@@ -53,13 +53,13 @@ class Recorder:
         self._dtype, self._device = dtype, device
         self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], the last used at the end
         self._flow = Flow()
-        self._passed: list[int] = []  # places of outputs, behind the hidden states, that the next block reads
+        self._passed: list[int] = []  # places of outputs, after the hidden states, that the next block reads
         self._stubs = [_Stub(block) for block in container]
         for index, stub in enumerate(self._stubs):
             container[index] = stub
 
     def learn(self) -> None:
-        """How hidden states pass, and whether arguments depend on the ids or serve all of their shape.
+        """Learn how hidden states pass, and whether arguments depend on the ids or serve all of their shape.
 
         Raises QuantkitError for a model whose blocks cannot be run by themselves.
         """
@@ -72,13 +72,13 @@ class Recorder:
         self._flow = Flow(part, not _same(calls.calls, others.calls))
 
     def embed(self, ids: Tensor) -> Tensor:
-        """The flow that enters the first block; the arguments of all are recorded for this shape."""
+        """Return the flow that enters the first block; the arguments of all are recorded for this shape."""
         hidden, calls = self._record(ids)
         self._keep(tuple(ids.shape), calls)
         return self._flow.pack(0, hidden, ids, ())
 
     def run(self, index: int, block: Callable[..., object], flow: Tensor) -> Tensor:
-        """The flow behind block `index`. Raises QuantkitError where a block leaves what cannot be kept."""
+        """Return the flow after block `index`. Raises QuantkitError if it leaves data of another form."""
         hidden, ids, left = self._flow.unpack(index, flow)
         calls = self._recorded(flow.shape[:2], ids)
         filled, passed = left or ([{}] * len(calls.stores), {})
@@ -111,8 +111,8 @@ class Recorder:
             raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
 
     def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`; autograd follows
-        where `values` are given, which take the place of parameters."""
+        """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`;
+        autograd follows where `values` are given, which take the place of parameters."""
         hidden, ids, _ = self._flow.unpack(len(self._stubs), flow[None].to(self._device))
         ids = torch.zeros(1, len(flow), dtype=torch.long) if ids is None else ids
         self._stubs[-1].replacement = hidden
@@ -125,7 +125,7 @@ class Recorder:
             self._stubs[-1].replacement = None
 
     def _recorded(self, shape: tuple[int, ...], ids: Tensor | None) -> Calls:
-        """What blocks are given beside hidden states of `shape` `[batch, tokens]`."""
+        """Return the arguments of blocks for hidden states of `shape` `[batch, tokens]`."""
         calls = self._calls.get(shape)
         if calls is None or not calls.serve(ids):
             _, calls = self._record(torch.zeros(shape, dtype=torch.long) if ids is None else ids)
@@ -153,7 +153,7 @@ class Recorder:
                 stub.record = None
 
     def _record(self, ids: Tensor) -> tuple[Tensor, Calls]:
-        """Hidden states that enter block 0, and the arguments of every block."""
+        """Return the hidden states that enter block 0, and the arguments of every block."""
         ids = ids.to(self._device)
         calls: list[Call] = []
         entry: list[Tensor] = []
@@ -172,7 +172,8 @@ class Recorder:
         return entry[0], Calls(calls, _stores(calls), ids)
 
     def _learn_return_type(self) -> None:
-        """Whether blocks return a tensor or a tuple: whichever lets the hidden states pass unchanged."""
+        """Learn whether blocks return a tensor or a tuple: whichever lets the hidden states pass
+        unchanged."""
         wrong = None
         for returns in RETURNS:
             try:
@@ -187,7 +188,7 @@ class Recorder:
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
     def _learn_passed(self, returns: tuple | None) -> None:
-        """What else of a block's output is given to the next one: marks in its place show where it goes."""
+        """Learn which other outputs of a block are given to the next one: marks in their place show it."""
         marks = tuple(_Passed(place) for place in range(len(returns or ())))
         found: list[_Passed] = []
         if marks:
@@ -214,7 +215,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Passed:
-    """Stands for an output of the block before, behind its hidden states."""
+    """Stands for an output of the block before, after its hidden states."""
 
     place: int
 
@@ -247,7 +248,7 @@ def _unsupported(message: str) -> QuantkitError:
 
 
 def _stores(calls: list[Call]) -> list[MutableMapping]:
-    """Mappings that blocks are given empty."""
+    """Return the mappings that blocks are given empty."""
     leaves = tree_leaves(calls, is_leaf=_is_empty)
     return list({id(leaf): leaf for leaf in leaves if _is_empty(leaf)}.values())
 
@@ -257,6 +258,6 @@ def _is_empty(part: object) -> bool:
 
 
 def _same(calls: list[Call], others: list[Call]) -> bool:
-    """Whether they hold equal tensors."""
+    """Return whether calls hold equal tensors."""
     pairs = zip(tree_leaves(calls), tree_leaves(others), strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

@@ -28,15 +28,16 @@ T = TypeVar("T")
 
 
 class ExpertLinear(nn.Linear):
-    """One of an expert's linears. keeper: who provides its values; None where it has them."""
+    """A linear of an expert. keeper: provides its values; None if they are in memory."""
 
     keeper: Keeper | None = None
 
     def reset_parameters(self) -> None:
-        """Nothing: values come from the checkpoint, and a large mixture has tens of thousands of linears."""
+        """Do nothing: values come from the checkpoint, and a large mixture has tens of thousands of
+        linears."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`hidden [tokens, in]`, which may have no tokens: nothing is read for those."""
+        """Return the outputs for `hidden [tokens, in]`; nothing is read if there are no tokens."""
         if self.keeper is None:
             return super().forward(hidden)
         self.keeper.wait(self)
@@ -47,12 +48,12 @@ class ExpertLinear(nn.Linear):
 
 
 def streamed(block: nn.Module) -> dict[str, ExpertLinear]:
-    """The linears of a block that can be streamed, by their names in it."""
+    """Return the linears of a block that can be streamed, by their names in it."""
     return {name: module for name, module in block.named_modules() if isinstance(module, ExpertLinear)}
 
 
 def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> bool:
-    """Whether experts of these blocks are to be streamed; see `held.streams`."""
+    """Return whether experts of these blocks are to be streamed; see `expert_share.streams`."""
     found = [sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks]
     nbytes = max(found, default=0) * element
     return bool(nbytes) and expert_share.streams(
@@ -61,7 +62,7 @@ def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> boo
 
 
 class Keeper:
-    """Provides the linears of one loaded block's experts, as `reader` finds them, decoded if so told."""
+    """Provides the linears of one loaded block's experts, as `reader` finds them, decoded if `decoded`."""
 
     def __init__(self, index: int, block: nn.Module, reader: Reader, installer: Installer, decoded: bool):
         self._index, self._block, self._decoded = index, block, decoded
@@ -81,11 +82,11 @@ class Keeper:
 
     @property
     def weights(self) -> int:
-        """In memory now."""
+        """Return how many weights are in memory now."""
         return sum(module.weight.numel() for module in self._held.values())
 
     def provide(self, linear: ExpertLinear) -> nn.Module:
-        """What computes in the linear's place, the linear itself or what was installed there, with its values
+        """Return the module that computes in the linear's place, itself or an installed one, with its values
         in memory."""
         local = self._names[linear]
         if local not in self._held:
@@ -118,11 +119,11 @@ class Keeper:
             return_freed_pages()
 
     def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
-        """From now on linear `local` is what the layout makes of the parts that `again` returns."""
+        """Make linear `local` from now on of the parts that `again` returns, by the layout."""
         self._installed[local] = layout, stored, again
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
-        """From now on a parameter of the block, that of a streamed linear, is what `again` returns."""
+        """Replace a parameter of a streamed linear from now on by the values that `again` returns."""
         self._changed[name] = again
 
     def lend(self, linears: Sequence[str]) -> None:
@@ -144,13 +145,13 @@ class Keeper:
         self._lent = []
 
     def wait(self, linear: ExpertLinear) -> None:
-        """Until all forward passes that run in step have come to this linear, unless it is in memory."""
+        """Wait until all forward passes in step have come to this linear, unless it is in memory."""
         if self._pause and self._names[linear] not in self._held:
             self._pause()
 
     def in_step(self, run: Callable[[int], T], count: int) -> Iterator[T]:
-        """`run(0)`, `run(1)` … up to `count`, some of them at a time: each runs in a greenlet of its own, to
-        where it needs an expert that is not there; when all have come, the first reads it. Modules see their
+        """Yield `run(0)`, `run(1)` … up to `count`, some at a time: each runs in a greenlet of its own, to
+        the next expert that is not in memory; when all have come, the first reads it. Modules see their
         inputs in that order, too."""
         for start in range(0, count, expert_share.IN_STEP):
             yield from self._together(run, range(start, min(start + expert_share.IN_STEP, count)))
@@ -170,7 +171,7 @@ class Keeper:
             self._pause = None
             with torch.no_grad():
                 for flight in flights.values():
-                    flight.throw()  # those that an error left behind give up what they hold
+                    flight.throw()  # those that an error left give up their memory
         return [found[number] for number in numbers]
 
     def close(self) -> None:

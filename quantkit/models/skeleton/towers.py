@@ -1,7 +1,7 @@
-"""What lies beside the language model: towers of other modalities, projectors, prediction heads.
+"""Modules next to the language model: towers of other modalities, projectors, prediction heads.
 
 Text does not enter a tower, so it is never loaded; a stand-in shows its attributes to the model. All of it is
-copied byte for byte, and clients are told by name what is not quantized.
+copied byte for byte, and clients learn by name what is not quantized.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def set_aside(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 
 
 @dataclass(frozen=True)
-class Beside:
+class CopiedModule:
     """A module that is copied byte for byte, by its stored name; its bytes on disk.
 
     spellings: what clients may call it. transformers has names of its own, and engines drop a prefix like
@@ -50,10 +50,10 @@ class Beside:
     nbytes: int
 
 
-def beside(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[Beside]:
-    """The outermost modules beside the language model and its head, in the order of their names: towers,
-    projectors, and what transformers does not build, such as heads that predict further tokens. Empty for a
-    model of text alone that is stored as transformers builds it.
+def copied_modules(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[CopiedModule]:
+    """Return the outermost modules next to the language model and its head, in the order of their names:
+    towers, projectors, and modules that transformers does not build, such as heads that predict further
+    tokens. Empty for a model of text alone that is stored as transformers builds it.
     """
     head = model.get_output_embeddings()
     heads = tuple(f"{name}." for name, module in model.named_modules() if module is head)
@@ -63,7 +63,7 @@ def beside(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[Besid
     text |= {stored for stored in checkpoint.names if stored.startswith(names.stored_blocks)}
     spoken = text | {built[stored] for stored in text & built.keys()}  # none of these names may be matched
     above = set(_above(spoken))
-    found: dict[str, Beside] = {}
+    found: dict[str, CopiedModule] = {}
     for stored in sorted(set(checkpoint.names) - text):
         root, module = _outermost(stored, above), _outermost(built.get(stored, ""), above)
         if root is None or (stored not in built and not stored.endswith(".weight")):  # a stale buffer
@@ -71,19 +71,19 @@ def beside(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[Besid
         nbytes = sum(checkpoint.infos[part].nbytes for part in checkpoint.stored_as(stored))
         leaf = root.rpartition(".")[2]
         short = () if leaf.isdecimal() or any(leaf in name for name in spoken) else (leaf,)
-        known = found.get(root, Beside(root, (root, *short), 0))
+        known = found.get(root, CopiedModule(root, (root, *short), 0))
         spellings = dict.fromkeys((*known.spellings, *([module] if module else [])))
-        found[root] = Beside(root, tuple(spellings), known.nbytes + nbytes)
+        found[root] = CopiedModule(root, tuple(spellings), known.nbytes + nbytes)
     return list(found.values())
 
 
 def _above(names: Iterable[str]) -> Iterator[str]:
-    """All modules around these tensors."""
+    """Yield all modules around these tensors."""
     for name in names:
         parts = name.split(".")
         yield from (".".join(parts[:end]) for end in range(1, len(parts)))
 
 
 def _outermost(name: str, above: set[str]) -> str | None:
-    """The outermost module around a tensor that is none of `above`; None where there is none."""
+    """Return the outermost module around a tensor that is none of `above`; None if there is none."""
     return next((module for module in _above([name]) if module not in above), None)

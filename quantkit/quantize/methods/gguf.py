@@ -178,7 +178,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         gathers=given == "auto",
         origin="gathered by quantkit" if given == "auto" else given,
         left_out={
-            module.name: module.nbytes for module in towers.beside(skeleton.model, skeleton.names, checkpoint)
+            module.name: module.nbytes
+            for module in towers.copied_modules(skeleton.model, skeleton.names, checkpoint)
         },
     )
     if output.left_out:

@@ -13,7 +13,7 @@ from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton, towers
-from quantkit.models.skeleton.towers import Beside
+from quantkit.models.skeleton.towers import CopiedModule
 from quantkit.quantize.prepare.linears import kept_parameters
 from quantkit.quantize.staging.folder import Staging
 
@@ -40,9 +40,9 @@ class Material:
         return self.skeleton.checkpoint
 
     @cached_property
-    def beside(self) -> list[Beside]:
+    def beside(self) -> list[CopiedModule]:
         """Modules next to the language model."""
-        return towers.beside(self.skeleton.model, self.skeleton.names, self.checkpoint)
+        return towers.copied_modules(self.skeleton.model, self.skeleton.names, self.checkpoint)
 
     @property
     def config(self) -> dict:
