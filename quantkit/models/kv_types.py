@@ -16,8 +16,8 @@ BLOCK = 32  # values of llama.cpp's types that share a 16-bit scale
 
 @dataclass(frozen=True)
 class KvType:
-    """nbytes: of a value, its share of scales included. keeper: the engine whose rounding `eval` measures.
-    llamacpp, vllm: what these call it; None where they have no such cache."""
+    """A precision. nbytes: of a value, with its share of scales. keeper: the engine that `eval` rounds as.
+    llamacpp, vllm: their name for it; None if they have no such cache."""
 
     nbytes: Fraction
     keeper: str

@@ -51,7 +51,7 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """places: where key and value of every entry of the metadata lie in the file; end: of the header."""
+    """A header. places: of key and value of every entry of the metadata in the file; end: of the header."""
 
     metadata: Metadata
     infos: dict[str, TensorInfo]

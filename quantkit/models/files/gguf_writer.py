@@ -41,7 +41,7 @@ class Entry:
 
 
 class GgufWriter:
-    """Writes one file, tensor by tensor in the order of `entries`, in constant memory; a context manager.
+    """A writer of a file, tensor by tensor in the order of `entries`, in constant memory: a context manager.
 
     The file has its name when the last tensor is in it: before that it is `NAME.partial`,
     and nothing is left when an exception leaves the context. The same arguments make the same bytes.

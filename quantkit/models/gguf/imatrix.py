@@ -28,7 +28,7 @@ HINT = "make one with quantkit imatrix MODEL -o FILE.gguf, or with llama-imatrix
 
 @dataclass(frozen=True)
 class Imatrix:
-    """sums, counts: by GGUF name of a matrix, float32; Σx² `[in]` over `[1]` tokens.
+    """An importance matrix. sums, counts: by GGUF name of a matrix, float32; Σx² `[in]` over `[1]` tokens.
 
     Of stacked experts `[experts, in]` and `[experts]`. A chunk is a sequence of `chunk_size` tokens; 0 where
     the file does not say. datasets: the texts it was made with.

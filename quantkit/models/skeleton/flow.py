@@ -84,7 +84,7 @@ IDS = Part(0, 1, (), whole=True)
 
 @dataclass
 class Flow:
-    """hidden: the hidden states of a model; by_ids: whether its blocks need the ids, too."""
+    """The flow of a model. hidden: its hidden states; by_ids: whether its blocks also need the ids."""
 
     hidden: Part = Part(0, 1, ())
     by_ids: bool = False

@@ -32,7 +32,7 @@ class FetchedBlock:
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the model's tensors from `checkpoint`, for a model that computes in `dtype` on `device`."""
+    """A reader of tensors from `checkpoint`, for a model that computes in `dtype` on `device`."""
 
     names: Names
     checkpoint: Checkpoint
@@ -87,7 +87,7 @@ class Reader:
 
 
 class Installer:
-    """Fills blocks that lie on the meta device, in `dtype` on `device`."""
+    """An installer of weights, in `dtype` on `device`, in blocks of the meta device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self._dtype = dtype

@@ -11,7 +11,7 @@ from quantkit.models.skeleton import meta_model
 
 
 class Names:
-    """blocks: name of the model's list of decoder blocks. stored: name in the model -> in the checkpoint.
+    """Names of tensors. blocks: the list of decoder blocks. stored: name in the model -> in the checkpoint.
     joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
     parameters, by name in the model. transposed: weights that are stored `[in, out]`. language: name of the
     language model inside a wrapper, else "". towers: of the models next to it, which are never loaded."""

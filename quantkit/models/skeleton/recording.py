@@ -215,17 +215,17 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Passed:
-    """Stands for an output of the block before, after its hidden states."""
+    """A mark in place of an output of the block before, after its hidden states."""
 
     place: int
 
 
 class _Recorded(Exception):
-    """Ends a forward pass once every block's arguments are known."""
+    """The end of a forward pass in which every block's arguments are known."""
 
 
 class _Stub(StandIn):
-    """Stands in for a block: passes hidden states on."""
+    """A stand-in for a block, which passes hidden states on."""
 
     def __init__(self, block: nn.Module):
         super().__init__(block)

@@ -62,7 +62,7 @@ def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> boo
 
 
 class Keeper:
-    """Provides the linears of one loaded block's experts, as `reader` finds them, decoded if `decoded`."""
+    """The provider of the experts' linears of a loaded block, from `reader`, decoded if `decoded`."""
 
     def __init__(self, index: int, block: nn.Module, reader: Reader, installer: Installer, decoded: bool):
         self._index, self._block, self._decoded = index, block, decoded

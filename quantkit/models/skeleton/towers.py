@@ -16,7 +16,7 @@ from quantkit.models.skeleton.names import Names
 
 
 class StandIn(nn.Module):
-    """Shows the attributes of a module to the model; its weights stay on the meta device, or come and go."""
+    """A stand-in with the attributes of a module, whose weights stay on the meta device, or come and go."""
 
     def __init__(self, whole: nn.Module):
         super().__init__()
