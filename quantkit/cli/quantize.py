@@ -97,7 +97,8 @@ def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
         with sources.opened(Path(named)):
             pass
     if choice.output and not (values["overwrite"] or values["resume"] or values["dry_run"]):
-        may_replace.check_new([choice.output])
+        each = methods.each(choice.method, choice.options, choice.output, Path(choice.model).name)
+        may_replace.check_new([output for _, output in each])
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
