@@ -105,7 +105,7 @@ class ExpertByExpert:
             self._parts.add({stored: tensor.contiguous()})
             by.skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
         for name, facts in done.known.items():
-            self._done.tell(name, **facts)
+            self._done.report(name, **facts)
         self._done.row_factors.update(done.row_factors)
         self._statistics.update(done.statistics)
 

@@ -63,7 +63,7 @@ class Transformed:
     row_factors: dict[str, Tensor] = field(default_factory=dict)
     divided_by: dict[Site, Tensor] = field(default_factory=dict)
 
-    def tell(self, name: str, **facts: object) -> None:
+    def report(self, name: str, **facts: object) -> None:
         """Add facts about a linear to `known`."""
         self.known[name] = self.known.get(name, {}) | facts
 

@@ -35,14 +35,14 @@ class Expert:
         self.known.append([fold.producer for fold in found])
         return found
 
-    def tell(self, inner: Transformed, result: Transformed) -> None:
+    def merge(self, inner: Transformed, result: Transformed) -> None:
         """Add the changes inside the expert to the changes of the block."""
         result.changed.update(f"{self.prefix}{name}" for name in inner.changed)
         result.row_factors.update({f"{self.prefix}{name}": part for name, part in inner.row_factors.items()})
         for name, facts in inner.known.items():
             if scaled := facts.get("scaled"):
                 facts |= {"scaled": scaled | {"into": f"{self.prefix}{scaled['into']}"}}
-            result.tell(f"{self.prefix}{name}", **facts)
+            result.report(f"{self.prefix}{name}", **facts)
         result.statistics.update({site: inner.statistics[own] for site, own in self.sites.items()})
 
 

@@ -138,11 +138,11 @@ def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
                 probe.multiply(place, scale)
                 columns += probe.columns(place)
             places += new
-            matrices = [] if new else _made_up(probe, before, after, scale)
+            matrices = [] if new else _compensated(probe, before, after, scale)
             columns += matrices
             if not new and not matrices:
                 break
-    if places and _settled(after, before, places, scale):
+    if places and _unchanged(after, before, places, scale):
         sites = tuple(site for place in places for site in probe.readers[place])
         return Fold(producer, sites, tuple(columns))
     return None
@@ -155,7 +155,7 @@ def _divided(after: Tensor | None, before: Tensor, scale: Tensor) -> bool:
     return bool(before.any()) and alike(after.float() * scale, before.float())
 
 
-def _made_up(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> list[str]:
+def _compensated(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> list[str]:
     """Multiply the last axis of a module's matrices that read divided inputs; return their names if the
     module then returns the same as before. Modules with unchanged outputs are left alone."""
     for name, leaves in probe.own.items():
@@ -176,7 +176,7 @@ def _made_up(probe: Probe, before: Observation, after: Observation, scale: Tenso
     return []
 
 
-def _settled(after: Observation, before: Observation, places: list[str], scale: Tensor) -> bool:
+def _unchanged(after: Observation, before: Observation, places: list[str], scale: Tensor) -> bool:
     """Return True if nothing has changed but divided inputs at these places."""
     if after.inputs.keys() != before.inputs.keys() or after.left.keys() != before.left.keys():
         return False

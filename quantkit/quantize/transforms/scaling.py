@@ -115,8 +115,8 @@ class ColumnScaling:
             view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
         )
         experts = list(expert_folds.experts(here, later.entering, later.folded, later.known))
-        hidden = {site for expert in experts for site in expert.sites}
-        self._leave(here, [site for site in here.statistics if site not in later.folded | hidden], result)
+        inside = {site for expert in experts for site in expert.sites}
+        self._leave(here, [site for site in here.statistics if site not in later.folded | inside], result)
         columns: dict[str, Tensor] = {}
         for fold in folds:
             columns |= self._scale(view, fold, result)
@@ -127,7 +127,7 @@ class ColumnScaling:
             self._leave(expert.view, [site for site in expert.view.statistics if site not in own], inner)
             for fold in found:
                 self._scale(expert.view, fold, inner)
-            expert.tell(inner, result)
+            expert.merge(inner, result)
         return columns
 
     def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class ColumnScaling:
         spread = (scale.max() / scale.min()).item()
         scaled = {"into": fold.producer.name, "spread": spread, "loss": after / float(before)}
         for name in names:
-            result.tell(name, scaled=scaled)
+            result.report(name, scaled=scaled)
         for name, tensor in new.items():
             assign(view.block, name, tensor)
         producer, factor = fold.producer.name, fold.producer.factor(view.block, scale)
@@ -174,7 +174,7 @@ class ColumnScaling:
         losses = self.score.losses(readers)
         for name, reader, loss in zip(_quantized(view, site), readers, losses.plain, strict=True):
             full = row_losses(reader.weight, reader.hessian).sum().clamp(min=1e-30)
-            result.tell(name, rtn_error=(loss / full).item())
+            result.report(name, rtn_error=(loss / full).item())
         return losses
 
     def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
@@ -184,7 +184,7 @@ class ColumnScaling:
             if self.score.rounds:
                 self._rounded(view, site, result)
             for name in _quantized(view, site):
-                result.tell(name, **facts)
+                result.report(name, **facts)
 
 
 @dataclass(frozen=True)

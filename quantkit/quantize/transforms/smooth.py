@@ -68,8 +68,8 @@ class SmoothScore(Score):
             else reader.hessian.diagonal()
         )
         squares = inputs.square()
-        heard = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)
-        pivots = pivots * heard  # of tokens that count so
+        weight = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)  # of each column's tokens
+        pivots = pivots * weight
         return SmoothReader(**vars(reader), pivots=pivots, count=count, rounded=self.rounded)
 
     def search(

@@ -33,7 +33,7 @@ from quantkit.quantize.transforms.probe import probing
 from quantkit.quantize.transforms.rotation import edits, outside, stream
 from quantkit.quantize.transforms.rotation.edits import Edit
 from quantkit.quantize.transforms.rotation.orthogonal import random
-from quantkit.quantize.transforms.rotation.stream import Heads, Stream, Untouchable
+from quantkit.quantize.transforms.rotation.stream import Heads, NotRotatable, Stream
 
 TOKENS = 8  # of the proofs
 SAME = 1e-3  # relative difference of a whole model's logits in float32; measured: 1e-6 to 1e-5
@@ -49,8 +49,8 @@ class Rotated:
     notes: tuple[str, ...] = ()
 
 
-def rotate(skeleton: Skeleton, asked: str, progress: Progress, prove: bool = True) -> Rotated:
-    """Find the rotations of a model and, with `prove`, prove them. asked: `rotate`, or `rotate-v` for R2
+def rotate(skeleton: Skeleton, transform: str, progress: Progress, prove: bool = True) -> Rotated:
+    """Find the rotations of a model and, with `prove`, prove them. transform: `rotate`, or `rotate-v` for R2
     alone.
 
     Raises QuantkitError for a model that cannot be rotated, and for a quantized model.
@@ -58,19 +58,19 @@ def rotate(skeleton: Skeleton, asked: str, progress: Progress, prove: bool = Tru
     checkpoint = skeleton.checkpoint
     if checkpoint.quantized:
         raise QuantkitError(
-            f"{checkpoint.source} is quantized already: --transform {asked} would round it once more",
+            f"{checkpoint.source} is quantized already: --transform {transform} would round it once more",
             hint="start from the original checkpoint, or leave the rotation out",
             exit_code=UNSUPPORTED,
         )
     progress.phase("looking for what can be rotated")
     try:
-        finder = _Finder(Skeleton(checkpoint, torch.float32, skeleton.device), asked == "rotate")
+        finder = _Finder(Skeleton(checkpoint, torch.float32, skeleton.device), transform == "rotate")
         found = finder.rotated()
         if prove:
             progress.phase("proving the rotation: the model before and after")
             finder.refuse_unlike(found)
-    except Untouchable as reason:
-        hint = "rotate attention's values alone: --transform rotate-v" if asked == "rotate" else None
+    except NotRotatable as reason:
+        hint = "rotate attention's values alone: --transform rotate-v" if transform == "rotate" else None
         message = f"{checkpoint.source} cannot be rotated: {reason}"
         raise QuantkitError(message, hint or "leave the rotation out", UNSUPPORTED) from reason
     turned = []
@@ -111,7 +111,7 @@ class _Finder:
                 skeleton.load_block(index, decoded=True)
                 run = partial(skeleton.run_block, index)
                 if not hidden.shape == run(hidden).shape == (1, TOKENS, width):
-                    raise Untouchable("blocks pass more than hidden states to one another")
+                    raise NotRotatable("blocks pass more than hidden states to one another")
                 known[kind] = self._look(index, run, hidden)
                 skeleton.free_block(index)
             found.append(known[kind])
@@ -120,7 +120,7 @@ class _Finder:
     def _look(
         self, index: int, run: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> tuple[list[Heads], Stream | None]:
-        """Return heads and stream of a loaded block. Raises Untouchable if its stream does not turn."""
+        """Return heads and stream of a loaded block. Raises NotRotatable if its stream does not turn."""
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
         sites = [site for site in find_sites(block, lambda: run(hidden)) if site.linears]
         away, stored = skeleton.away(index), lambda name, tensor: tensor
@@ -139,13 +139,13 @@ class _Finder:
             found, made = stream.find(probe, folds, run, hidden), {}
             edits.of_stream(made, found, _shapes(block), self.turns)
             if not edits.turned_stream(probe, made, run, hidden, self.turns):
-                raise Untouchable(
+                raise NotRotatable(
                     "what linears add to the hidden states passes something else first: a norm?"
                 )
             return heads, found
 
     def rotated(self) -> Rotated:
-        """Return the checkpoint read through the rotations. Raises Untouchable if there is none."""
+        """Return the checkpoint read through the rotations. Raises NotRotatable if there is none."""
         checkpoint, names = self.skeleton.checkpoint, self.skeleton.names
         source, rewritten = checkpoint, {}
         for index, (heads, turning) in enumerate(self.kinds):
@@ -163,7 +163,7 @@ class _Finder:
             for stored, (name, of, edit) in outer.items():
                 rewritten[stored] = Rewrite(of, partial(_values, source, names, name, edit, str))
         if not rewritten:
-            raise Untouchable("no linear reads attention's values as they are")
+            raise NotRotatable("no linear reads attention's values as they are")
         found = replace(checkpoint, rewritten=rewritten)
         untied = sum(info.nbytes for info in found.infos.values()) - found.stored_bytes
         record = {
@@ -179,7 +179,7 @@ class _Finder:
         return Rotated(found, record, (note,) if untied else ())
 
     def refuse_unlike(self, found: Rotated) -> None:
-        """Raise Untouchable unless the model computes the same before and after, in float32, block by
+        """Raise NotRotatable unless the model computes the same before and after, in float32, block by
         block."""
         exact = {name: replace(one, exact=True) for name, one in found.checkpoint.rewritten.items()}
         logits = []
@@ -191,7 +191,7 @@ class _Finder:
             logits.append(skeleton.logits(hidden[0]))
             skeleton.model.to("meta")  # one at a time
         if not edits.difference(logits[1], logits[0]) <= SAME:
-            raise Untouchable("the model computes otherwise when it is rotated")
+            raise NotRotatable("the model computes otherwise when it is rotated")
 
 
 def _values(

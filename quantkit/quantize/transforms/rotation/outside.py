@@ -12,14 +12,14 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.transforms.rotation.edits import EXACT, Edit, Turn, difference, of_norm
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
-from quantkit.quantize.transforms.rotation.stream import Untouchable, refuse_layer_norm
+from quantkit.quantize.transforms.rotation.stream import NotRotatable, refuse_layer_norm
 
 
 def find(skeleton: Skeleton, by: Orthogonal) -> tuple[Checkpoint, dict[str, tuple[str, str, Edit]]]:
     """Return the checkpoint, with a head of its own if a tied head takes a norm's weight, and the edits
     outside the blocks: by stored name, the name in the model, the stored source, the edit.
 
-    Raises Untouchable if more would have to turn.
+    Raises NotRotatable if more would have to turn.
     """
     model, checkpoint, names = skeleton.model, skeleton.checkpoint, skeleton.names.stored
     _check(skeleton, by.width)
@@ -53,23 +53,23 @@ def _norms(model: nn.Module, width: int) -> dict[str, nn.Module]:
 
 
 def _check(skeleton: Skeleton, width: int) -> None:
-    """Raise Untouchable for models whose parts show that their stream does not turn."""
+    """Raise NotRotatable for models whose parts show that their stream does not turn."""
     model, names, infos = skeleton.model, skeleton.names, skeleton.checkpoint.infos
     head = model.get_output_embeddings()
     known = {*names.stored.values(), *(part for parts in names.joined.values() for part in parts)}
     matrices = (name for name, info in infos.items() if len(info.shape) > 1 and width in info.shape)
     if names.language:
-        raise Untouchable("other modalities write into the hidden states, too")
+        raise NotRotatable("other modalities write into the hidden states, too")
     if unknown := next((name for name in matrices if name not in known), None):
-        raise Untouchable(f"{unknown} is no part of the model, but may read its hidden states")
+        raise NotRotatable(f"{unknown} is no part of the model, but may read its hidden states")
     if not isinstance(head, nn.Linear) or head.in_features != width:
-        raise Untouchable("there is no head that reads the hidden states")
+        raise NotRotatable("there is no head that reads the hidden states")
     if len(norms := _norms(model, width)) > 1:
-        raise Untouchable(f"there are several norms outside the blocks: {', '.join(norms)}")
+        raise NotRotatable(f"there are several norms outside the blocks: {', '.join(norms)}")
 
 
 def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
-    """Return the edits of the final norm, which may have no weight, and the head. Raises Untouchable if the
+    """Return the edits of the final norm, which may have no weight, and the head. Raises NotRotatable if the
     logits of turned hidden states differ with them."""
     model = skeleton.model
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -88,7 +88,7 @@ def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
             logits = skeleton.logits(by.turn(hidden), values)
         if difference(logits, wanted) <= EXACT:
             return found
-    raise Untouchable("what follows the blocks is not a norm and a head")
+    raise NotRotatable("what follows the blocks is not a norm and a head")
 
 
 def _name(model: nn.Module, part: nn.Module) -> str:

@@ -30,7 +30,7 @@ from quantkit.quantize.transforms.probe import Probe
 STRAIGHT = 1e-3  # part of a nudge that may change direction by rounding of large states
 
 
-class Untouchable(Exception):
+class NotRotatable(Exception):
     """The reason why a rotation is not possible, in words for the user."""
 
 
@@ -47,7 +47,7 @@ class Stream:
 def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Stream:
     """Return the stream of a block in float32 that computes `run(hidden)`.
 
-    Raises Untouchable if anything but RMSNorms reads the stream.
+    Raises NotRotatable if anything but RMSNorms reads the stream.
     """
     block, width = probe.block, hidden.shape[-1]
     found = {
@@ -65,11 +65,11 @@ def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Strea
         return _goes_through(after.float() - replay.before.float(), nudge)
 
     if not passes():
-        raise Untouchable("something else than norms and what they feed reads the hidden states")
+        raise NotRotatable("something else than norms and what they feed reads the hidden states")
     moved = {name: replay.entered[name] - replay.first[name] for name in found}
     norms = [name for name in found if _goes_through(moved[name], nudge)]
     if not norms:
-        raise Untouchable("no norm reads the hidden states")
+        raise NotRotatable("no norm reads the hidden states")
     writes = [
         linear for name, linears in _writers(probe, width).items() if passes(name) for linear in linears
     ]
@@ -80,12 +80,12 @@ def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Strea
 
 
 def refuse_layer_norm(norm: nn.Module, width: int) -> None:
-    """Raise Untouchable for a norm that returns the same for its inputs and for these plus a number."""
+    """Raise NotRotatable for a norm that returns the same for its inputs and for these plus a number."""
     weight = norm.weight
     rows = torch.randn(2, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     with torch.no_grad():
         if torch.allclose(norm(rows), norm(rows + 1), atol=1e-3):
-            raise Untouchable("a LayerNorm subtracts the mean of the hidden states")
+            raise NotRotatable("a LayerNorm subtracts the mean of the hidden states")
 
 
 def _writers(probe: Probe, width: int) -> dict[str, list[str]]:
