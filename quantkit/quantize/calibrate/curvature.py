@@ -100,7 +100,8 @@ def _pass(
     depth, first = len(skeleton.blocks), min(wanted)
     total = depth + BACK * (depth - first)
     entered: dict[int, Spill] = {}
-    for index, _ in walk.blocks(skeleton, _source):
+    decoded: walk.Source = (None, True)  # activations are not rounded
+    for index, _ in walk.blocks(skeleton, lambda index: decoded):
         progress.counting(STEPS, index, total)
         if index >= first:
             entered[index] = Spill(scratch.folder)
@@ -108,7 +109,7 @@ def _pass(
                 entered[index].append(hidden)
         states.advance(skeleton.outputs(index, states))
     _back_through_head(skeleton, states)
-    for index, block in walk.blocks(skeleton, _source, only=range(depth - 1, first - 1, -1)):
+    for index, block in walk.blocks(skeleton, lambda index: decoded, only=range(depth - 1, first - 1, -1)):
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
         sums = _back(run, block, entered.pop(index), states, wanted.get(index, ()))
@@ -187,11 +188,6 @@ def _stored(name: str, sums: Statistics) -> Tensor:
         )
     found = found.div_(mean) if mean > 0 else found.fill_diagonal_(1.0)
     return found.half().cpu()
-
-
-def _source(index: int) -> walk.Source:
-    """Read blocks with their decoded weights alone: activations are not rounded."""
-    return None, True
 
 
 def _unfit(block: nn.Module, reason: str) -> QuantkitError:

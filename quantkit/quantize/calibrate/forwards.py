@@ -23,11 +23,6 @@ from quantkit.quantize.calibrate.sites import Site
 Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `run(count - 1)` are called
 
 
-def one_by_one(run: Callable[[int], Any], count: int) -> Iterator[Any]:
-    """Return `run(0)`, `run(1)` … up to `count`."""
-    return map(run, range(count))
-
-
 def gather_together(
     block: nn.Module,
     sites: Sequence[Site],
@@ -140,7 +135,7 @@ def repeated(
     linear: nn.Module,
     run: Callable[[int], Tensor],
     batches: int,
-    each: Each = one_by_one,
+    each: Each = lambda run, count: map(run, range(count)),
     whole: bool = False,
 ) -> Iterator[Tensor]:
     """Return the inputs of a linear, batch by batch and call by call: `run` goes on up to there, and to its

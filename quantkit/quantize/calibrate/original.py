@@ -58,14 +58,11 @@ class Original:
         self.leaving = self._observe()
         self._hooks = self._listen(self._ours, skeleton.device)
 
-    def run(self, k: int, most: int | None = None) -> Tensor:
+    def run(self, k: int, most: int | None = None, states: States | None = None) -> Tensor:
         """Return the block's present output for batch k of the states, or `most` of its sequences."""
-        return self._run(self._states, k, most)
-
-    def _run(self, states: States, k: int, most: int | None = None) -> Tensor:
         token = self._batch.set(k)
         try:
-            return self._skeleton.run_block(self._index, states[k][:most])
+            return self._skeleton.run_block(self._index, (states or self._states)[k][:most])
         finally:
             self._batch.reset(token)
 
@@ -108,9 +105,8 @@ class Original:
                     lambda module, args, kept=kept: self._keep(kept, args[0], self._where)
                 )
                 stack.callback(hook.remove)
-            outputs = self._skeleton.in_step(
-                self._index, partial(self._run, self._original), len(self._original)
-            )
+            run = partial(self.run, states=self._original)
+            outputs = self._skeleton.in_step(self._index, run, len(self._original))
             return [output.to(self._where) for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
