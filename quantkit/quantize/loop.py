@@ -94,7 +94,7 @@ class _Loop:
         self.timings = Timings(job.skeleton.device)
         self.place = Place(self.execution.states, job.staging.folder)
         if self.execution.states == "disk" and self.job.request.run.states != "disk":
-            note = "hidden states wait in a file beside the output: they do not fit into memory"
+            note = "hidden states wait in a file next to the output: they do not fit into memory"
             progress.warn(note)
             self.timings.notes.append(note)
         with self.timings("load"), mapped():

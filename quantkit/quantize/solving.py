@@ -121,9 +121,9 @@ def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
     group: list[Site] = []
     for site in sites:
         both = [*group[:1], site]
-        alike = site.pool and site.pool == both[0].pool and len(group) < distributed.count()
+        same = site.pool and site.pool == both[0].pool and len(group) < distributed.count()
         free = independent and all(one.linears and one.calls and not one.whole for one in both)
-        if group and not (alike and free):
+        if group and not (same and free):
             yield group
             group = []
         group.append(site)

@@ -74,8 +74,8 @@ class Statistics:
         if self.inputs is not None:
             self._keep(rows)
         if self.fourths is not None:
-            alike = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
-            self.fourths += (part.pow(4).sum(0) for part in alike.tensor_split(2))
+            equal = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
+            self.fourths += (part.pow(4).sum(0) for part in equal.tensor_split(2))
         if self.hessian is not None:
             for start in range(0, self.in_features, self.width):
                 panel = slice(start, min(start + self.width, self.in_features))

@@ -97,7 +97,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
     rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
     if place:
-        progress.warn("hidden states wait in a file beside the output: they do not fit into memory")
+        progress.warn("hidden states wait in a file next to the output: they do not fit into memory")
     names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
 
@@ -132,12 +132,12 @@ def _write(job: ImatrixJob, gathered: Importance, timings: Timings) -> None:
 def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
     """Return gathered sums as the content of a file, experts in order; a chunk is a calibration sequence."""
     made = calibrated.provenance
-    alike: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for linear, name in names.items():
         if linear in gathered.sums:
-            alike.setdefault(name, []).append(linear)
+            by_name.setdefault(name, []).append(linear)
     sums, counts = {}, {}
-    for name, parts in alike.items():
+    for name, parts in by_name.items():
         sums[name] = torch.stack([gathered.sums[part] for part in parts]).squeeze(0)
         counts[name] = torch.tensor([float(gathered.tokens[part]) for part in parts])
     return Imatrix(sums, counts, (made.source,), chunk_count=made.samples, chunk_size=made.seqlen)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.models.machine.device import Lane, free_memory, host_buffer, is_accelerator
 
-SHARE = 0.25  # of an accelerator's free memory that states may take where nobody planned for them
+SHARE = 0.25  # of an accelerator's free memory that states may take without a plan
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class States:
         if self._lane is None:
             self._kept[k] = hidden
             return
-        if hidden.shape != self._kept[k].shape:  # blocks left something beside their hidden states
+        if hidden.shape != self._kept[k].shape:  # blocks also pass other tensors
             self._kept[k] = host_buffer(hidden)
         _copied(self._kept[k], hidden)
 
@@ -100,7 +100,7 @@ def embedded(
 
 
 def _copied(buffer: Tensor, hidden: Tensor) -> Tensor:
-    """Copy to a buffer of the host beside other work; return the buffer."""
+    """Copy to a buffer of the host in the background; return the buffer."""
     return buffer.copy_(hidden, non_blocking=True)
 
 
@@ -120,7 +120,7 @@ class Spill:
         return len(self._slots)
 
     def append(self, tensor: Tensor) -> None:
-        """Add a tensor behind the last one."""
+        """Add a tensor after the last one."""
         self._slots.append((0, -1, tensor.shape, tensor.dtype))
         self[len(self) - 1] = tensor
 

@@ -132,7 +132,7 @@ def _descend(
         alone = move.sub(want, alpha=2)  # times the move: its loss if no other row moved
         move.mul_((torch.mv(others, move).add_(alone).mul_(move)) < 0)
         torch.mv(others, move, out=shift)
-        pays = torch.dot(alone.add_(shift).mul_(move), weight) <= 0  # or nobody moves
+        pays = torch.dot(alone.add_(shift).mul_(move), weight) <= 0  # or no row moves
         level.add_(move.mul_(pays))
         shift.mul_(pays).add_(move)
     return moved

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.transforms import BlockView
-from quantkit.quantize.transforms.probe import Observation, Probe, alike, assign
+from quantkit.quantize.transforms.probe import Observation, Probe, assign, equal
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _divided(after: Tensor | None, before: Tensor, scale: Tensor) -> bool:
     """Return True if `after` is `before` divided by `scale [in]`."""
     if after is None or before.shape[-1:] != scale.shape or after.shape != before.shape:
         return False
-    return bool(before.any()) and alike(after.float() * scale, before.float())
+    return bool(before.any()) and equal(after.float() * scale, before.float())
 
 
 def _compensated(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> list[str]:
@@ -162,14 +162,14 @@ def _compensated(probe: Probe, before: Observation, after: Observation, scale: T
         entered = before.entered.get(name)
         if entered is None or not _divided(after.entered.get(name), entered, scale):
             continue
-        if _all_alike(after.left[name], before.left[name]):
+        if _all_equal(after.left[name], before.left[name]):
             continue
         names = [f"{name}.{leaf}" if name else leaf for leaf in leaves]
         kept = {full: probe.block.get_parameter(full) for full in names}
         kept = {full: part for full, part in kept.items() if part.shape[-1] == len(scale)}
         for full, part in kept.items():
             assign(probe.block, full, part * scale)
-        if kept and _all_alike(probe.run().left[name], before.left[name]):
+        if kept and _all_equal(probe.run().left[name], before.left[name]):
             return list(kept)
         for full, part in kept.items():
             assign(probe.block, full, part)
@@ -182,15 +182,15 @@ def _unchanged(after: Observation, before: Observation, places: list[str], scale
         return False
     for place, inputs in before.inputs.items():
         now = after.inputs[place]
-        if not (_divided(now, inputs, scale) if place in places else alike(now, inputs)):
+        if not (_divided(now, inputs, scale) if place in places else equal(now, inputs)):
             return False
-    if not all(_all_alike(after.left[name], left) for name, left in before.left.items()):
+    if not all(_all_equal(after.left[name], left) for name, left in before.left.items()):
         return False
-    return alike(after.output, before.output)
+    return equal(after.output, before.output)
 
 
-def _all_alike(after: list[Tensor], before: list[Tensor]) -> bool:
-    return len(after) == len(before) and all(map(alike, after, before))
+def _all_equal(after: list[Tensor], before: list[Tensor]) -> bool:
+    return len(after) == len(before) and all(map(equal, after, before))
 
 
 GRANULES = 16, 64  # rows of a fused linear tried together, up to LARGE and beyond: heads are multiples
@@ -265,7 +265,7 @@ class Following:
             return None  # tokens were routed otherwise
         after, expected = after.flatten(0, -2), self._entering.flatten(0, -2)
         doubled = (after * expected).sum(0) > 1.5 * expected.square().sum(0)
-        if not expected.any(0).all() or not alike(after, expected * (1 + doubled.float())):
+        if not expected.any(0).all() or not equal(after, expected * (1 + doubled.float())):
             return None
         return doubled if doubled.any() else _UNMOVED
 

@@ -146,7 +146,7 @@ def _computing(layer: Experts, linear: nn.Linear) -> Callable:
     return forward
 
 
-def alike(a: Tensor, b: Tensor) -> bool:
+def equal(a: Tensor, b: Tensor) -> bool:
     """Compare token by token: one token with massive activations would hide all others."""
     if a.shape != b.shape:
         return False

@@ -3,7 +3,7 @@
 A `Score` is the loss under a scale and the search for the best one: AWQ's (`awq`), that of error feedback
 (`auto`), or that of rounded inputs (`smooth`).
 
-Sites that read one producer, such as a router, all experts and a shared expert behind a norm, share a scale;
+Sites that read one producer, such as a router, all experts and a shared expert after a norm, share a scale;
 their losses add up, weighted by tokens. Experts count with the second moments of their layer's inputs, one
 matrix for all, and of many rows an even sample is searched: 128 experts cost no more than a dense layer. A
 router stays in 16 bit, and its columns are rounded to 16 bit again.
@@ -248,11 +248,11 @@ def _sampled(
     names = [(site, name) for site in sites for name in _quantized(view, site)]
     step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
     total = max(statistics.tokens for statistics in entering.values()) or 1
-    alike: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
+    by_grid: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
-        alike.setdefault((_place(site), rounded_on(view.grids[name])), []).append((site, name))
+        by_grid.setdefault((_place(site), rounded_on(view.grids[name])), []).append((site, name))
     readers = []
-    for (place, grid), found in alike.items():
+    for (place, grid), found in by_grid.items():
         hessian = entering[place].hessian
         counts = [len(range(0, view.block.get_submodule(name).out_features, step)) for _, name in found]
         shares = [view.statistics[site].tokens / total for site, _ in found]

@@ -116,7 +116,7 @@ def turned_stream(
     with probe.restored():
         _apply(probe, edits)
         turned = by.turn(hidden)
-        return _alike(run(turned) - turned, wanted)
+        return _equal(run(turned) - turned, wanted)
 
 
 def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) -> bool:
@@ -125,7 +125,7 @@ def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) 
     with probe.restored():
         _apply(probe, edits)
         after = _returned(probe, reads)
-    return len(before) == len(after) and all(map(_alike, after, before))
+    return len(before) == len(after) and all(map(_equal, after, before))
 
 
 def _apply(probe: Probe, edits: Mapping[str, Edit]) -> None:
@@ -156,7 +156,7 @@ def _returned(probe: Probe, names: Sequence[str]) -> list[Tensor]:
     return found
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a - b).norm(dim=-1) <= EXACT * b.norm(dim=-1)).all())
 
 
