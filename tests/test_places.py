@@ -32,7 +32,7 @@ def model(tmp_path):
         ("n" * 250, "File name too long"),
         (os.fsdecode(b"\xffout"), "is no UTF-8 name"),
         ("text.txt/out", "cannot be a new folder|cannot be a file"),
-        ("link", "is no plain file or folder"),
+        ("link", "is no plain file or folder|link exists"),
     ],
 )
 def test_an_output_that_cannot_be(refuse, model, command, output, said):
