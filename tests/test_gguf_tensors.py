@@ -230,3 +230,12 @@ def test_general_metadata(tiny_model):
     assert keys["general.quantization_version"] == 2 and keys["general.type"] == "model"
     weights = sum(parameter.numel() for parameter in load_file(folder / "model.safetensors").values())
     assert keys["general.size_label"] == f"{round(weights / 1000)}K"
+
+
+def test_a_name_like_phi_3_stays_only_with_phi_3_s_tokens(tiny_model):
+    """llama.cpp looks for certain tokens in a model of that name and throws where they are absent."""
+    checkpoint = open_checkpoint(str(tiny_model("phi3", name="my-Phi-3-mini")))
+    targets = tensors.of_checkpoint(checkpoint)
+    for tokens, name in ((["a"], "my-Phi_3-mini"), (["<s>", "<unk>", "<|endoftext|>"], "my-Phi-3-mini")):
+        keys = metadata.assemble(checkpoint, targets, "F16", {"tokenizer.ggml.tokens": tokens})
+        assert keys["general.name"] == name

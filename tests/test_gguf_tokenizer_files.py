@@ -268,10 +268,16 @@ def test_chat_templates(folder):
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     change(folder, "tokenizer_config.json", chat_template=named)
     found = metadata(folder, 9)
-    assert found[key] == from_metadata(found).chat_template == "d"
+    assert (found[key], found[f"{key}s"], found[f"{key}.tool_use"]) == ("d", ["tool_use"], "t")
+    assert from_metadata(found).chat_template == {"default": "d", "tool_use": "t"}
     (folder / "chat_template.jinja").write_text("file")
     found = metadata(folder, 9)
-    assert found[key] == from_metadata(found).chat_template == "file"
+    assert found[key] == "file" and f"{key}s" not in found
+    assert from_metadata(found).chat_template == "file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("r")
+    found = metadata(folder, 9)
+    assert (found[key], found[f"{key}s"], found[f"{key}.rag"]) == ("file", ["rag"], "r")
 
 
 # ---- pre-tokenizers

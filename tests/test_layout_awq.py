@@ -143,6 +143,13 @@ def test_decode_believes_no_sizes_that_do_not_agree(part, broken):
         AwqLayout(GROUP).decode(tensors)
 
 
+def test_families_with_scaled_activations_are_refused():
+    """transformers puts a module with `scales` there, which no file of ours holds: it computes NaN."""
+    layout = AwqLayout(32)
+    assert layout.check_model("llama") is None
+    assert "use --layout compressed-tensors" in layout.check_model("gpt_neox")
+
+
 @pytest.mark.parametrize("stored, said", [(GROUP, 16), (GROUP, -1), (IN, GROUP)])
 def test_a_configuration_that_contradicts_the_tensors_is_refused(stored, said):
     tensors = AwqLayout(stored).encode(random_weight(stored))

@@ -232,7 +232,7 @@ def test_a_template_named_outside_the_folder_is_not_written_there(make, quantkit
     make("nf4", folder, "-o", "out")
     make("gguf", folder, "-t", "Q8_0", "--solver", "rtn", "-o", "out.gguf")
     done = quantkit("nf4", "out.gguf", "--allow-requantize", "-o", "again", "-q")
-    assert done.code == 0  # a GGUF file carries the default template only
+    assert done.code == 1 and "a chat template is named '../../x'\n" in done.err
     assert not [*folder.parent.parent.glob("x*"), *folder.parent.glob("x*")]
 
 

@@ -75,6 +75,8 @@ class Packed:
 
     def check(self, parameters: Parameters, model_type: str) -> None:
         """Raise Unsupported naming the linears of the blocks that cannot be packed."""
+        if reason := self.layout.check_model(model_type):
+            raise Unsupported(reason)
         if parameters.fused_experts or not parameters.linears:
             fused = "experts of a block are one tensor"
             raise Unsupported(fused if parameters.fused_experts else "no linears")

@@ -127,6 +127,10 @@ class Layout(ABC):
     def check(self, spec: LinearSpec) -> str | None:
         """Return why this layout cannot hold `spec`, with the fix; None when it can."""
 
+    def check_model(self, model_type: str) -> str | None:
+        """Return why clients misread a whole family of models in this layout, with the fix; None if not."""
+        return None
+
     def check_experts(self, linears: int) -> str | None:
         """Return why no client reads experts of so many linears each in this layout; None where one does."""
         return None

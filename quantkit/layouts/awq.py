@@ -25,6 +25,10 @@ NAME = "awq"
 BITS = 4
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 PER_WORD = len(ORDER)
+# transformers expects a scaled activation there (integrations/awq.py, AWQ_SCALES_MAPPINGS) and computes NaN.
+ACTIVATION_SCALES = (
+    "starcoder2", "RefinedWebModel", "falcon", "mpt", "gptj", "gpt_neox", "gpt_bigcode", "bloom"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,15 @@ class AwqLayout(Layout):
     label = NAME
     suffixes = ("qweight", "qzeros", "scales")
     floats = ("scales",)
+
+    def check_model(self, model_type: str) -> str | None:
+        """Return why transformers cannot run this family in the awq layout; None if it can."""
+        if model_type in ACTIVATION_SCALES:
+            return (
+                f"transformers expects scales of activations in awq checkpoints of {model_type}, and quantkit "
+                "folds them into weights: use --layout compressed-tensors"
+            )
+        return None
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return why a linear differs from the one width, group size and kind of zero point; None if not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.gguf.tensors import Target
 from quantkit.models.gguf.token_models import Warn
 
+PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
 README_BYTES = 1 << 20
 TOKEN_TYPE = "tokenizer.ggml.token_type"
 
@@ -36,7 +38,7 @@ def assemble(
     general = {
         "general.architecture": keys.pop("general.architecture"),
         "general.type": "model",
-        "general.name": checkpoint.name,
+        "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
         "general.size_label": model_weight_count_rounded_notation(weights),
         "general.license": _licence(checkpoint.folder),
     }
@@ -57,6 +59,13 @@ def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) ->
     if (types := found.get(TOKEN_TYPE)) is not None:
         found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
     return found | ({"tokenizer.ggml.pre": pre} if pre else {})
+
+
+def _name(name: str, tokens: Iterable[str]) -> str:
+    """Return the model's name, spelled so that llama.cpp does not take another model for Phi-3."""
+    if re.search("phi-?3", name, re.IGNORECASE) and not set(tokens) >= PHI3_TOKENS:
+        name = re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
+    return name
 
 
 def _licence(folder: Path) -> str | None:

@@ -7,6 +7,7 @@ to NFC where the models of that name do so.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -66,13 +67,24 @@ def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         raise
     except Exception as error:  # of values that are absent, of other types, or that the library refuses
         raise _damaged(f"{type(error).__name__}: {first_line(error)}") from error
-    template = metadata.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         clean_up_tokenization_spaces=False,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=_templates(metadata),
         **{f"{role}_token": text for role, (_, text) in special.items()},
     )
+
+
+def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """Return the chat template, or all of them by name if there are several."""
+    default = metadata.get("tokenizer.chat_template")
+    names = metadata.get("tokenizer.chat_templates", [])
+    for name in names if isinstance(names, list) else [names]:
+        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # each becomes a file
+            raise _damaged(f"a chat template is named {name!r:.80}")
+    named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
+    found = {name: text for name, text in ({"default": default} | named).items() if isinstance(text, str)}
+    return found if set(found) - {"default"} else found.get("default")
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> Special:

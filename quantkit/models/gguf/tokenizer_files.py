@@ -73,16 +73,18 @@ class TokenizerFiles:
         found = (_read(self.folder / name) or {}).get(key)
         return [k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int)]
 
-    def chat_template(self) -> str | None:
-        """Return the chat template: that of a file of its own before one in the configuration."""
+    def chat_templates(self) -> dict[str, str]:
+        """Return chat templates by name, the unnamed one as "default"; files go before the configuration."""
         path = self.folder / "chat_template.jinja"
-        if path.is_file():
-            return untrusted.read(path).decode("utf-8")
+        files = {"default": path} if path.is_file() else {}
+        files |= {path.stem: path for path in sorted((self.folder / untrusted.TEMPLATES).glob("*.jinja"))}
+        if files:
+            return {name: untrusted.read(path).decode("utf-8") for name, path in files.items()}
         legacy = _read(self.folder / "chat_template.json") or {}
         stored = self.config.get("chat_template", legacy.get("chat_template"))
-        if isinstance(stored, list):  # several by name
-            stored = {row["name"]: row["template"] for row in stored}.get("default")
-        return stored if isinstance(stored, str) else None
+        if isinstance(stored, list):
+            return {row["name"]: row["template"] for row in stored}
+        return {"default": stored} if isinstance(stored, str) else {}
 
 
 def _load(folder: Path) -> tokenizers.Tokenizer:

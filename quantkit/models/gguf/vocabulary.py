@@ -68,9 +68,14 @@ def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: War
     keys["tokens"] = [token.text for token in table]
     keys["token_type"] = np.array([token.type for token in table], np.int32)
     keys |= _special_tokens(files, tokens, keys["model"], vocab_size, warn)
-    template = files.chat_template()
-    named = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
-    return named if template is None else named | {"tokenizer.chat_template": template}
+    templates = files.chat_templates()
+    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if "default" in templates:
+        found["tokenizer.chat_template"] = templates.pop("default")
+    if templates:
+        found["tokenizer.chat_templates"] = sorted(templates)
+        found |= {f"tokenizer.chat_template.{name}": text for name, text in sorted(templates.items())}
+    return found
 
 
 def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:

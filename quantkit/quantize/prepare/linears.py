@@ -54,6 +54,8 @@ def resolve(
     patterns = {text: _compile(text, "--exclude") for text in exclude}
     overrides = [parse_override(text) for text in override]
     specs = []
+    if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
+        raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
     for row in linears(skeleton):
         kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), row.kept)
         other = next((o for o in overrides if o.pattern.search(row.name)), None)
