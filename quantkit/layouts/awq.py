@@ -47,8 +47,8 @@ class AwqLayout(Layout):
         """Return why transformers cannot run this family in the awq layout; None if it can."""
         if model_type in ACTIVATION_SCALES:
             return (
-                f"transformers expects scales of activations in awq checkpoints of {model_type}, and quantkit "
-                "folds them into weights: use --layout compressed-tensors"
+                f"transformers expects scales of activations in awq checkpoints of {model_type}, and "
+                "quantkit folds them into weights: use --layout compressed-tensors"
             )
         return None
 
