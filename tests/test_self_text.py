@@ -69,7 +69,7 @@ def test_only_such_text_is_replaced(tmp_path):
     self_text.check_output(own, True)
     for path, overwrite, said in [
         (own, False, "exists"),
-        (other, True, "holds no text"),
+        (other, True, "was not written by quantkit sample"),
         (tmp_path, True, "is not a plain file"),
         (tmp_path / "none" / "a.jsonl", False, "no such folder"),
     ]:
