@@ -481,6 +481,18 @@ def peak(far, *arguments) -> int:
     return DEVICE.peak
 
 
+def test_where_memory_runs_out_the_job_goes_on_with_less(far, source, tmp_path):
+    most, least = peak(far, source), peak(far, source, "--sequential", "repeat", "--states", "host")
+    assert least < 0.7 * most
+    limit = (most + least) // 2
+    done = far("gptq", source, *MANY, "--sequential", "suspend", "-o", "made", limit=limit, free=64 << 30)
+    assert "far ran out of memory in block 1: continuing with --sequential repeat --states host" in done.err
+    assert DEVICE.peak <= limit
+    same_tensors(tmp_path / "measured", tmp_path / "made")
+    timings = json.loads((tmp_path / "made" / "quantkit-timings.json").read_text())
+    assert len(timings["steps_down"]) == 1
+
+
 def test_memory_that_is_short_is_an_error_that_says_what_takes_less(far, source, tmp_path):
     least = peak(far, source, "--sequential", "repeat", "--states", "host")
     asked = ["gptq", source, *MANY, "-o", "made", "-q", "--states", "host"]

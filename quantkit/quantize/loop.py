@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quantkit.models.files import unchanged
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
@@ -148,10 +149,7 @@ class _Loop:
                     skeleton.load_block(index, *written(index))
                 self._advance(skeleton.outputs(index, self.states))
             else:
-                try:
-                    self._quantize(index, module)
-                except torch.OutOfMemoryError as error:
-                    raise plan.out_of_memory(self.execution, index) from error
+                self._quantize_or_step_down(index, module)
             if self.job.source_sha256.done():
                 staging.sign(self.job.identity)
             self.progress.block(index, replayed=done[index])
@@ -160,6 +158,31 @@ class _Loop:
         summary = distributed.broadcast(self._finished)
         skeleton.model.to("meta")  # gives its memory back
         return summary
+
+    def _quantize_or_step_down(self, index: int, module: nn.Module) -> None:
+        """Quantize a block; if the device runs out of memory, do it again in the way that needs the least.
+
+        Raises QuantkitError (exit code 5) if that is not enough.
+        """
+        less, self.advancing = plan.frugal(self.execution), False
+        try:
+            return self._quantize(index, module)
+        except torch.OutOfMemoryError as error:
+            if less is None or self.advancing or distributed.count() > 1:
+                raise plan.out_of_memory(self.execution, index) from error
+        # outside the handler: its traceback keeps the tensors of the first attempt
+        note = (
+            f"{self.execution.device} ran out of memory in block {index + 1}: continuing with --sequential "
+        )
+        note += f"repeat --states {less.states}"
+        self.progress.warn(note)
+        self.timings.notes.append(note)
+        self.job.staging.wait()
+        for states in filter(None, (self.states, self.originals)):
+            states.move_to_host()
+        give_back(self.skeleton.device)
+        self.execution = less
+        self._quantize_or_step_down(index, self.skeleton.load_block(index, decoded=True))
 
     def _finished(self) -> Summary:
         with self.timings("hash"):
@@ -270,4 +293,5 @@ class _Loop:
 
     def _advance(self, outputs: Iterable[Tensor]) -> None:
         """Replace the hidden states by the block's outputs."""
+        self.advancing = True
         self.states.advance(self.timings.waiting("forward", outputs))

@@ -74,6 +74,13 @@ class States:
             self._kept[k] = host_buffer(hidden)
         _copied(self._kept[k], hidden)
 
+    def move_to_host(self) -> None:
+        """Keep all batches in the host's memory from now on, unless they are in a file."""
+        if self._lane is None and self.home == self._device:
+            self.home, self._lane, self._here = torch.device("cpu"), Lane(self._device), {}
+            for k, hidden in enumerate(self._kept):
+                self._kept[k] = _copied(host_buffer(hidden), hidden)
+
     def advance(self, outputs: Iterable[Tensor]) -> None:
         """Replace all batches by a block's outputs, one by one."""
         for k, hidden in enumerate(outputs):

@@ -273,6 +273,13 @@ def _ways(
             yield Execution(dtype, device, batch_size, mode, torch.get_num_threads(), states)
 
 
+def frugal(execution: Execution) -> Execution | None:
+    """Return the execution that needs the least memory for the same bytes; None if this is the one."""
+    states = "disk" if execution.states == "disk" else "host"
+    least = replace(execution, sequential="repeat", states=states, at_once=1)
+    return None if least == execution else least
+
+
 def out_of_memory(execution: Execution, block: int) -> QuantkitError:
     """Return the error of a device that ran out of memory in a block; the hint names what takes less."""
     less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
