@@ -130,7 +130,7 @@ def test_a_sweep_is_summed_up_from_what_runs_say():
     assert found["histogram"] == [2, 4, 2]
     a = 4 / 6
     assert found["expected_tokens"] == pytest.approx((3 * (1 + a + a * a) + 1 + a) / 4)
-    assert found["cost"] == pytest.approx((2 + 4) / 6 / (7 / 4))  # of a step of the target alone, one second
+    assert found["cost"] == pytest.approx((2 + 4) / (5 + 5))  # after the first pass; a step alone: a second
     assert found["check"] == pytest.approx((6 + 12) / 6)
     assert found["decode"]["median"] == pytest.approx((6 / 8 + 6 / 16) / 2)
     assert (found["net"]["high"], found["net"]["low"]) == pytest.approx((8 / 9, 4 / 9))

@@ -18,6 +18,8 @@ EPILOG = """Examples:
 
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
 
+  quantkit specdec model-Q8_0.gguf model-Q2_K.gguf     (in llama.cpp)
+
   quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
 TARGET = Annotated[str, typer.Argument(help="The checkpoint whose text is wanted.")]
 DRAFTS = Annotated[

@@ -142,7 +142,7 @@ class Session:
                 if parts[-1] and stream:
                     stream(parts[-1])
 
-        self._stream({"prompt": given, "n_predict": tokens} | fields, receive, stopped)
+        self.stream({"prompt": given, "n_predict": tokens} | fields, receive, stopped)
         return "".join(parts), last["timings"], last["reason"] == "stop"
 
     def complete_all(
@@ -162,9 +162,9 @@ class Session:
                 arrived(choice["index"], chunk["timings"])
 
         exact = {"ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
-        self._stream({"prompt": [list(ids) for ids in prompts], "n_predict": tokens} | exact, receive)
+        self.stream({"prompt": [list(ids) for ids in prompts], "n_predict": tokens} | exact, receive)
 
-    def _stream(
+    def stream(
         self,
         request: dict[str, Any],
         receive: Callable[[Mapping[str, Any]], None],

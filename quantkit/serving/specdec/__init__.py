@@ -2,7 +2,7 @@
 
 Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding",
 arXiv:2211.17192.
-`acceptance_rate.py` has the paper's formulas. `transformers.py` notes every step while the engine speculates.
+`acceptance_rate.py` has the paper's formulas. `transformers.py` and `llamacpp.py` note an engine's steps.
 `measure.py` sums up numbers k against the target alone. `lossless.py` proves that nothing changed. `job.py`
 takes one draft after the other; `show.py` prints.
 """

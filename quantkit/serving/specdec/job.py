@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, VERIFICATION, QuantkitError
+from quantkit.errors import USAGE, VERIFICATION, QuantkitError, require
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.evaluation.generate import shared_dtype
 from quantkit.models.files.checkpoint import Checkpoint
@@ -20,6 +20,8 @@ from quantkit.models.machine.device import choose_device
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.options import CalibrationOptions
 from quantkit.quantize.progress import Progress
+from quantkit.serving.engines.choose import choose_local
+from quantkit.serving.specdec.llamacpp import LlamaCppPair
 from quantkit.serving.specdec.measure import measure
 from quantkit.serving.specdec.settings import LOOKUP, Settings
 from quantkit.serving.specdec.transformers import Pair
@@ -52,15 +54,22 @@ def compare(
     device = choose_device(settings.device)
     dtype = shared_dtype(settings.dtype, target, device)
     models = [target, *(draft for draft in drafts if draft is not None)]
+    name, note = choose_local(settings.engine, [made.source for made in models if not made.folder.is_file()])
+    why = "--dtype is for transformers: llama.cpp computes in the types of the files"
+    allowed = name == "transformers" or settings.dtype == "auto"
+    require(allowed, why, "add --engine transformers, or leave --dtype out", USAGE)
+    if note:
+        progress.warn(f"{note}: weights are decoded")
     _check(models, settings)
     ids = _prompts(target, settings)
     progress.phase(f"loading {target.source}")
-    pair, measured = Pair(target, ids, settings, device, dtype), []
+    engine = LlamaCppPair if name == "llama.cpp" else Pair
+    pair, measured = engine(target, ids, settings, device, dtype), []
     for draft in drafts:
         called = draft.source if draft else LOOKUP
         progress.phase(f"loading {called}")
         measured.append(measure(draft, pair, settings, partial(progress.counting, f"drafting by {called}")))
-        pair.draft = None  # before the next one is loaded
+        pair.close()  # before the next one is loaded
         gc.collect()
         return_freed_pages()
     recorded = asdict(settings) | {
@@ -68,9 +77,8 @@ def compare(
         "text": settings.text.name if settings.text else "shipped",
     }
     recorded |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
-    recorded |= {"dtype": str(dtype).removeprefix("torch."), "device": str(device)}
-    recorded |= {"threads": torch.get_num_threads()}
-    del recorded["k"]
+    recorded |= {"dtype": pair.precision, "device": str(device), "threads": torch.get_num_threads()}
+    del recorded["k"], recorded["engine"]
     return {"schema": SCHEMA, "target": target.source, "settings": recorded, "drafts": measured}
 
 

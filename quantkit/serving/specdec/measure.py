@@ -40,10 +40,12 @@ def measure(
     for k in ks:
         run(0, k, 0)
     found: dict[int, list[list[Run]]] = {k: [[] for _ in range(settings.repeats)] for k in ks}
-    for repeat, prompt in itertools.product(range(settings.repeats), range(settings.prompts)):
-        by = (repeat * settings.prompts + prompt) % len(ks)  # each k is the first in its turn
+    numbers = range(settings.prompts)
+    groups = [[*numbers]] if pair.reloads else [[prompt] for prompt in numbers]
+    for turn, (repeat, group) in enumerate(itertools.product(range(settings.repeats), groups)):
+        by = turn % len(ks)  # each k is the first in its turn
         for k in (*ks[by:], *ks[:by]):
-            found[k][repeat].append(run(prompt, k, repeat))
+            found[k][repeat] += [run(prompt, k, repeat) for prompt in group]
     step = _spread(map(_decoding, found[0]))
     swept = [sweep(k, found[k], found[0]) for k in settings.ks]
     judged = sum(row["judged"] for row in swept)  # each k weighs as much as it has judged tokens
@@ -87,8 +89,9 @@ def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
     alpha, judged = acceptance_rate.acceptance(steps)
     tokens = [acceptance_rate.tokens_of_step(alpha or 0.0, step.drafted) for step in steps]
     # the first pass of each text reads its prompt
-    unit = np.median([_decoding(plain) for plain in alone]) * max(1, len(steps) - len(runs))
-    cost = float(_sum(runs, "drafting") / unit / each) if each else 0.0
+    step = np.median([_decoding(plain) for plain in alone])
+    later = sum(one.drafted for run in runs for one in run.steps[1:])
+    cost = float(_sum(runs, "drafting") / step / later) if later else 0.0
     return {
         "k": k,
         "tokens_per_step": sum(step.tokens for step in steps) / len(steps),
@@ -99,7 +102,7 @@ def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
         "judged": judged,
         "histogram": np.bincount([one.accepted for one in steps if one.drafted], minlength=k + 1).tolist(),
         "cost": cost,
-        "check": float(_sum(runs, "checking") / unit),
+        "check": float(_sum(runs, "checking") / step / max(1, len(steps) - len(runs))),
         "expected": float(np.mean(tokens)) / (each * cost + 1),
         "decode": _gain(_decoding, alone, repeats),
         "net": _gain(lambda found: _sum(found, "seconds") / _tokens(found), alone, repeats),
@@ -152,7 +155,7 @@ def _prove(pair: Pair, found: Mapping[int, Repeats]) -> dict[str, Any]:
     for k, (prompt, own) in itertools.product([*found][1:], enumerate(found[0][0])):
         for one in {tuple(runs[prompt].ids): runs[prompt] for runs in found[k]}.values():
             texts += 1  # usually one of each prompt and k
-            parted = pair.part(prompt, own, one)
+            parted = pair.part(prompt, k, own, one)
             tokens += len(own.ids) if parted is None else parted["index"]
             partings += [] if parted is None else [{"prompt": prompt, "k": k} | parted]
     counts = {"texts": texts, "equal": texts - len(partings), "tokens": tokens, "partings": partings}

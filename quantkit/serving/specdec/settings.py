@@ -26,6 +26,7 @@ class Settings:
     repeats: int = option(3, "Runs of each prompt and k; the median counts.")
     temperature: float = option(0.0, "0: the likeliest token. Above: sample.")
     seed: int = option(0, "Seed of prompts and sampling.")
+    engine: Literal["auto", "transformers", "llama.cpp"] = option("auto", "auto: llama.cpp for GGUF files.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of all models. auto: the target's where the hardware has it."
     )

@@ -33,11 +33,11 @@ LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own defau
 
 @dataclass(frozen=True)
 class Run:
-    """One text: the ids of its new tokens, and each pass of the target. seconds: of the whole call;
-    decode_seconds: after the first pass. drafting, checking: its parts, between passes of the target, and
-    from the start of a pass until its tokens are chosen."""
+    """One text: the ids of its new tokens (of llama.cpp their texts), and each pass of the target. seconds:
+    of the whole call; decode_seconds: after the first pass. drafting, checking: its parts, between passes of
+    the target, and from the start of a pass until its tokens are chosen."""
 
-    ids: list[int]
+    ids: list[int] | list[str]
     steps: list[Step]
     seconds: float
     decode_seconds: float
@@ -58,6 +58,7 @@ class Pair:
     """
 
     name = f"transformers {engine.version()}"
+    reloads = False
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Pair:
         dtype: torch.dtype,
     ):
         self._target, self._settings, self._device, self._dtype = target, settings, device, dtype
+        self.precision = str(dtype).removeprefix("torch.")
         self._prompts = prompts.to(device)
         self._sampling, self._ends = Sampling(settings.tokens, settings.temperature), ends_of_text(target)
         self._model, self._size = self._load(target)
@@ -77,6 +79,10 @@ class Pair:
         """Load a draft; return the memory of target and draft."""
         self.draft, size = (None, None) if draft is None else self._load(draft)
         return {"target_memory": self._size, "draft_memory": size}
+
+    def close(self) -> None:
+        """Free the draft."""
+        self.draft = None
 
     def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
         """Return the model; bytes of its weights in memory, of keys and values of one text (None where
@@ -91,7 +97,7 @@ class Pair:
             )
         return loaded.model, {
             "weights": loaded.weight_bytes,
-            "kv": cache_bytes(checkpoint.folder, tokens, str(self._dtype).removeprefix("torch.")),
+            "kv": cache_bytes(checkpoint.folder, tokens, self.precision),
             "stored": sum(info.nbytes for info in checkpoint.infos.values()),
             "kernels": loaded.kernels,
             "note": loaded.note,
@@ -102,7 +108,7 @@ class Pair:
         how = replace(self._sampling, seed=seed)
         return generate(self._model, self._prompts[prompt, None], how, self._ends, k, self.draft)
 
-    def part(self, prompt: int, own: Run, drafted: Run) -> dict[str, Any] | None:
+    def part(self, prompt: int, k: int, own: Run, drafted: Run) -> dict[str, Any] | None:
         """Return the first difference of a drafted text: see `lossless.parting`."""
         return lossless.parting(self._model, self._prompts[prompt, None], own.ids, drafted.ids)
 
