@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from quantkit.cli import ranks, running
+from quantkit.errors import EXIT_CODES, QuantkitError
 from quantkit.quantize import methods
 
 COMPRESS, BEFORE, MEASURE = "Compress", "Before you start", "Measure"  # panels of the help
@@ -41,6 +44,7 @@ SHOWN = {  # what --help of a job shows; --help-all shows the rest
     *("activations", "kv_cache", "threshold", "help_all"),
 }
 MODULES = {"eval": "evaluate", "run": "quantize"}  # commands whose module has another name
+SHARED = ("run", "imatrix", "eval")  # commands besides the methods that several processes share
 
 
 def names() -> list[str]:
@@ -66,9 +70,7 @@ def build(name: str) -> Any:
         function, epilog = _parts(module, name)
         app.command(name, epilog=epilog)(function)
     if ranks.wanted() > 1:
-        from quantkit.cli import alongside
-
-        alongside.guard(app, name)
+        _guard(app, name)
     running.add_verbose(app)
     for row in app.registered_commands:
         row.cls = Command
@@ -155,3 +157,32 @@ class Root(TyperGroup):
         """Return the command that is called, built with all its flags."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, command and self.commands[name], rest
+
+
+def _guard(app: typer.Typer, name: str) -> None:
+    """Make the commands of an application join the other processes, or refuse if unsupported."""
+    for command in app.registered_commands:
+        command.callback = _alongside(command.callback, name)
+    for group in app.registered_groups:
+        _guard(group.typer_instance, name)
+
+
+def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
+    @functools.wraps(function)
+    def invoke(**values: Any) -> None:
+        ranks.refuse(name, name in (*methods.available(), *SHARED))
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # quantkit reports a lost process in one line
+        from quantkit.models.machine import distributed
+
+        with running.stopping() as signals:
+            try:
+                with distributed.joined(values.get("device", "auto")):
+                    if distributed.rank():
+                        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+                    function(**values)
+            except KeyboardInterrupt as error:
+                if not signals:
+                    raise
+                raise QuantkitError(EXIT_CODES[signals[0]], exit_code=signals[0]) from error
+
+    return invoke

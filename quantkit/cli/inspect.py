@@ -74,7 +74,7 @@ def _with_values(
     options: offline, trust_remote_code and quiet.
     """
     from quantkit.cli.progress import listener
-    from quantkit.inspection import compare, values
+    from quantkit.inspection import values
     from quantkit.models.files.open import open_checkpoint
 
     offline, trust_remote_code, quiet = options
@@ -87,4 +87,4 @@ def _with_values(
             values.check(checkpoint, model, progress.counting)
         if len(opened) == 1:
             return found[0]
-        return compare.compare(*opened, (found[0], found[1]), progress.counting)
+        return values.compare(*opened, (found[0], found[1]), progress.counting)

@@ -1,4 +1,4 @@
 """Inspect a checkpoint from headers and small files, without torch; values only on request.
 
-`record.describe` makes the record, `show` prints it, `compare.compare` compares two checkpoints.
+`record.describe` makes the record, `show` prints it, `values.compare` compares two checkpoints.
 """

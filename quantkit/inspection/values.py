@@ -1,18 +1,22 @@
-"""Check all values: read and decode every weight, one at a time."""
+"""Check all values, or compare those of two checkpoints: every weight is decoded, one at a time."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection.clients import of_damaged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 
+SCHEMA = "quantkit.inspect-diff/2"
+ROWS = 256  # of two weights compared at a time
 Listener = Callable[[str, int, int], None]  # what, done, of how many
 
 
@@ -49,3 +53,69 @@ def _errors_of(read: Callable[[], Any]) -> list[str]:
     except QuantkitError as error:
         return [error.message]
     return []
+
+
+def compare(
+    left: Checkpoint, right: Checkpoint, records: tuple[dict, dict], listen: Listener
+) -> dict[str, Any]:
+    """Return relative differences `|A - B| / |A|` of all weights that both have, the largest first.
+
+    Raises QuantkitError when there are none: these are different models.
+    """
+    cpu = torch.device("cpu")
+    skeletons = [Skeleton(checkpoint, torch.float32, cpu) for checkpoint in (left, right)]
+    weights = [made.stored_parameters() for made in skeletons]
+    both = [name for name in weights[0] if name in weights[1]]
+    reshaped = [name for name in both if weights[0][name].shape != weights[1][name].shape]
+    if len(reshaped) == len(both):
+        raise QuantkitError(
+            f"{left.source} and {right.source} have no weight of the same name and shape",
+            hint="inspect them one by one: these are different models",
+            exit_code=UNSUPPORTED,
+        )
+    rows = []
+    for done, name in enumerate((name for name in both if name not in reshaped), start=1):
+        difference = _difference(*(made.read(name, weights[k][name]) for k, made in enumerate(skeletons)))
+        rows.append({"name": skeletons[0].names.stored[name]} | difference)
+        listen("comparing weights", done, len(both) - len(reshaped))
+    rows.sort(key=lambda row: -row["relative"])
+    return {
+        "schema": SCHEMA,
+        "models": list(records),
+        "tokenizers": _tokenizers(left, right),
+        "weights": {
+            "compared": len(rows),
+            "equal": sum(row["largest"] == 0 for row in rows),
+            "relative": _relation(sum(row.pop("lost") for row in rows), sum(row.pop("norm") for row in rows)),
+            "differences": rows,
+            "unlike": [
+                {"name": name, "shapes": [list(side[name].shape) for side in weights]} for name in reshaped
+            ],
+            "only": [[name for name in weights[side] if name not in weights[1 - side]] for side in (0, 1)],
+        },
+    }
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
+    """Return `lost = |A - B|²`, `norm = |A|²`, their relation and the largest difference of values."""
+    lost = norm = largest = 0.0
+    pairs = zip(torch.atleast_1d(left).split(ROWS), torch.atleast_1d(right).split(ROWS), strict=True)
+    for a, b in pairs:
+        difference = a - b
+        lost += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+        norm += torch.linalg.vector_norm(a, dtype=torch.float64).item() ** 2
+        largest = max(largest, difference.abs().max().item() if difference.numel() else 0.0)
+    return {"relative": _relation(lost, norm), "largest": largest, "lost": lost, "norm": norm}
+
+
+def _relation(lost: float, norm: float) -> float:
+    return math.sqrt(lost / norm) if norm else float(lost > 0)
+
+
+def _tokenizers(left: Checkpoint, right: Checkpoint) -> str:
+    """Return `equal`, `different`, or why that is not known."""
+    try:
+        hashes = {tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in (left, right)}
+    except QuantkitError as error:
+        return error.message
+    return "equal" if len(hashes) == 1 else "different"

@@ -14,9 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.distillation import divergence, training
-from quantkit.distillation.compressed import blocks, memory, publish, whole
+from quantkit.distillation.compressed import blocks, publish, whole
 from quantkit.distillation.compressed.blocks import Final, Text
-from quantkit.distillation.compressed.memory import Memory
 from quantkit.distillation.compressed.student import Floats, Student, vectors
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
@@ -46,7 +45,7 @@ class CompressedJob(Job):
 
     student: Student
     text: Text
-    memory: Memory
+    memory: whole.Memory
     trained: dict[str, int]
 
     def decisive(self) -> dict:
@@ -192,7 +191,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     trained = _trained(learner, request)
     calibrated = calibrate(teacher, request, progress)
     batches = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
-    needed = memory.plan(taught, learner, batches, request.options)
+    needed = whole.plan_memory(taught, learner, batches, request.options)
     disk = 2 * sum(info.nbytes for info in student.infos.values())
     job = CompressedJob(
         request, student, taught, calibrated, staging, evaluated(teacher, text), disk, learner, batches,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
-from quantkit.distillation.smaller import blocks, card, cut, learner, shape, targets
+from quantkit.distillation.smaller import blocks, cut, learner, shape, targets
 from quantkit.distillation.smaller.targets import Targets
 from quantkit.distillation.training import best, best_step, train
 from quantkit.evaluation import of_job, windows
@@ -118,7 +118,7 @@ class SmallerJob(Job):
             "parameters": trained.pop("parameters"),
             "bytes": sum(info.nbytes for info in student.infos.values()),
         }
-        card.describe(self.source, staging.place, record, self.fingerprint)
+        cut.describe(self.source, staging.place, record, self.fingerprint)
         return record
 
     def _cut(self, text: Tensor, progress: Progress) -> tuple[Checkpoint, dict]:
