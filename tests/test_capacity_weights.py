@@ -8,7 +8,7 @@ import transformers as hf
 from families import FAMILIES, GATED, GROUPED
 from published import CONFIGS, PARAMETERS
 
-from quantkit.capacity import formats, gguf, source
+from quantkit.capacity import formats, source
 from quantkit.models.gguf import architectures, mixtures, tensors
 from quantkit.models.gguf.file_types import Model
 from quantkit.models.gguf.variants import kv_heads
@@ -75,15 +75,15 @@ def test_parameters_alone_in_gguf(params, file_type, gigabytes):
     """Published files of Llama 3 8B and 70B and of Llama 2 7B: mixtures take more than their base type."""
     found = formats.by_count(file_type, *source.parse_count(params))
     assert found.bytes / 1e9 == pytest.approx(gigabytes, rel=0.012)
-    bits = [gguf.typical_bits(kind, 70 * 10**9) for kind in ("Q4_K_M", "Q4_K_S", "Q4_0")]
+    bits = [formats.typical_bits(kind, 70 * 10**9) for kind in ("Q4_K_M", "Q4_K_S", "Q4_0")]
     assert bits == [4.82, 4.57, 4.53]
 
 
 def test_typical_bits_are_those_of_a_llama_3_8b():
     settings, llama = source.from_config(CONFIGS["Llama-3-8B"])
-    for name in gguf.FILE_TYPES:
+    for name in formats.FILE_TYPES:
         bits = formats.weights(name, llama, settings).bits_per_weight
-        assert gguf.typical_bits(name, llama.count) == round(bits, 2)
+        assert formats.typical_bits(name, llama.count) == round(bits, 2)
 
 
 # ---- GGUF
@@ -139,7 +139,7 @@ def test_gguf_tensors_are_those_of_the_exporter(name):
             if c.type != "F32" and t.name.startswith("blk.")
         )
         expected = (total, packed, total - sum(tables), weights)
-        assert gguf.file_bytes(file_type, found, settings) == expected
+        assert formats.file_bytes(file_type, found, settings) == expected
 
 
 def test_llama_2_7b_in_gguf():

@@ -16,7 +16,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 from quantkit.cli import distill_report
 from quantkit.distillation.job import Request, is_done
 from quantkit.distillation.options import SmallerOptions as Options
-from quantkit.distillation.smaller import blocks, cut, job, learner, shape, targets
+from quantkit.distillation.smaller import blocks, cut, job, learner, targets
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -141,8 +141,8 @@ def test_a_student_of_fewer_blocks_has_their_tensors(family, tiny_model, distill
 
 def test_a_list_as_long_as_the_model_is_deep_may_be_of_something_else():
     config = transformers.Mamba2Config(**families.KINDS["mamba2"][1])
-    assert len(config.time_step_limit) == config.num_hidden_layers and not shape.per_layer(config)
-    assert shape.per_layer(transformers.Gemma3TextConfig(**families.FAMILIES["gemma3"][1])) == ["layer_types"]
+    assert len(config.time_step_limit) == config.num_hidden_layers and not cut.per_layer(config)
+    assert cut.per_layer(transformers.Gemma3TextConfig(**families.FAMILIES["gemma3"][1])) == ["layer_types"]
 
 
 def test_what_depends_on_the_number_of_a_block_is_refused(tiny_model, distill, monkeypatch):

@@ -8,7 +8,7 @@ from families import FURTHER, save_tokenizer
 from test_gguf_mixtures_of_experts import agrees_with_llama_cpp
 from test_wrappers import TOKENS, VISUAL
 
-from quantkit.capacity import gguf
+from quantkit.capacity import formats
 from quantkit.capacity import source as sizes
 from quantkit.models.files.gguf_file import read_header
 
@@ -40,5 +40,5 @@ def test_a_quantized_hybrid_computes_in_llama_cpp_what_it_decodes_to(source, tmp
         infos[f"blk.0.ssm_{part}"].dtype for part in ("conv1d.weight", "a", "dt.bias", "norm.weight")
     } == {"F32"}
     planned = sizes.read(str(source))
-    total = gguf.file_bytes("Q8_0", planned.parameters, planned.settings)[0]
+    total = formats.file_bytes("Q8_0", planned.parameters, planned.settings)[0]
     assert total == path.stat().st_size - min(info.offset for info in infos.values())

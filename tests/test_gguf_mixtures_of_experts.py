@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from families import GROUPED, save_tokenizer
 
-from quantkit.capacity import gguf as planned
+from quantkit.capacity import formats as planned
 from quantkit.capacity import source as sizes
 from quantkit.errors import QuantkitError
 from quantkit.inspection import record

@@ -10,7 +10,7 @@ import transformers as hf
 from safetensors.torch import load_file
 from test_wrappers import TOWER, save
 
-from quantkit.capacity import gguf
+from quantkit.capacity import formats
 from quantkit.capacity import source as sizes
 from quantkit.cli.job_report import print_summary
 from quantkit.models.files.gguf_file import read_header
@@ -76,7 +76,7 @@ def test_error_feedback_and_importance_know_the_wrappers_names(tmp_path):
         summary = jobs.quantize("gguf", folder, path, options, calibration=arguments["calibration"])
         assert summary.linears == 3 * 7
         found = sizes.read(str(folder))
-        planned, *_ = gguf.file_bytes("Q4_K_M", found.parameters, found.settings)
+        planned, *_ = formats.file_bytes("Q4_K_M", found.parameters, found.settings)
         _, infos = read_header(path)
         assert planned == path.stat().st_size - min(info.offset for info in infos.values())
         found = streamed(path)

@@ -9,7 +9,7 @@ torch. transformers fills in missing values; importing transformers takes a few 
     parameters.py    the tensors of a model
     kv_cache.py      values that each layer keeps per token, and their bytes
     meta.py          the same three, by transformers; the only module here that imports transformers
-    formats.py       bytes of the weights in each format; gguf.py: in llama.cpp's file types
+    formats.py       bytes of the weights in each format, llama.cpp's file types included
     question.py      the command's flags
     devices.py       memory, bandwidth and FLOPS of known devices; the roofline
     job.py           peak memory, disk and time of a quantization job

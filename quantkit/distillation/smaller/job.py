@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
-from quantkit.distillation.smaller import blocks, cut, learner, shape, targets
+from quantkit.distillation.smaller import blocks, cut, learner, targets
 from quantkit.distillation.smaller.targets import Targets
 from quantkit.distillation.training import best, best_step, train
 from quantkit.evaluation import of_job, windows
@@ -132,7 +132,7 @@ class SmallerJob(Job):
         batches = list(judged.split(plan.default_batch_size(text.shape[1])))
         counting = _counting(progress, "leaving out blocks")
         kept, rounds = blocks.choose(teacher, batches, self.request.options.blocks, counting)
-        shape.check_shapes(teacher, self.source, kept)
+        cut.check_shapes(teacher, self.source, kept)
         temporary = place.with_name("cutting")
         shutil.rmtree(temporary, ignore_errors=True)
         progress.phase("cutting blocks")
@@ -144,7 +144,7 @@ class SmallerJob(Job):
             "blocks": list(kept),
             "rounds": [{str(index): value for index, value in found.items()} for found in rounds],
             "tokens": judged.numel(),
-            "lists": shape.per_layer(self.source.text_config),
+            "lists": cut.per_layer(self.source.text_config),
         }
         write_text(choice, json.dumps(chosen, indent=2))
         os.replace(temporary, place)
@@ -229,12 +229,12 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     teacher = open_checkpoint(request.teacher, request.revision, request.offline, request.trust_remote_code)
     staging, adopted = stage(request, teacher, "teacher", progress, dry_run)
     skeleton = open_skeleton(teacher, request.run, adopted)
-    shape.check_teacher(teacher, skeleton, options.blocks)
+    cut.check_teacher(teacher, skeleton, options.blocks)
     calibrated = calibrate(teacher, request, progress)
     trained, held_out = map(len, hold_out(calibrated.tokens))
     vocabulary, seqlen = teacher.text_config.vocab_size, calibrated.tokens.shape[1]
     schedule = learner.Schedule.of(options, trained, seqlen, vocabulary, request.run.batch_size)
-    parameters = shape.parameters(skeleton, range(options.blocks))
+    parameters = cut.parameters(skeleton, range(options.blocks))
     logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
     disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
