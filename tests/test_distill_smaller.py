@@ -16,7 +16,7 @@ from torch.nn.functional import kl_div, log_softmax, softmax
 from quantkit.cli import distill_report
 from quantkit.distillation.job import Request, is_done
 from quantkit.distillation.options import SmallerOptions as Options
-from quantkit.distillation.smaller import blocks, cut, job, learner, targets
+from quantkit.distillation.smaller import blocks, cut, job, learner
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -331,7 +331,7 @@ def test_an_accelerator_chooses_cuts_and_teaches_alike(tiny_model, tmp_path):
         final = blocks.without_others(skeleton, batches[0], kept)
         cut.write(skeleton, skeleton.checkpoint, kept, tmp_path / device, 10**9)
         cut.prove(skeleton, tmp_path / device, batches[0], final, "it")
-        told = targets.gather(skeleton, batches[0], 0, tmp_path / f"{device}.bin")
+        told = learner.gather(skeleton, batches[0], 0, tmp_path / f"{device}.bin")
         return kept, rounds, [part.cpu() for part in told.predictions(torch.tensor([1, 0]))]
 
     kept, rounds, predictions = made("cpu")

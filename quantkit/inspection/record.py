@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quantkit.inspection import clients, integrity, tokenizer
+from quantkit.inspection import clients, integrity
 from quantkit.inspection.names import (
     is_linear,
     language_stack,
@@ -18,7 +18,7 @@ from quantkit.inspection.names import (
     stack_of,
     starred,
 )
-from quantkit.inspection.stored import Weight, weights_of
+from quantkit.inspection.stored import Weight, tokenizer_of, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
 
@@ -29,7 +29,7 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 def describe(contents: Contents) -> dict[str, Any]:
     """Return the record of a checkpoint, without its values (see `values.check`)."""
     weights = weights_of(contents)
-    tokens = tokenizer.describe(contents)
+    tokens = tokenizer_of(contents)
     config = contents.text_config
     places = _positions(config)
     total = sum(weight.nbytes for weight in weights)

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint by their headers: shape, how each is stored, bytes of codes and of scales.
+"""The weights and the tokenizer of a checkpoint by headers and files: shape, storage, bytes of codes, scales.
 
 Quantized linears are found and checked by the layout that decodes them (`Layout.checked_spec`), on headers in
 place of tensors. Of what no layout here decodes, gpt-oss's experts and floats with scales are counted.
@@ -6,6 +6,7 @@ place of tensors. Of what no layout here decodes, gpt-oss's experts and floats w
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import Counter
@@ -19,6 +20,8 @@ from quantkit.layouts import Layout, OutOfReach
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
 
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+GGUF_KINDS = {"gpt2": "BPE", "llama": "SentencePiece", "bert": "WordPiece", "t5": "Unigram"}
 PLAIN = re.compile(r"(F|BF|I)\d+$")  # types of GGUF files whose values are not coded
 OF_CACHE = (".k_scale", ".v_scale")  # scales of keys and values belong to no linear
 UNPACKED = {"U8": "B", "I64": "q"}  # of small tensors that say something of others
@@ -214,3 +217,49 @@ def _of_ggml(info: TensorInfo, beside: int) -> Weight:
     code_bytes = min(info.nbytes, codes.weights * codes.bits // 8)
     scale_bytes = info.nbytes - code_bytes + beside
     return replace(weight, plain_bytes=0, code_bytes=code_bytes, scale_bytes=scale_bytes, codes=codes)
+
+
+def tokenizer_of(contents: Contents) -> dict[str, Any] | None:
+    """Return kind, tokens (the largest id, and one) and sha256 of the chat template, by files;
+    None without a tokenizer. The tokenizer is not built."""
+    found = _of_metadata(contents) if contents.container == "gguf" else _of_files(contents)
+    if found is None:
+        return None
+    kind, tokens, template = found
+    sha256 = hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
+    return {"kind": kind, "tokens": tokens, "chat_template_sha256": sha256}
+
+
+def _of_files(contents: Contents) -> tuple[str, int | None, Any] | None:
+    config, whole = contents.json("tokenizer_config.json"), contents.json("tokenizer.json")
+    pieces = any(name in contents.files for name in SENTENCEPIECE)
+    if config is None and not pieces and "tokenizer.json" not in contents.files:
+        return None
+    model = (whole or {}).get("model")
+    if whole is not None and not isinstance(model, dict):
+        contents.problems.append("tokenizer.json holds no tokenizer")
+    kind = "SentencePiece" if pieces else (config or {}).get("tokenizer_class", "of unknown kind")
+    kind = model.get("type") if isinstance(model, dict) else kind
+    data = contents.read("chat_template.jinja")
+    template = (config or {}).get("chat_template") if data is None else data.decode("utf-8", "replace")
+    return str(kind), _tokens(whole or {}), template
+
+
+def _tokens(whole: dict[str, Any]) -> int | None:
+    """Return the largest id of tokenizer.json, and one."""
+    model, added = whole.get("model"), whole.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids: list[Any] = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    if isinstance(vocabulary, list):  # Unigram: in order
+        ids = [len(vocabulary) - 1]
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    return max((value for value in ids if isinstance(value, int)), default=-1) + 1 or None
+
+
+def _of_metadata(contents: Contents) -> tuple[str, int | None, Any] | None:
+    metadata = contents.metadata
+    if "tokenizer.ggml.model" not in metadata:
+        return None
+    model, tokens = str(metadata["tokenizer.ggml.model"]), metadata.get("tokenizer.ggml.tokens")
+    count = len(tokens) if isinstance(tokens, list) else 0
+    return GGUF_KINDS.get(model, model), count or None, metadata.get("tokenizer.chat_template")

@@ -1,5 +1,5 @@
 """A smaller student: blocks chosen by measurement, then trained on the teacher's predictions.
 
 `blocks` chooses blocks to leave out, `cut` checks the student's configuration and writes the student,
-`learner` trains on the teacher's predictions (`targets`); `job` calls them in order.
+`learner` trains on the teacher's predictions; `job` calls them in order.
 """

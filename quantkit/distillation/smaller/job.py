@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
-from quantkit.distillation.smaller import blocks, cut, learner, targets
-from quantkit.distillation.smaller.targets import Targets
+from quantkit.distillation.smaller import blocks, cut, learner
+from quantkit.distillation.smaller.learner import Targets
 from quantkit.distillation.training import best, best_step, train
 from quantkit.evaluation import of_job, windows
 from quantkit.evaluation.whole_model import load_blocks
@@ -100,7 +100,7 @@ class SmallerJob(Job):
         with timings("teach"):
             place = staging.folder / "targets.bin"
             counting = _counting(progress, "running the teacher")
-            predicted = targets.gather(teacher, ids, len(held_out), place, counting)
+            predicted = learner.gather(teacher, ids, len(held_out), place, counting)
         with timings("train"):
             state, trained = self._train(student, predicted, progress)
         progress.phase("writing the student")
@@ -237,7 +237,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     parameters = cut.parameters(skeleton, range(options.blocks))
     logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
-    disk = targets.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
+    disk = learner.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
     remedy = "fewer --blocks or a shorter --seqlen"
     plan.check_memory(need, free_memory(skeleton.device), remedy, skeleton.device)
     job = SmallerJob(
