@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,35 +40,26 @@ FIXED = (
 ASKED = ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
 
 
-def _command() -> Callable[..., None]:
-    """Return the function of `quantkit auto`."""
+def _auto(context: typer.Context, **values: Any) -> None:
+    """Run `quantkit auto`."""
+    request = _request(flags.typed(context, values), values)
+    request.options.check()
+    from quantkit.cli.progress import listener, uncollected
 
-    def invoke(context: typer.Context, **values: Any) -> None:
-        request = _request(flags.typed(context, values), values)
-        request.options.check()
-        from quantkit.cli.progress import listener, uncollected
+    with listener(values["quiet"]) as progress:
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit.auto import job, run, show
 
-        with listener(values["quiet"]) as progress:
-            with uncollected():  # after something is seen: torch takes seconds
-                from quantkit.auto import job, run, show
-
-            prepared = job.prepare(request, progress, values["dry_run"])
-            if values["dry_run"]:
-                record = run.plan_record(prepared)
-            else:
-                with running.resumable([prepared.folder], lambda: run.kept(prepared)):
-                    record = run.run(prepared, progress)
-        if values["as_json"]:
-            print(json.dumps(record, indent=2))
+        prepared = job.prepare(request, progress, values["dry_run"])
+        if values["dry_run"]:
+            record = run.plan_record(prepared)
         else:
-            show.print_record(record)
-
-    parameters = [flags.parameter("model", MODEL), *flags.of("budget", AutoOptions)]
-    parameters += [flags.parameter("output", OUTPUT, None)]
-    parameters += flags.of("calibration", CalibrationOptions)
-    parameters += flags.of("run", RunOptions, RUN)
-    parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
-    return flags.sign(invoke, parameters)
+            with running.resumable([prepared.folder], lambda: run.kept(prepared)):
+                record = run.run(prepared, progress)
+    if values["as_json"]:
+        print(json.dumps(record, indent=2))
+    else:
+        show.print_record(record)
 
 
 def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
@@ -80,9 +70,18 @@ def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
         for name in kind.__dataclass_fields__
         if name in typed
     }
-    options = {name: typed[name] for name in AutoOptions.__dataclass_fields__ if name in typed}
     asked = {name: values[name] for name in ASKED}
-    return AutoRequest(values["model"], AutoOptions(**options), shared, **asked)
+    return AutoRequest(values["model"], flags.options(AutoOptions, typed), shared, **asked)
 
 
-command = _command()
+command = flags.sign(
+    _auto,
+    [
+        flags.parameter("model", MODEL),
+        *flags.of("budget", AutoOptions),
+        flags.parameter("output", OUTPUT, None),
+        *flags.of("calibration", CalibrationOptions),
+        *flags.of("run", RunOptions, RUN),
+        *flags.fixed(FIXED),
+    ],
+)

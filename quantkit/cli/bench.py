@@ -39,11 +39,6 @@ PANELS = {
         "remote",
     ),
 }  # fmt: skip
-FILES = {
-    "html": (flags.HTML, None),
-    "plot": (flags.PLOT, None),
-    "revision": (flags.FIRST_REVISION, None),
-}
 ARGUMENT = Annotated[
     list[str] | None,
     typer.Argument(help="Folders, GGUF files or hub ids; the others are compared to the first."),
@@ -140,14 +135,14 @@ def _endpoint(models: Sequence[str], settings: Settings, values: dict, progress:
 MEASURES = {MODELS: _models, ATTN: _one, BATCHING: _one, URL: _endpoint}
 
 
-def _command() -> Any:
-    """Return the function of `quantkit bench`, as Typer reads it."""
-    parameters = [flags.parameter("models", ARGUMENT, None)]
-    for panel, names in PANELS.items():
-        parameters += flags.of(panel, Settings, names)
-    fixed = FILES | {name: flags.FIXED[name] for name in ("offline", "trust_remote_code", "as_json", "quiet")}
-    parameters += [flags.parameter(name, *row) for name, row in fixed.items()]
-    return flags.sign(_invoke, parameters)
-
-
-command = _command()
+command = flags.sign(
+    _invoke,
+    [
+        flags.parameter("models", ARGUMENT, None),
+        *(row for panel, names in PANELS.items() for row in flags.of(panel, Settings, names)),
+        flags.parameter("html", flags.HTML, None),
+        flags.parameter("plot", flags.PLOT, None),
+        flags.parameter("revision", flags.FIRST_REVISION, None),
+        *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
+    ],
+)

@@ -44,6 +44,4 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
         session.engine.close()
 
 
-command = flags.sign(
-    _chat, [flags.parameter("model", MODEL), *flags.of("options", Settings), *flags.opening()]
-)
+command = flags.sign(_chat, [flags.parameter("model", MODEL), *flags.of("options", Settings), *flags.fixed()])

@@ -11,7 +11,7 @@ import typer
 
 from quantkit.cli import flags, running
 from quantkit.distillation.options import DistillOptions, SmallerOptions
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -85,10 +85,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
     for name in other.__dataclass_fields__.keys() - options.__dataclass_fields__.keys() & typed.keys():
         whose = "compressed students" if smaller else "smaller students (--blocks)"
         raise QuantkitError(f"--{name.replace('_', '-')} is for {whose}", "leave it out", USAGE)
-    if (text := values["eval_text"]) and not text.is_file():
-        raise QuantkitError(
-            f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
-        )
+    flags.check_text(values["eval_text"])
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -106,7 +103,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
             progress.close()
             distill_report.print_finished(kind.SCHEMA, job.output_of(request), values["as_json"])
             return
-        prepared = kind.prepare(request, progress, text, values["dry_run"])
+        prepared = kind.prepare(request, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
             staging = prepared.staging
@@ -150,6 +147,6 @@ command = flags.sign(
         *(row for row in flags.of("text", CalibrationOptions) if row.name != "calibration"),
         *map(_worded, flags.of("run", RunOptions, FORWARD)),
         flags.parameter("output", OUTPUT, None),
-        *(flags.parameter(name, *flags.FIXED[name]) for name in FIXED),
+        *flags.fixed(FIXED),
     ],
 )

@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.quantize.prepare import recipe
 
 
@@ -110,6 +111,13 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
         False,
     ),
 }
+OPENING = (
+    "revision",
+    "offline",
+    "trust_remote_code",
+    "as_json",
+    "quiet",
+)  # to open checkpoints
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -139,15 +147,9 @@ def options(kind: type, values: dict[str, Any]) -> Any:
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
 
 
-def opening() -> list[inspect.Parameter]:
-    """Return the flags of commands that open checkpoints and print a result."""
-    names = ("revision", "offline", "trust_remote_code", "as_json", "quiet")
+def fixed(names: Iterable[str] = OPENING) -> list[inspect.Parameter]:
+    """Return the flags of FIXED with these names."""
     return [parameter(name, *FIXED[name]) for name in names]
-
-
-def fixed(without: str = "") -> list[inspect.Parameter]:
-    """Return the flags that all jobs share, except the one named `without`."""
-    return [parameter(name, *described) for name, described in FIXED.items() if name != without]
 
 
 def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
@@ -163,6 +165,13 @@ def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -
     invoke.__signature__ = inspect.Signature(parameters)
     invoke.__annotations__ = {row.name: row.annotation for row in parameters}
     return invoke
+
+
+def check_text(text: Path | None) -> None:
+    """Raise QuantkitError if the text of --eval is no file."""
+    if text and not text.is_file():
+        hint = "check the path given to --eval"
+        raise QuantkitError(f"text {text} cannot be read: no such file", hint, NOT_FOUND)
 
 
 def typed(context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,13 +18,9 @@ EPILOG = """Examples:
   quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
 
   llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
-FORWARD = (
-    "dtype",
-    "device",
-    "batch_size",
-    "max_memory",
-    "threads",
-)  # options of a run that a forward pass uses
+MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
+FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options that a forward pass uses
+REQUEST = ("output", "revision", "offline", "trust_remote_code", "overwrite")
 OUTPUT = Annotated[
     Path | None,
     typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),
@@ -33,49 +28,37 @@ OUTPUT = Annotated[
 FIXED = ("dry_run", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet")
 
 
-def _command() -> Callable[..., None]:
-    """Return the function that runs `quantkit imatrix`."""
+def _imatrix(context: typer.Context, **values: Any) -> None:
+    """Run `quantkit imatrix`."""
+    from quantkit.cli.progress import listener, uncollected
 
-    def invoke(context: typer.Context, **values: Any) -> None:
-        from quantkit.cli.progress import listener, uncollected
+    with listener(values["quiet"]) as progress:
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit.cli import job_report
+            from quantkit.quantize import job
+            from quantkit.quantize.calibrate import imatrix_job
 
-        with listener(values["quiet"]) as progress:
-            with uncollected():  # after something is seen: torch takes seconds
-                from quantkit.cli import job_report
-                from quantkit.quantize.calibrate import imatrix_job
-
-            prepared = imatrix_job.prepare(_request(flags.typed(context, values), values), progress)
-            with running.done_already(prepared.output, "give it to --imatrix"):
-                record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
-                progress.close()
-                if values["as_json"]:
-                    print(json.dumps(record, indent=2))
-                else:
-                    job_report.print_imatrix(record)
-
-    model = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
-    parameters = [flags.parameter("model", model), flags.parameter("output", OUTPUT, None)]
-    parameters += flags.of("calibration", CalibrationOptions)
-    parameters += flags.of("run", RunOptions, FORWARD)
-    parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
-    return flags.sign(invoke, parameters)
+        typed = flags.typed(context, values)
+        chosen = (flags.options(kind, typed) for kind in (CalibrationOptions, RunOptions))
+        further = {name: values[name] for name in REQUEST}
+        request = job.Request(values["model"], "imatrix", None, *chosen, **further)
+        prepared = imatrix_job.prepare(request, progress)
+        with running.done_already(prepared.output, "give it to --imatrix"):
+            record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
+            progress.close()
+            if values["as_json"]:
+                print(json.dumps(record, indent=2))
+            else:
+                job_report.print_imatrix(record)
 
 
-command = _command()
-
-
-def _request(typed: dict[str, Any], values: dict[str, Any]) -> Any:
-    from quantkit.quantize import job
-
-    return job.Request(
-        source=values["model"],
-        method="imatrix",
-        options=None,
-        calibration=CalibrationOptions(**_fields(CalibrationOptions, typed)),
-        run=RunOptions(**_fields(RunOptions, typed)),
-        **{key: values[key] for key in ("output", "revision", "offline", "trust_remote_code", "overwrite")},
-    )
-
-
-def _fields(options: type, typed: dict[str, Any]) -> dict[str, Any]:
-    return {name: typed[name] for name in options.__dataclass_fields__ if name in typed}
+command = flags.sign(
+    _imatrix,
+    [
+        flags.parameter("model", MODEL),
+        flags.parameter("output", OUTPUT, None),
+        *flags.of("calibration", CalibrationOptions),
+        *flags.of("run", RunOptions, FORWARD),
+        *flags.fixed(FIXED),
+    ],
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -41,33 +40,32 @@ PARAMS = Annotated[
 FIXED = ("revision", "offline", "as_json", "quiet")
 
 
-def _command() -> Callable[..., None]:
-    """Return the function of `quantkit plan`."""
+def _plan(context: typer.Context, model: str | None, params: str | None, **values: Any) -> None:
+    """Run `quantkit plan`."""
+    from quantkit.capacity import forecast, show, source
 
-    def invoke(context: typer.Context, **values: Any) -> None:
-        from quantkit.capacity import forecast, show, source
-
-        model, params = values["model"], values["params"]
-        if (model is None) == (params is None):
-            hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
-            raise QuantkitError("give either a model or --params", hint, USAGE)
-        question = Question(**{name: values[name] for names in PANELS.values() for name in names})
-        question.check()
-        if model is None:
-            known = source.of_count(source.parse_count(params))
-        else:
-            known = source.read(model, values["revision"], values["offline"])
-        record = forecast.of_source(known, question)
-        if values["as_json"]:
-            print(json.dumps(record, indent=2))
-        else:
-            show.show(record, values["quiet"])
-
-    parameters = [flags.parameter("model", MODEL, None), flags.parameter("params", PARAMS, None)]
-    for panel, names in PANELS.items():
-        parameters += flags.of(panel, Question, names)
-    parameters += [flags.parameter(name, *flags.FIXED[name]) for name in FIXED]
-    return flags.sign(invoke, parameters)
+    if (model is None) == (params is None):
+        hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
+        raise QuantkitError("give either a model or --params", hint, USAGE)
+    question = flags.options(Question, values)
+    question.check()
+    if model is None:
+        known = source.of_count(source.parse_count(params))
+    else:
+        known = source.read(model, values["revision"], values["offline"])
+    record = forecast.of_source(known, question)
+    if values["as_json"]:
+        print(json.dumps(record, indent=2))
+    else:
+        show.show(record, values["quiet"])
 
 
-command = _command()
+command = flags.sign(
+    _plan,
+    [
+        flags.parameter("model", MODEL, None),
+        flags.parameter("params", PARAMS, None),
+        *(row for panel, names in PANELS.items() for row in flags.of(panel, Question, names)),
+        *flags.fixed(FIXED),
+    ],
+)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli import flags, running
-from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.staging import may_replace
@@ -19,6 +18,7 @@ from quantkit.text import sources
 if TYPE_CHECKING:
     from quantkit.quantize.outputs import Summary
 
+REQUEST = ("revision", "offline", "trust_remote_code", "resume", "overwrite")
 SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
     str | None, typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)")
@@ -69,7 +69,7 @@ def command(method: str) -> Callable[..., None]:
     parameters += [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
     unused = getattr(methods.load(method), "UNUSED", ())
     parameters = [row for row in parameters if row.name not in unused]
-    return flags.sign(invoke, [*parameters, *flags.fixed()])
+    return flags.sign(invoke, [*parameters, *flags.fixed(flags.FIXED)])
 
 
 def run_command() -> Callable[..., None]:
@@ -86,7 +86,8 @@ def run_command() -> Callable[..., None]:
         flags.parameter("settings", SETTINGS, []),
     ]
     parameters += [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
-    return flags.sign(invoke, [*parameters, *flags.fixed(without="recipe_name")])
+    fixed = flags.fixed(name for name in flags.FIXED if name != "recipe_name")
+    return flags.sign(invoke, [*parameters, *fixed])
 
 
 def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
@@ -102,10 +103,7 @@ def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
-    if (text := values["eval_text"]) and not text.is_file():
-        raise QuantkitError(
-            f"text {text} cannot be read: no such file", "check the path given to --eval", NOT_FOUND
-        )
+    flags.check_text(values["eval_text"])
     _check_early(choice, values)
     from quantkit.cli.progress import listener, uncollected
 
@@ -139,8 +137,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
                 job_report.print_plans(jobs)
             return
         windows = None
-        if text := values["eval_text"]:  # one that does not serve is noticed here
-            windows = windows_of.load(jobs[0].checkpoint, text, None, None, None)
+        if values["eval_text"]:  # one that does not serve is noticed here
+            windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)
         stages = [one.staging for one in jobs]
 
         def made() -> list[Path]:
@@ -188,10 +186,7 @@ def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
             calibration=choice.calibration,
             run=choice.run,
             output=output,
-            **{
-                key: values[key]
-                for key in ("revision", "offline", "trust_remote_code", "resume", "overwrite")
-            },
+            **{key: values[key] for key in REQUEST},
         )
         for options, output in methods.each(
             choice.method, choice.options, choice.output, job.base_name(choice.model)

@@ -106,6 +106,6 @@ command = flags.sign(
         flags.parameter("api_key", API_KEY, None),
         flags.parameter("print_only", PRINT, False),
         flags.parameter("check", CHECK, False),
-        *flags.opening(),
+        *flags.fixed(),
     ],
 )

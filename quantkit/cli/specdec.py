@@ -65,6 +65,6 @@ command = flags.sign(
         flags.parameter("target", TARGET),
         flags.parameter("drafts", DRAFTS, None),
         *flags.of("options", Settings),
-        *flags.opening(),
+        *flags.fixed(),
     ],
 )
