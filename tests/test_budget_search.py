@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.auto import allocation, curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
-from quantkit.auto.engines import ENGINES
-from quantkit.auto.gguf import GgufOutside
+from quantkit.auto.engines import ENGINES, GgufOutside
 from quantkit.auto.job import prepare
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Row, Sensitivities

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from quantkit.cli import distill_report
 from quantkit.distillation.compressed import job
 from quantkit.distillation.compressed.student import Student, vectors
-from quantkit.distillation.descent import Descent, Shares
 from quantkit.distillation.job import Request
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.training import Descent, Shares
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import QuantizedWeight

@@ -1,7 +1,7 @@
 """Bits for each linear within a budget, with the least loss of the model (`quantkit auto`).
 
 options.py      the command's flags
-engines.py      units and candidates of each engine: folders of integers; gguf.py: any of ggml's types
+engines.py      units and candidates of each engine: folders of integers, GGUF files of ggml's types
 units.py        unit, candidate, choice, preset
 unit_divergence.py <- change of the output's divergence by one unit, one block in memory at a time
 solving.py      candidates by the job's solver; scaling.py: after the job's transform

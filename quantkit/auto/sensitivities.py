@@ -14,7 +14,7 @@ import torch
 
 from quantkit.auto import curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
-from quantkit.auto.gguf import GgufOutside
+from quantkit.auto.engines import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Unit, usual

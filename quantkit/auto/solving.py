@@ -18,8 +18,7 @@ from torch import Tensor
 
 from quantkit.auto import scaling
 from quantkit.auto.curve import TINY, Errors
-from quantkit.auto.engines import Space
-from quantkit.auto.gguf import GgufOutside, nearest
+from quantkit.auto.engines import GgufOutside, Space, nearest
 from quantkit.auto.scaling import Scales
 from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.distillation.compressed.student import Floats, Student, TracedBlock
-from quantkit.distillation.descent import Shares, order
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.training import Shares, order
 from quantkit.models.files.reading import tensor as load_staged
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import States, embedded

@@ -19,8 +19,8 @@ from torch import Tensor
 from quantkit.distillation import divergence
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student
-from quantkit.distillation.descent import Shares, order
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.training import Shares, order
 from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.backward import (

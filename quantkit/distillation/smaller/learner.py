@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.distillation.descent import Descent
 from quantkit.distillation.divergence import kl
 from quantkit.distillation.options import SmallerOptions
+from quantkit.distillation.training import Descent
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.prepare import plan
