@@ -14,8 +14,8 @@ from quantkit.errors import UNSUPPORTED
 from quantkit.inspection.record import describe
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton, towers
-from quantkit.models.skeleton.towers import CopiedModule
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.names import CopiedModule, copied_modules
 
 HEADS = {**GROUPED, "head_dim": 16}
 VISION = {  # as deep as the language model
@@ -170,7 +170,7 @@ def test_what_lies_beside_the_language_model_is_found_and_not_loaded(tmp_path, f
     skeleton = open_skeleton(save(tmp_path / family, family))
     blocks, known = TOWER[family]
     assert skeleton.names.stored_of(0, "mlp.down_proj.weight").startswith(f"{blocks}0.")
-    found = towers.copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint)
+    found = copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint)
     assert {module.name: module.spellings for module in found} == known
     tensors = all_tensors(tmp_path / family)
     assert [module.nbytes for module in found] == [
@@ -238,7 +238,7 @@ def test_prediction_heads_keep_their_bytes(quantkit, tmp_path, tiny_model, wrapp
 def test_a_model_of_text_alone_has_nothing_beside(tiny_model):
     for family in ("gpt2", "llama", "gemma3"):
         skeleton = open_skeleton(tiny_model(family))
-        assert towers.copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint) == []
+        assert copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint) == []
 
 
 def test_a_stale_buffer_is_no_module(tiny_model):
@@ -248,7 +248,7 @@ def test_a_stale_buffer_is_no_module(tiny_model):
     value_head = {"v_head.summary.weight": torch.ones(1, 64)}
     save_file(tensors | stale | value_head, folder / "model.safetensors", metadata={"format": "pt"})
     skeleton = open_skeleton(folder)
-    found = towers.copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint)
+    found = copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint)
     assert found == [CopiedModule("v_head", ("v_head",), 256)]
 
 
@@ -280,7 +280,7 @@ def test_names_of_towers_match_nothing_of_the_language_model(tmp_path):
     further = {"model.audio.weight": torch.ones(2, 2), "mlp.fc.weight": torch.ones(2, 2)}
     save_file(tensors | further, folder / "model.safetensors", metadata={"format": "pt"})
     skeleton = open_skeleton(folder)
-    found = towers.copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint)
+    found = copied_modules(skeleton.model, skeleton.names, skeleton.checkpoint)
     assert {module.name: module.spellings for module in found} == {
         **TOWER["gemma3"][1],
         "mlp": ("mlp",),

@@ -1,4 +1,8 @@
-"""All metadata of a GGUF file: what it is, the architecture's keys, the tokenizer's."""
+"""All metadata of a GGUF file: what it is, the architecture's keys, the tokenizer's.
+
+What llama.cpp does with the tokenizer's keys: `src/llama-vocab.cpp`; what they mean:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The way back is tokenizer.py.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +18,35 @@ from gguf import GGML_QUANT_VERSION
 from gguf.utility import model_weight_count_rounded_notation
 from huggingface_hub import metadata_load
 
+from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.gguf import configuration, file_types, vocabulary
+from quantkit.models.gguf import configuration, file_types, token_models
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
+from quantkit.models.gguf.pre_tokenizers import is_byte_level
 from quantkit.models.gguf.tensors import Target
-from quantkit.models.gguf.token_models import Warn
+from quantkit.models.gguf.token_models import (
+    CONTROL,
+    ROLES,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Token,
+    TokenizerFiles,
+    Vocabulary,
+    Warn,
+)
 
 PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
 README_BYTES = 1 << 20
 TOKEN_TYPE = "tokenizer.ggml.token_type"
+DEFAULT_EOS = {"gpt2": 11, "llama": 2}
+ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
+ENDS = frozenset(  # llama.cpp stops at these for their text alone
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
+    "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
+    "<｜end▁of▁sentence｜>".split()
+)
 
 
 def assemble(
@@ -51,10 +75,10 @@ def assemble(
 
 
 def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
-    """Return the keys that begin with `tokenizer.`: see `vocabulary.metadata`; a GGUF file's own are copied,
+    """Return the keys that begin with `tokenizer.`: see `of_folder`; a GGUF file's own are copied,
     but for `pre`."""
     if not isinstance(checkpoint, GgufCheckpoint):
-        return vocabulary.metadata(checkpoint.folder, size, pre, warn)
+        return of_folder(checkpoint.folder, size, pre, warn)
     found = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
     if (types := found.get(TOKEN_TYPE)) is not None:
         found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
@@ -78,3 +102,118 @@ def _licence(folder: Path) -> str | None:
     except (ValueError, yaml.YAMLError):  # a card that does not parse declares nothing
         return None
     return licence if isinstance(licence, str) else None
+
+
+# ---- the tokenizer of a Hugging Face folder
+
+
+def of_folder(
+    folder: Path, vocab_size: int, pre: str | None = None, warn: Warn = lambda message: None
+) -> dict[str, Any]:
+    """Return the keys and values that describe the tokenizer of `folder` to llama.cpp.
+
+    vocab_size: rows of the embedding, to which the vocabulary is padded or cut. pre: llama.cpp's name for
+    the pre-tokenizer, where it is not to be recognised. warn: receives what llama.cpp will do differently.
+    Raises QuantkitError for a tokenizer that cannot be represented.
+    """
+    try:
+        return _metadata(TokenizerFiles(folder), vocab_size, pre, warn)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise QuantkitError(
+            f"{folder}: the tokenizer is damaged: {error!r:.100}", "download the tokenizer's files again"
+        ) from error
+
+
+def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
+    if is_byte_level(files.tokenizer["pre_tokenizer"]):
+        keys, tokens = token_models.byte_level(files, vocab_size, pre, warn)
+    elif pre is not None:
+        raise QuantkitError(f"--pre {pre} is for byte-level BPE only", "leave it out", USAGE)
+    else:
+        keys, tokens = token_models.sentencepiece(files, warn)
+    _add(tokens, files, warn)
+    table = _table(tokens, vocab_size, warn)
+    if keys["model"] == "llama":
+        table = [_spaced(token) for token in table]
+        keys["scores"] = np.array([token.score for token in table], np.float32)
+    keys["tokens"] = [token.text for token in table]
+    keys["token_type"] = np.array([token.type for token in table], np.int32)
+    keys |= _special_tokens(files, tokens, keys["model"], vocab_size, warn)
+    templates = files.chat_templates()
+    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    if "default" in templates:
+        found["tokenizer.chat_template"] = templates.pop("default")
+    if templates:
+        found["tokenizer.chat_templates"] = sorted(templates)
+        found |= {f"tokenizer.chat_template.{name}": text for name, text in sorted(templates.items())}
+    return found
+
+
+def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
+    """Put added tokens in their places. A text has one id: an added token's goes before the model's."""
+    numbers = {token.text: number for number, token in tokens.items()}
+    stripping = []
+    for number, entry in files.added_tokens():
+        text = entry["content"]
+        old = tokens.pop(numbers.get(text, number), Token(text))
+        kind = CONTROL if entry.get("special") else USER_DEFINED
+        tokens[number] = Token(text, UNKNOWN if old.type == UNKNOWN else kind, ADDED_SCORE)
+        if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
+            stripping.append(text)
+    if stripping:
+        warn(f"llama.cpp keeps the spaces next to {name_all(stripping)}, which this tokenizer drops")
+
+
+def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
+    """Return a token for every row of the embedding."""
+    beyond = [token.text for number, token in sorted(tokens.items()) if number >= vocab_size]
+    if beyond:
+        warn(f"tokens beyond the embedding's {vocab_size} rows are left out: {name_all(beyond)}")
+    taken = {token.text for token in tokens.values()}
+    table = []
+    for number in range(vocab_size):
+        padding = f"[PAD{number}]"
+        while padding in taken:
+            padding += "_"
+        table.append(tokens.get(number) or Token(padding, UNUSED, UNUSED_SCORE))
+    return table
+
+
+def _spaced(token: Token) -> Token:
+    """Return a user-defined token with plain spaces: llama.cpp finds these in the text before spaces are
+    replaced."""
+    return token._replace(text=token.text.replace(SPACE, " ")) if token.type == USER_DEFINED else token
+
+
+def _special_tokens(
+    files: TokenizerFiles, tokens: Vocabulary, model: str, vocab_size: int, warn: Warn
+) -> dict[str, int | bool]:
+    """Return the ids of special tokens, and whether a text is put between them."""
+    numbers = {token.text: number for number, token in tokens.items()}
+    found: dict[str, int] = {}
+    for role in ROLES:
+        for value in files.special(role):
+            number = numbers.get(value, value)
+            if isinstance(number, int) and 0 <= number < vocab_size:
+                found.setdefault(role, number)
+    adds = {}
+    for role, wanted in zip(("bos", "eos"), files.affixes(), strict=True):
+        if len(wanted) == 1:
+            found.setdefault(role, wanted[0])
+        adds[f"add_{role}_token"] = bool(wanted) and wanted == [found.get(role)]
+        if wanted and not adds[f"add_{role}_token"]:
+            names = name_all(tokens[number].text for number in wanted if number in tokens)
+            warn(f"llama.cpp will not put {names} {'before' if role == 'bos' else 'after'} a text")
+    ends = [
+        number for number in files.ids("generation_config.json", "eos_token_id") if 0 <= number < vocab_size
+    ]
+    for number in (*ends, *found.values()):
+        found.setdefault("eos", number)
+    if "eos" not in found:
+        warn(f"llama.cpp will stop at token {DEFAULT_EOS[model]}, as no token ends a text")
+    unnamed = [k for k in ends if k != found.get("eos") and k in tokens and tokens[k].text not in ENDS]
+    more = dict(zip(("eot", "eom"), unnamed, strict=False))
+    if len(unnamed) > len(more):
+        warn(f"llama.cpp will not stop at {name_all(tokens[k].text for k in unnamed[2:])}")
+    names = ROLES | {role: role for role in more}
+    return {f"{names[role]}_token_id": number for role, number in (found | more).items()} | adds

@@ -1,4 +1,4 @@
-"""The tokenizer in a GGUF file's metadata, as transformers runs it: what vocabulary.py undoes.
+"""The tokenizer in a GGUF file's metadata, as transformers runs it: what metadata.py undoes.
 
 Also for files of other tools. What is not in a file is taken as llama.cpp takes it, but text is normalized
 to NFC where the models of that name do so.

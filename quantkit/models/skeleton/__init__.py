@@ -5,7 +5,7 @@ the arguments they are called with (`recording`); a block is later run by itself
 so masks and rotary embeddings are the model's own, whatever the architecture. There is no table of
 architectures: the blocks are the ModuleList as long as the configuration says the model is deep. Experts that
 transformers fuses are linears again (`experts`). Text does not enter the towers of other modalities: they
-stay on the meta device (`towers`).
+stay on the meta device (`names`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.func import functional_call
 
 from quantkit.layouts import Layout
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.skeleton import experts, meta_model, streaming, towers
+from quantkit.models.skeleton import experts, meta_model, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
-from quantkit.models.skeleton.names import Names
+from quantkit.models.skeleton.names import Names, set_aside
 from quantkit.models.skeleton.recording import Recorder
 from quantkit.models.skeleton.streaming import Keeper
 
@@ -48,7 +48,7 @@ class Skeleton:
         transposed = meta_model.replace_conv1d(self.model)
         self.names = Names(self.model, name, transposed, self.checkpoint)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        self.towers = towers.set_aside(self.model, self.names.towers)
+        self.towers = set_aside(self.model, self.names.towers)
         self.blocks = list(container)
         self._recorder = Recorder(self.model, container, dtype, device)
         self._reader = Reader(self.names, self.checkpoint, dtype, device)

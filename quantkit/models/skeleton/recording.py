@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton.flow import Flow, Part
-from quantkit.models.skeleton.towers import StandIn
+from quantkit.models.skeleton.names import StandIn
 
 RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple that ends so
 UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not

@@ -141,7 +141,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
     from quantkit.models.gguf import configuration, metadata, tensors
-    from quantkit.models.skeleton import towers
+    from quantkit.models.skeleton.names import copied_modules
     from quantkit.quantize.outputs.gguf import GgufOutput
 
     if skeleton is None:
@@ -179,7 +179,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         origin="gathered by quantkit" if given == "auto" else given,
         left_out={
             module.name: module.nbytes
-            for module in towers.copied_modules(skeleton.model, skeleton.names, checkpoint)
+            for module in copied_modules(skeleton.model, skeleton.names, checkpoint)
         },
     )
     if output.left_out:

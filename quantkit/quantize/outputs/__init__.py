@@ -12,8 +12,8 @@ from torch import Tensor
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.skeleton import Skeleton, towers
-from quantkit.models.skeleton.towers import CopiedModule
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.names import CopiedModule, copied_modules
 from quantkit.quantize.prepare.linears import kept_parameters
 from quantkit.quantize.staging.folder import Staging
 
@@ -42,7 +42,7 @@ class Material:
     @cached_property
     def beside(self) -> list[CopiedModule]:
         """Modules next to the language model."""
-        return towers.copied_modules(self.skeleton.model, self.skeleton.names, self.checkpoint)
+        return copied_modules(self.skeleton.model, self.skeleton.names, self.checkpoint)
 
     @property
     def config(self) -> dict:
