@@ -25,7 +25,7 @@ from gguf import GGUFValueType as Kind
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
 from quantkit.models.files import untrusted
-from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo
+from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo, broken
 
 MAGIC = b"GGUF"
 MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
@@ -240,7 +240,4 @@ def _placed(cursor: _Cursor, infos: list[TensorInfo], header: Header) -> dict[st
 
 
 def _broken(path: Path, why: str) -> QuantkitError:
-    return QuantkitError(
-        f"{path} is truncated or not GGUF: {why}",
-        hint="download or copy the file again and compare its size with the original",
-    )
+    return broken(path, why, "GGUF")

@@ -218,7 +218,12 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
 
     infos = _hub_tensors(repo, revision, files)
     if infos is None and not bare:
-        raise _no_safetensors(repo, files)
+        others = sorted(name for name in files if name.endswith((".gguf", ".bin", ".pt", ".pth")))
+        named = f", but {name_all(others, 3)}" if others else ""
+        gguf = next((name for name in others if name.endswith(".gguf")), None)
+        fetch = f"fetch one and inspect it: hf download {repo} {gguf} --local-dir ." if gguf else ""
+        hint = fetch or "choose a repository that does"
+        raise QuantkitError(f"{repo} holds no safetensors{named}", hint, UNSUPPORTED)
     config = read_json(fetch(CONFIG)) if strict else _config(read, problems)
     return Contents(repo, "safetensors", files, config, infos or {}, read, problems=problems)
 
@@ -254,16 +259,6 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
             )
         infos |= filled
     return infos
-
-
-def _no_safetensors(repo: str, files: dict[str, int]) -> QuantkitError:
-    others = sorted(name for name in files if name.endswith((".gguf", ".bin", ".pt", ".pth")))
-    named = f", but {name_all(others, 3)}" if others else ""
-    gguf = next((name for name in others if name.endswith(".gguf")), None)
-    fetch = f"fetch one and inspect it: hf download {repo} {gguf} --local-dir ." if gguf else ""
-    return QuantkitError(
-        f"{repo} holds no safetensors{named}", fetch or "choose a repository that does", UNSUPPORTED
-    )
 
 
 # ---- GGUF

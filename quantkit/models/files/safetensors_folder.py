@@ -63,11 +63,11 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
         untrusted.refuse_pointer(path)
         file_bytes = path.stat().st_size
         if not file_bytes:
-            raise _broken(path, "it is empty")
+            raise broken(path, "it is empty")
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if file_bytes < 8 or length > file_bytes - 8:
-                raise _broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
+                raise broken(path, f"its header should be {length} bytes, the file has {file_bytes}")
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"{length:,} bytes, at most {MAX_HEADER_BYTES:,} are read")
             header = untrusted.parse(file.read(length), TENSOR_VALUES * MAX_TENSORS)
@@ -93,10 +93,10 @@ def check_header(
     end = base
     for info in sorted(infos.values(), key=lambda info: (info.offset, info.nbytes)):
         if info.offset != end:
-            raise _broken(path, f"{info.name} begins at byte {info.offset} instead of {end}")
+            raise broken(path, f"{info.name} begins at byte {info.offset} instead of {end}")
         end += info.nbytes
     if file_bytes is not None and end != file_bytes:
-        raise _broken(path, f"its tensors end at byte {end}, the file has {file_bytes}")
+        raise broken(path, f"its tensors end at byte {end}, the file has {file_bytes}")
     return infos
 
 
@@ -122,12 +122,13 @@ def _unreadable(path: Path, error: OSError) -> QuantkitError:
 
 
 def _malformed(path: Path, error: Exception) -> QuantkitError:
-    return _broken(path, f"its header is not a safetensors header ({error})")
+    return broken(path, f"its header is not a safetensors header ({error})")
 
 
-def _broken(path: Path, why: str) -> QuantkitError:
+def broken(path: Path, why: str, form: str = "safetensors") -> QuantkitError:
+    """Return the error of a file that is not what its header says."""
     return QuantkitError(
-        f"{path} is truncated or not safetensors: {why}",
+        f"{path} is truncated or not {form}: {why}",
         hint="download or copy the file again and compare its size with the original",
     )
 
@@ -227,7 +228,12 @@ def _read_index(path: Path) -> dict[str, str]:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"
         ) from error
-    outside = {name for name in weight_map.values() if not _is_file_name(name)}
+    outside = {
+        name
+        for name in weight_map.values()
+        if Path(name).name != name or name in ("", ".", "..") or "\0" in name
+        or len(name.encode()) > LONGEST_NAME
+    }  # fmt: skip
     if outside:
         raise QuantkitError(
             f"{path} names files that cannot lie in its folder: {name_all(sorted(outside), 3)}",
@@ -235,12 +241,6 @@ def _read_index(path: Path) -> dict[str, str]:
             exit_code=UNSUPPORTED,
         )
     return weight_map
-
-
-def _is_file_name(name: str) -> bool:
-    """Return whether a name is that of a file, without a path."""
-    plain = Path(name).name == name and "\0" not in name
-    return plain and name not in ("", ".", "..") and len(name.encode()) <= LONGEST_NAME
 
 
 def raw(info: TensorInfo) -> Iterator[bytes]:
@@ -251,7 +251,7 @@ def raw(info: TensorInfo) -> Iterator[bytes]:
         while left:
             chunk = source.read(min(COPY_BYTES, left))
             if not chunk:
-                raise _broken(info.file, f"{info.name} ends early")
+                raise broken(info.file, f"{info.name} ends early")
             yield chunk
             left -= len(chunk)
 

@@ -151,8 +151,8 @@ PARTS = 8  # configurations inside one another
 
 def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
     """Raise QuantkitError naming what cannot be. tensors: how many are stored; each layer has some."""
-    layers = max(tensors, FEW)
-    odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > _most(name, layers)]
+    most = COUNTED | dict.fromkeys(LAYERS, max(tensors, FEW))
+    odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > most.get(name, SIZES)]
     odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
     odd += _routed(config)
     if odd:
@@ -168,10 +168,6 @@ def _routed(config: Mapping[str, Any]) -> Iterator[str]:
         most = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
         routed = ((name, numbers[name]) for name in ROUTED if name in numbers)
         yield from (f"{name} {value:,} of {most:,} experts" for name, value in routed if value > most > 0)
-
-
-def _most(name: str, layers: int) -> int:
-    return layers if name in LAYERS else COUNTED.get(name, SIZES)
 
 
 def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, int]]:

@@ -122,7 +122,10 @@ def to_config(
     """
     row = architectures.of_file(metadata)
     prefix = f"{row.name}."
-    keys = {key.removeprefix(prefix): _exact(value) for key, value in metadata.items()}
+    keys = {
+        key.removeprefix(prefix): float(str(np.float32(value))) if isinstance(value, float) else value
+        for key, value in metadata.items()
+    }  # the shortest decimal that means a float32 of the file: 1e-06, not 9.99999997e-07
     _check(row, keys, infos)
     heads = keys["attention.head_count"]
     keys.setdefault("attention.head_count_kv", heads)
@@ -136,12 +139,9 @@ def to_config(
     if parameters is not None:
         values["rope_parameters"] = parameters
     values |= _sliding(row, keys) | _special_tokens(metadata, values["vocab_size"])
-    return _build(row, values, infos)
-
-
-def _exact(value: Any) -> Any:
-    """Return the shortest decimal that means a float32 of the file: 1e-06, not 9.99999997e-07."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    config = transformers.AutoConfig.for_model(row.model_types[0], **copy.deepcopy(values))
+    config.dtype = getattr(torch, file_config.dtype(infos))
+    return config
 
 
 def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> None:
@@ -153,7 +153,8 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
             f"the GGUF file lacks {name_all(absent)}", "it holds no whole model; download it again"
         )
     whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length", *EXPERTS)
-    odd = [f"{row.name}.{key}" for key in whole if key in keys and not _is_count(keys[key])]
+    given = {key: keys[key] for key in whole if key in keys}
+    odd = [f"{row.name}.{key}" for key, n in given.items() if type(n) is not int or not 0 < n < 1 << 31]
     if odd:
         raise QuantkitError(
             f"the GGUF file gives no single positive number for {name_all(odd)}",
@@ -174,10 +175,6 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
             f"the GGUF file's token_embd.weight {list(shape)} does not go with {name_all(large)}",
             hint="metadata and tensors belong to different models",
         )
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 < value < 1 << 31
 
 
 def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,9 +199,3 @@ def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, i
     """Return the ids of special tokens by field; None for ids that no token has."""
     ids = {name: metadata.get(key) for name, key in SPECIAL_TOKENS.items()}
     return {name: id if type(id) is int and 0 <= id < vocab_size else None for name, id in ids.items()}
-
-
-def _build(row: Architecture, values: dict[str, Any], infos: Mapping[str, TensorInfo]) -> PretrainedConfig:
-    config = transformers.AutoConfig.for_model(row.model_types[0], **copy.deepcopy(values))
-    config.dtype = getattr(torch, file_config.dtype(infos))
-    return config

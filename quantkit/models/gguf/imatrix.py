@@ -42,13 +42,12 @@ class Imatrix:
 
     def values(self) -> dict[str, Tensor]:
         """Return the mean squares by name, as llama-quantize takes them: 1 where no token came by."""
-        return {name: self._mean(name) for name in self.sums}
-
-    def _mean(self, name: str) -> Tensor:
-        counts = self.counts[name]
-        sums = self.sums[name].reshape(len(counts), -1)
-        means = torch.where(counts[:, None] > 0, sums / counts[:, None], 1.0)
-        return means.reshape(self.sums[name].shape)
+        found = {}
+        for name, sums in self.sums.items():
+            counts = self.counts[name][:, None]
+            means = torch.where(counts > 0, sums.reshape(len(counts), -1) / counts, 1.0)
+            found[name] = means.reshape(sums.shape)
+        return found
 
     def metadata(self, file: str) -> dict[str, Any]:
         """Return llama-quantize's metadata about the importance matrix `file` that it used."""

@@ -134,7 +134,10 @@ def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: War
     _add(tokens, files, warn)
     table = _table(tokens, vocab_size, warn)
     if keys["model"] == "llama":
-        table = [_spaced(token) for token in table]
+        table = [  # llama.cpp finds user-defined tokens in the text before its spaces are replaced
+            token._replace(text=token.text.replace(SPACE, " ")) if token.type == USER_DEFINED else token
+            for token in table
+        ]
         keys["scores"] = np.array([token.score for token in table], np.float32)
     keys["tokens"] = [token.text for token in table]
     keys["token_type"] = np.array([token.type for token in table], np.int32)
@@ -177,12 +180,6 @@ def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
             padding += "_"
         table.append(tokens.get(number) or Token(padding, UNUSED, UNUSED_SCORE))
     return table
-
-
-def _spaced(token: Token) -> Token:
-    """Return a user-defined token with plain spaces: llama.cpp finds these in the text before spaces are
-    replaced."""
-    return token._replace(text=token.text.replace(SPACE, " ")) if token.type == USER_DEFINED else token
 
 
 def _special_tokens(

@@ -220,9 +220,11 @@ def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -
 def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> list[Target]:
     conv1d = meta_model.replace_conv1d(model)
     tied = {} if row.head == "always" else model.all_tied_weights_keys
+    state = model.state_dict()  # with the buffers that a checkpoint holds, such as those that balance experts
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in state]
     shapes = {
         name: tuple(parameter.shape)
-        for name, parameter in (*model.named_parameters(remove_duplicate=False), *_stored_buffers(model))
+        for name, parameter in (*model.named_parameters(remove_duplicate=False), *buffers)
         if name not in tied
     }
     experts = _experts(model)
@@ -262,12 +264,6 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     for name, values in rope.factors(row, config).items():
         found[name] = Target(name, (), tuple(values.shape), values=values.float())
     return sorted(found.values(), key=lambda target: mixtures.order(target.name))
-
-
-def _stored_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers that a checkpoint holds, such as those that balance experts."""
-    stored = model.state_dict()
-    return [(name, buffer) for name, buffer in model.named_buffers() if name in stored]
 
 
 def _experts(model: nn.Module) -> dict[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,15 +66,11 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def _module(device: torch.device) -> Any:
-    return torch.get_device_module(device)
-
-
 def free_memory(device: torch.device) -> int:
     """Return free bytes of the device, or of the host where that computes."""
     if not is_accelerator(device):
         return host_memory()
-    module = _module(device)
+    module = torch.get_device_module(device)
     if hasattr(module, "mem_get_info"):
         reusable = getattr(module, "memory_reserved", lambda device: 0)(device)
         reusable -= getattr(module, "memory_allocated", lambda device: 0)(device)
@@ -89,7 +84,7 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return
-    module = _module(kind)
+    module = torch.get_device_module(kind)
     for index in range(module.device_count()):
         place = torch.device(kind.type, index)
         known = hasattr(module, "mem_get_info")
@@ -105,14 +100,14 @@ def host_memory() -> int:
 def synchronize(device: torch.device) -> None:
     """Wait until the device has done what it was given; other devices are left alone."""
     if is_accelerator(device):
-        module = _module(device)
+        module = torch.get_device_module(device)
         module.synchronize() if device.type == "mps" else module.synchronize(device)
 
 
 def give_back(device: torch.device) -> None:
     """Let others have the memory that torch keeps for later."""
     if is_accelerator(device):
-        _module(device).empty_cache()
+        torch.get_device_module(device).empty_cache()
 
 
 def host_buffer(like: Tensor) -> Tensor:
@@ -131,7 +126,7 @@ class Lane:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._module = _module(device)
+        self._module = torch.get_device_module(device)
         self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
 
     def send(self, host: Tensor) -> Tensor:

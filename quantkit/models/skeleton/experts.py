@@ -137,13 +137,9 @@ class SortedExperts(Experts):
     def routed(self, hidden: Tensor) -> Routed:
         """Return the rows of a forward that go to each expert."""
         routed = hidden.any(-1)
-        return Routed(hidden[routed], _slices(routed.view(self.count, -1).sum(-1).tolist()))
-
-
-def _slices(counts: Sequence[int]) -> list[slice]:
-    """Return slices of these lengths, one after another."""
-    ends = list(accumulate(map(int, counts)))
-    return [slice(end - int(count), end) for end, count in zip(ends, counts, strict=True)]
+        counts = routed.view(self.count, -1).sum(-1).tolist()
+        rows = [slice(e - n, e) for e, n in zip(accumulate(counts), counts, strict=True)]
+        return Routed(hidden[routed], rows)
 
 
 def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:

@@ -40,10 +40,6 @@ class Calls:
     stores: list[MutableMapping]
     ids: Tensor
 
-    def serve(self, ids: Tensor | None) -> bool:
-        """Return whether these are the arguments for `ids`; for any if None."""
-        return ids is None or torch.equal(self.ids, ids)
-
 
 class Recorder:
     """The model, which computes in `dtype`, with stubs in place of the blocks of `container`."""
@@ -69,7 +65,9 @@ class Recorder:
         part = Part.between(hidden.shape, rows.shape, tokens.shape)
         if part is None or hidden.shape[part.tokens] != 4:
             raise _unsupported(f"the hidden states of {self._kind} are {list(hidden.shape)} for 4 tokens")
-        self._flow = Flow(part, not _same(calls.calls, others.calls))
+        pairs = zip(tree_leaves(calls.calls), tree_leaves(others.calls), strict=True)
+        same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
+        self._flow = Flow(part, by_ids=not same)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the flow that enters the first block; the arguments of all are recorded for this shape."""
@@ -80,7 +78,10 @@ class Recorder:
     def run(self, index: int, block: Callable[..., object], flow: Tensor) -> Tensor:
         """Return the flow after block `index`. Raises QuantkitError if it leaves data of another form."""
         hidden, ids, left = self._flow.unpack(index, flow)
-        calls = self._recorded(flow.shape[:2], ids)
+        calls = self._calls.get(flow.shape[:2])
+        if calls is None or not (ids is None or torch.equal(calls.ids, ids)):
+            _, calls = self._record(torch.zeros(flow.shape[:2], dtype=torch.long) if ids is None else ids)
+        self._keep(flow.shape[:2], calls)
         filled, passed = left or ([{}] * len(calls.stores), {})
         stores = {id(store): copy(store) for store in calls.stores}  # other batches may be on their way, too
         for store, found in zip(stores.values(), filled, strict=True):
@@ -124,14 +125,6 @@ class Recorder:
         finally:
             self._stubs[-1].replacement = None
 
-    def _recorded(self, shape: tuple[int, ...], ids: Tensor | None) -> Calls:
-        """Return the arguments of blocks for hidden states of `shape` `[batch, tokens]`."""
-        calls = self._calls.get(shape)
-        if calls is None or not calls.serve(ids):
-            _, calls = self._record(torch.zeros(shape, dtype=torch.long) if ids is None else ids)
-        self._keep(shape, calls)
-        return calls
-
     def _keep(self, shape: tuple[int, ...], calls: Calls) -> None:
         self._calls.pop(shape, None)
         self._calls[shape] = calls
@@ -169,7 +162,8 @@ class Recorder:
                 self._run(ids)
             except _Recorded:
                 pass
-        return entry[0], Calls(calls, _stores(calls), ids)
+        leaves = filter(_is_empty, tree_leaves(calls, is_leaf=_is_empty))
+        return entry[0], Calls(calls, list({id(leaf): leaf for leaf in leaves}.values()), ids)
 
     def _learn_return_type(self) -> None:
         """Learn whether blocks return a tensor or a tuple: whichever lets the hidden states pass
@@ -247,17 +241,6 @@ def _unsupported(message: str) -> QuantkitError:
     return QuantkitError(message, "quantkit does not compress this architecture yet", UNSUPPORTED)
 
 
-def _stores(calls: list[Call]) -> list[MutableMapping]:
-    """Return the mappings that blocks are given empty."""
-    leaves = tree_leaves(calls, is_leaf=_is_empty)
-    return list({id(leaf): leaf for leaf in leaves if _is_empty(leaf)}.values())
-
-
 def _is_empty(part: object) -> bool:
+    """Return whether a part is a mapping that blocks are given empty."""
     return isinstance(part, MutableMapping) and not part
-
-
-def _same(calls: list[Call], others: list[Call]) -> bool:
-    """Return whether calls hold equal tensors."""
-    pairs = zip(tree_leaves(calls), tree_leaves(others), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
