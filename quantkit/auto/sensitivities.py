@@ -72,7 +72,8 @@ class Sensitivities:
 
     def save(self, path: Path) -> None:
         """Write the table atomically."""
-        atomic.write_text(path, json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n")
+        with atomic.replacing(path) as part:
+            part.write_text(json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:

@@ -20,8 +20,9 @@ from quantkit.distillation.options import DistillOptions, SmallerOptions
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import windows
 from quantkit.evaluation.windows import Windows
-from quantkit.models.files import headers, unchanged, untrusted
+from quantkit.models.files import headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import check_unchanged
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import base_name
@@ -103,7 +104,7 @@ class Job(ABC):
             with self.staging.opened(self.fingerprint, self.request.resume):
                 made = self.make(progress, timings)
                 for checkpoint in (self.source, self.teacher.checkpoint):
-                    unchanged.check(checkpoint)
+                    check_unchanged(checkpoint)
                 self.staging.publish()
         self.teacher.model.to("meta")  # gives its memory back
         return self.record() | made | self.measured(progress) | {"seconds": timings.seconds}

@@ -23,8 +23,8 @@ from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
 from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
-from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import watched
 from quantkit.models.files.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
@@ -161,7 +161,7 @@ def check_comparable(
 def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:
     """Return the final hidden states `[batch, ctx, hidden]` of all windows, by batch, stored at `place`."""
     full = disk_errors(place.folder, "run the same command again, with another folder in TMPDIR")
-    with unchanged.watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
+    with watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
         return model.states(windows.ids.split(_batch(windows)), listen, place)
 
 

@@ -21,9 +21,8 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
 from quantkit.layouts import LinearSpec
-from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.skeleton import Skeleton
@@ -302,7 +301,7 @@ def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
 
 def _hash(checkpoint: Checkpoint) -> str:
     """Return the source's hash. Raises QuantkitError if the source has changed since it was opened."""
-    with unchanged.watched(checkpoint):
+    with watched(checkpoint):
         return checkpoint.sha256()
 
 

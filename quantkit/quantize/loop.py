@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.files import unchanged
+from quantkit.models.files.open import check_unchanged, watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
@@ -55,7 +55,7 @@ def run(job: Job, progress: Progress) -> Summary:
     with (
         disk_errors(job.staging.folder),
         job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
-        unchanged.watched(job.checkpoint),
+        watched(job.checkpoint),
     ):
         return _Loop(job, progress).run()
 
@@ -76,7 +76,7 @@ def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.enter_context(disk_errors(job.staging.folder, "run the same command again"))
             stack.enter_context(job.staging.opened(job.fingerprint, resume=False))
             stack.callback(job.staging.discard)
-        stack.enter_context(unchanged.watched(jobs[0].checkpoint))
+        stack.enter_context(watched(jobs[0].checkpoint))
         return finish.encode(jobs, progress)
 
 
@@ -221,7 +221,7 @@ class _Loop:
         names = [block.rows[name].name for site in block.wanted for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
-        unchanged.check(self.job.checkpoint)  # before the block is staged
+        check_unchanged(self.job.checkpoint)  # before the block is staged
         with self.timings("write"):
             parts.finish(records)
         if self.curvatures:

@@ -24,9 +24,3 @@ def replacing(path: Path) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, whole or not at all. Raises OSError."""
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")

@@ -60,7 +60,7 @@ class Checkpoint:
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
     def having_seen(self, files: Mapping[Path, State]) -> Checkpoint:
-        """Return the checkpoint with the states of its own files, for `unchanged`."""
+        """Return the checkpoint with the states of its own files, for `check_unchanged`."""
         own = {info.file for info in self.infos.values()} | {self.folder, self.folder / CONFIG}
         own |= {self.folder / INDEX, *self.companions()}
         return replace(self, seen={path: state for path, state in files.items() if path in own})

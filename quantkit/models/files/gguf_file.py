@@ -13,8 +13,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,27 +80,19 @@ def read_whole_header(path: Path) -> Header:
         untrusted.refuse_pointer(path)
         if not path.stat().st_size:
             raise _broken(path, "it is empty")
-        with _opened(path) as cursor:
-            return _parse(cursor)
+        with open(path, "rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            # at most as much as a header takes: under `ulimit -v` a larger model could not be mapped
+            most = min(file_bytes, MAX_HEADER_BYTES)
+            with (
+                mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as mapped,
+                memoryview(mapped) as data,
+            ):
+                return _parse(_Cursor(path, data, file_bytes))
     except OSError as error:
         raise QuantkitError(
             f"{path} cannot be read: {error.strerror}", "check the path", exit_code=NOT_FOUND
         ) from error
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[_Cursor]:
-    """Open the beginning of a file, at most as much as a header takes: under `ulimit -v` a model larger than
-    the limit could not be mapped."""
-    with open(path, "rb") as file:
-        file_bytes = os.fstat(file.fileno()).st_size
-        most = min(file_bytes, MAX_HEADER_BYTES)
-        with mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as mapped:
-            cursor = _Cursor(path, memoryview(mapped), file_bytes)
-            try:
-                yield cursor
-            finally:
-                cursor.data.release()
 
 
 @dataclass

@@ -155,7 +155,15 @@ def open_contents(
 
 def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Contents:
     """Return the contents of `place`, a folder or a GGUF file."""
-    return _of_gguf(source, place) if place.is_file() else _of_folder(source, place, strict, bare)
+    if not place.is_file():
+        return _of_folder(source, place, strict, bare)
+    from quantkit.models.files.gguf_file import read_header  # `gguf` takes a while to import
+    from quantkit.models.gguf.file_config import config_of, refuse_imatrix
+
+    metadata, infos = read_header(place)
+    refuse_imatrix(source, metadata)
+    files, config = {place.name: place.stat().st_size}, config_of(metadata, infos)
+    return Contents(source, "gguf", files, config, infos, lambda name: None, place, metadata)
 
 
 # ---- folders
@@ -259,16 +267,3 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
             )
         infos |= filled
     return infos
-
-
-# ---- GGUF
-
-
-def _of_gguf(source: str, path: Path) -> Contents:
-    from quantkit.models.files.gguf_file import read_header  # `gguf` takes a while to import
-    from quantkit.models.gguf.file_config import config_of, refuse_imatrix
-
-    metadata, infos = read_header(path)
-    refuse_imatrix(source, metadata)
-    files, config = {path.name: path.stat().st_size}, config_of(metadata, infos)
-    return Contents(source, "gguf", files, config, infos, lambda name: None, path, metadata)

@@ -21,10 +21,29 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     """Return the folder that holds `source`, or the GGUF file that it is: itself if it exists, else a
     snapshot of the hub repository.
 
-    The token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
+    The small files come first, then the weights that the index of shards names, or the single file: many
+    repositories hold the same weights again, as `consolidated.safetensors` or in subfolders. The token comes
+    from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
     Raises QuantkitError (exit code 3) when it is neither, or the hub cannot be reached.
     """
-    return local(source) or _download(source, revision, offline)
+    if place := local(source):
+        return place
+    from huggingface_hub import snapshot_download
+
+    def fetch(patterns: Iterable[str], revision: str | None) -> Path:
+        return Path(
+            snapshot_download(
+                source,
+                revision=revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*"],
+                local_files_only=offline,
+            )
+        )
+
+    with explained(source, revision, offline):
+        folder = fetch(untrusted.COMPANIONS, revision)
+        return fetch(_weights(folder), folder.name)  # of the same commit
 
 
 def local(source: str) -> Path | None:
@@ -72,29 +91,6 @@ def dataset_revision(repo: str, revision: str | None = None) -> str:
         commit = api.dataset_info(repo, revision=revision, timeout=30).sha
     assert commit is not None
     return commit
-
-
-def _download(repo: str, revision: str | None, offline: bool) -> Path:
-    """Download the small files first, then the weights that the index of shards names, or the single file.
-
-    Many repositories hold the same weights again: `consolidated.safetensors`, or in subfolders.
-    """
-    from huggingface_hub import snapshot_download
-
-    def fetch(patterns: Iterable[str], revision: str | None) -> Path:
-        return Path(
-            snapshot_download(
-                repo,
-                revision=revision,
-                allow_patterns=list(patterns),
-                ignore_patterns=["*/*"],
-                local_files_only=offline,
-            )
-        )
-
-    with explained(repo, revision, offline):
-        folder = fetch(untrusted.COMPANIONS, revision)
-        return fetch(_weights(folder), folder.name)  # of the same commit
 
 
 def _weights(folder: Path) -> list[str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import transformers
 
 from quantkit import layouts
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
-from quantkit.models.files import headers, hub, reading, unchanged, untrusted
-from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.models.files import headers, hub, reading, untrusted
+from quantkit.models.files.checkpoint import Checkpoint, State
 
 ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
 EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
@@ -21,11 +23,11 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
     folder = hub.resolve(source, revision, offline)
+    seen = _look(folder)
     if folder.is_file():
         from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 
-        return open_file(source, folder)
-    seen = unchanged.look(folder)
+        return replace(open_file(source, folder), seen=seen)
     found = headers.at(source, folder, strict=True)
     raw, infos = found.config, found.infos
     untrusted.refuse_config(raw, len(infos))
@@ -84,3 +86,41 @@ def _choose_code(config: transformers.PretrainedConfig) -> None:
     if config._experts_implementation not in EXPERTS:
         config._experts_implementation = None
     config.output_attentions = config.output_hidden_states = False
+
+
+def _look(place: Path) -> dict[Path, State]:
+    """Return the state of every file of a folder, or of one file."""
+    files = place.iterdir() if place.is_dir() else [place]
+    return {path: _state(path) for path in files if path.is_file()}
+
+
+def _state(path: Path) -> State:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def check_unchanged(checkpoint: Checkpoint) -> None:
+    """Raise QuantkitError naming the files that are no longer as they were when it was opened: a job reads
+    them for hours, and twice, and a result of two models would be no model."""
+    wrong = [
+        f"{path.name} {'changed' if path.exists() else 'gone'}"
+        for path, state in sorted(checkpoint.seen.items())
+        if not path.exists() or (path.is_file() and _state(path) != state)
+    ]
+    if wrong:
+        raise QuantkitError(
+            f"{checkpoint.source} was changed while it was read: {name_all(wrong)}",
+            "let nothing write there meanwhile; put it back as it was and use --resume, or begin anew with "
+            "--overwrite",
+        )
+
+
+@contextmanager
+def watched(checkpoint: Checkpoint) -> Iterator[None]:
+    """Check at the end, also after an error, whose cause a change may be."""
+    try:
+        yield
+    except Exception:
+        check_unchanged(checkpoint)
+        raise
+    check_unchanged(checkpoint)

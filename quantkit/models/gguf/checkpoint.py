@@ -20,7 +20,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.files import checksums, gguf_file, reading, unchanged
+from quantkit.models.files import checksums, gguf_file, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
@@ -177,7 +177,6 @@ class GgufCheckpoint(Checkpoint):
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:
     """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
-    seen = unchanged.look(path)
     metadata, stored = gguf_file.read_header(path)
     refuse_imatrix(source, metadata)
     factors = {
@@ -207,7 +206,6 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         targets={name: target for target in targets for name in target.parameters},
         pieces=pieces,
         scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
-        seen=seen,
     )
 
 

@@ -63,12 +63,6 @@ def by_name() -> dict[str, PreTokenizer]:
     return {name: row for row in ROWS for name in row.names}
 
 
-def recognise(pre_tokenizer: Json | None) -> list[PreTokenizer]:
-    """Return the rows that cut text as this pre-tokenizer does; none if llama.cpp has no such."""
-    found = cuts(pre_tokenizer)
-    return [row for row in ROWS if found is not None and cuts(row.pre_tokenizer) == found]
-
-
 def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
     """Return the steps of a pre-tokenizer in a canonical form: equal for those that cut alike.
 

@@ -153,7 +153,8 @@ def byte_level(
 
 def _recognise(files: TokenizerFiles, nfc: bool, merges: list[Merge]) -> PreTokenizer:
     stored = files.tokenizer
-    rows = pre_tokenizers.recognise(stored["pre_tokenizer"])
+    found = pre_tokenizers.cuts(stored["pre_tokenizer"])
+    rows = [row for row in pre_tokenizers.ROWS if found and pre_tokenizers.cuts(row.pre_tokenizer) == found]
     if not rows:
         steps = (step.get("pattern", step) for step in flat(stored["pre_tokenizer"], "pretokenizers"))
         raise QuantkitError(

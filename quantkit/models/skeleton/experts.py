@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -38,10 +38,6 @@ class Routed:
         """Return the rows of one expert."""
         rows = self.rows[index]
         return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
-    def copied(self, device: torch.device) -> Routed:
-        """Return a copy on a device, in memory of its own."""
-        return replace(self, hidden=self.hidden.to(device, copy=True))
 
 
 class Experts(nn.Module):
@@ -76,9 +72,8 @@ class Experts(nn.Module):
         """Return outputs for `hidden [tokens, hidden]`, by its tokens' experts `[tokens, k]` and weights."""
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
-        inner = torch.cat(
-            [self._inner(self.get_submodule(str(e)), hidden[rows]) for e, (rows, _) in enumerate(chosen)]
-        )  # the list is gone: batches may wait at the next line
+        inner = torch.cat([self.inner(expert, hidden[rows]) for expert, (rows, _) in enumerate(chosen)])
+        # the list is gone: batches may wait at the next line
         inner = self.between(inner).split([len(rows) for rows, _ in chosen])
         out = torch.zeros_like(hidden)
         for expert, ((rows, places), part) in enumerate(zip(chosen, inner, strict=True)):
@@ -92,21 +87,19 @@ class Experts(nn.Module):
         """Return the rows of a forward that go to each expert."""
         return Routed(hidden, [torch.where(top_k_index == expert)[0] for expert in range(self.count)])
 
-    def inner(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the input of the down projection of one expert for `hidden [tokens, hidden]`."""
-        return self._inner(self.get_submodule(str(index)), hidden)
-
     def alone(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of one expert for `hidden [tokens, hidden]`, whatever the router says."""
-        expert = self.get_submodule(str(index))
-        found = expert.get_submodule(self.down)(self._inner(expert, hidden))
+        inner = self.inner(index, hidden)
+        found = self.get_submodule(f"{index}.{self.down}")(inner)
         return self.fused.post_expert_norm(found) if self.form.normed else found
 
-    def _inner(self, expert: nn.Module, hidden: Tensor) -> Tensor:
-        """Return the input of an expert's down projection; the gate is the architecture's own.
+    def inner(self, index: int, hidden: Tensor) -> Tensor:
+        """Return the input of the down projection of one expert for `hidden [tokens, hidden]`; the gate is
+        the architecture's own.
 
         Each linear is looked up when its turn comes: what came before may have put another in its place.
         """
+        expert = self.get_submodule(str(index))
         gate = expert.get_submodule(self.gate)(hidden) if self.form.gated else None
         up = expert.get_submodule(self.up)(hidden)
         if gate is None:
@@ -127,7 +120,7 @@ class SortedExperts(Experts):
         routed = hidden.any(-1)
         counts = routed.view(self.count, -1).sum(-1).tolist()
         entering = self.entering(hidden[routed]).split(counts)
-        inner = torch.cat([self._inner(self.get_submodule(str(e)), part) for e, part in enumerate(entering)])
+        inner = torch.cat([self.inner(e, part) for e, part in enumerate(entering)])
         inner = self.between(inner).split(counts)
         found = [self.get_submodule(f"{e}.{self.down}")(part) for e, part in enumerate(inner)]
         out = torch.zeros_like(hidden)

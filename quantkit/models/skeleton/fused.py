@@ -114,7 +114,10 @@ class Fused:
         transposed = matrices and self.form.transposed
         if info.shape != expected:  # some families were stored either way: transformers looks, too
             if not matrices or info.shape != (expected[0], *expected[:0:-1]):
-                raise _misfit(info, expected)
+                found = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
+                if info.shape[1:] == expected[1:]:
+                    found += f": {info.shape[0]} experts instead of {expected[0]}"
+                raise QuantkitError(found, "config.json and weights belong to different models")
             transposed = not transposed
         columns = info.shape[1 if transposed else 2] if matrices else None
         rows = info.shape[2 if transposed else 1]
@@ -130,13 +133,6 @@ class Fused:
             where = info.file, info.offset, nbytes, info.name, index, transposed, packed, info.shape
             found[name] = Slice(name, info.dtype, shape, *where)
         return found
-
-
-def _misfit(info: TensorInfo, expected: tuple[int, ...]) -> QuantkitError:
-    found = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
-    if info.shape[1:] == expected[1:]:
-        found += f": {info.shape[0]} experts instead of {expected[0]}"
-    return QuantkitError(found, "config.json and weights belong to different models")
 
 
 def one_by_one(model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]) -> Checkpoint:

@@ -73,7 +73,8 @@ class ExpertByExpert:
                 seen = self._seen[name] = []
 
                 def keep(module: Experts, args: tuple, kwargs: dict, seen: list[Routed] = seen) -> None:
-                    seen.append(module.routed(*args, **kwargs).copied(where))
+                    routed = module.routed(*args, **kwargs)
+                    seen.append(replace(routed, hidden=routed.hidden.to(where, copy=True)))
 
                 stack.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
         return stack

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
-from quantkit.models.files import unchanged
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf import imatrix, tensors
 from quantkit.models.gguf.imatrix import Imatrix
 from quantkit.models.machine import distributed
@@ -116,7 +115,7 @@ def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None
 def run(job: ImatrixJob, progress: Progress) -> dict:
     """Gather, write and return the record of the job. The file appears whole or not at all."""
     timings = Timings(job.skeleton.device)
-    with unchanged.watched(job.checkpoint):
+    with watched(job.checkpoint):
         gathered = importance.gather(job.skeleton, job.batches, progress, timings, job.place)
     distributed.broadcast(lambda: _write(job, gathered, timings))
     return job.record() | {"seconds": timings.seconds}

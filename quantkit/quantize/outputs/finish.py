@@ -14,8 +14,7 @@ from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.grids.distance import relative_distance
 from quantkit.inspection.record import activations
-from quantkit.models.files import unchanged
-from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import mapped, return_freed_pages
 from quantkit.models.skeleton import Skeleton
@@ -47,7 +46,7 @@ def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress)
     described = manifest(job, records)
     with timings("write"):
         place = job.staging.assemble(lambda place: output.write(material, place, described))
-    unchanged.check(job.checkpoint)  # the disk is not to be blamed for it
+    check_unchanged(job.checkpoint)  # the disk is not to be blamed for it
     progress.phase("verifying what was written")
     with timings("verify"):
         _verify(job, place, final_states)
@@ -164,7 +163,7 @@ def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
         progress.phase("writing")
         with timings("write"):
             _write(jobs, (), imatrix, progress)
-        unchanged.check(jobs[0].checkpoint)
+        check_unchanged(jobs[0].checkpoint)
         progress.phase("verifying what was written")
         return [_publish(job, timings) for job in jobs]
 
