@@ -180,8 +180,8 @@ BROKEN = {
     "version 1": (header(version=1), "has GGUF version 1"),
     "pairs without end": (header(counts=(0, HUGE)), "at most 65,536 are read"),
     "tensors without end": (header(counts=(HUGE, 0)), "at most 65,536 are read"),
-    "endless key": (header(struct.pack("<Q", HUGE), counts=(0, 1)), "where it ends"),
-    "endless array": (header(text(b"k") + struct.pack("<IIQ", 9, 4, HUGE), counts=(0, 1)), "where it ends"),
+    "endless key": (header(struct.pack("<Q", HUGE), counts=(0, 1)), "is longer than"),
+    "endless array": (header(text(b"k") + struct.pack("<IIQ", 9, 4, HUGE), counts=(0, 1)), "is longer than"),
     "endless strings": (
         header(text(b"k") + struct.pack("<IIQ", 9, 8, 1 << 40), counts=(0, 1)),
         "cannot hold",

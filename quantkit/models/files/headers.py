@@ -158,7 +158,7 @@ def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Co
     if not place.is_file():
         return _of_folder(source, place, strict, bare)
     from quantkit.models.files.gguf_file import read_header  # `gguf` takes a while to import
-    from quantkit.models.gguf.file_config import config_of, refuse_imatrix
+    from quantkit.models.gguf.architectures import config_of, refuse_imatrix
 
     metadata, infos = read_header(place)
     refuse_imatrix(source, metadata)

@@ -25,7 +25,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
-from quantkit.models.gguf.file_config import refuse_imatrix
+from quantkit.models.gguf.architectures import refuse_imatrix
 from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
@@ -194,7 +194,9 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     for target in targets:
         if target.part:
             pieces.setdefault(target.parameters[0], []).append((target, stored[target.name]))
-    infos |= {name: _whole(name, parts) for name, parts in pieces.items()}
+    for name, parts in pieces.items():
+        (target, first), nbytes = parts[0], sum(info.nbytes for _, info in parts)
+        infos[name] = replace(first, name=name, shape=target.part.shape, nbytes=nbytes)
     return GgufCheckpoint(
         source=source,
         folder=path,
@@ -297,12 +299,6 @@ def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]
     for row, name in enumerate(target.parameters):
         start = info.offset + row * nbytes
         yield name, replace(info, name=name, shape=info.shape[1:], offset=start, nbytes=nbytes)
-
-
-def _whole(name: str, parts: list[tuple[Target, TensorInfo]]) -> TensorInfo:
-    """Return the place of a tensor that the file holds in parts."""
-    target, first = parts[0]
-    return replace(first, name=name, shape=target.part.shape, nbytes=sum(info.nbytes for _, info in parts))
 
 
 def _decode(

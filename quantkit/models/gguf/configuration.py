@@ -14,9 +14,16 @@ from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.models.gguf import architectures, file_config, rope, variants
-from quantkit.models.gguf.architectures import DEFAULTS, LATENT, Architecture
-from quantkit.models.gguf.file_config import FULL, PATTERN, SLIDING, layer_types
+from quantkit.models.gguf import architectures, rope, variants
+from quantkit.models.gguf.architectures import (
+    DEFAULTS,
+    FULL,
+    LATENT,
+    PATTERN,
+    SLIDING,
+    Architecture,
+    layer_types,
+)  # fmt: skip
 from quantkit.models.gguf.variants import head_dim
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
@@ -130,7 +137,7 @@ def to_config(
     heads = keys["attention.head_count"]
     keys.setdefault("attention.head_count_kv", heads)
     keys.setdefault("attention.key_length", keys["embedding_length"] // heads)
-    values = file_config.fields(row, keys, infos)
+    values = architectures.config_fields(row, keys, infos)
     if not row.free_head_dim:
         values.pop("head_dim", None)  # it follows, and not every configuration has the field
     values["vocab_size"] = infos["token_embd.weight"].shape[0]
@@ -140,7 +147,7 @@ def to_config(
         values["rope_parameters"] = parameters
     values |= _sliding(row, keys) | _special_tokens(metadata, values["vocab_size"])
     config = transformers.AutoConfig.for_model(row.model_types[0], **copy.deepcopy(values))
-    config.dtype = getattr(torch, file_config.dtype(infos))
+    config.dtype = getattr(torch, architectures.dtype(infos))
     return config
 
 

@@ -25,31 +25,26 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> n
     """Return the model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
     try:
-        return _with_buffers(model, device).eval()
+        nbytes = sum(buffer.nbytes for buffer in model.buffers())
+        if nbytes > BUFFER_BYTES:
+            raise ValueError(f"its buffers take {nbytes / 2**30:,.1f} GiB")
+        for module in model.modules():
+            if isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
+                module.config._is_quantized = True  # Mamba's blocks then call linears they skip otherwise
+        for parameter in model.parameters():
+            parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
+        for name, buffer in list(model.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+        model.initialize_weights()
+        for name, buffer in list(model.named_buffers()):
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
+        return model.eval()
     except (MemoryError, QuantkitError):
         raise
     except Exception as error:  # of sizes and kinds that do not go together
         raise _no_model(checkpoint.source, error) from error
-
-
-def _with_buffers(model: nn.Module, device: torch.device) -> nn.Module:
-    """Fill the model's buffers with their first values."""
-    nbytes = sum(buffer.nbytes for buffer in model.buffers())
-    if nbytes > BUFFER_BYTES:
-        raise ValueError(f"its buffers take {nbytes / 2**30:,.1f} GiB")
-    for module in model.modules():
-        if isinstance(getattr(module, "config", None), transformers.PretrainedConfig):
-            module.config._is_quantized = True  # Mamba's blocks then call linears whose weights they use else
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # initialize_weights then fills buffers alone
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
-    model.initialize_weights()
-    for name, buffer in list(model.named_buffers()):
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner)._buffers[leaf] = buffer.to(device)
-    return model
 
 
 def empty(
