@@ -30,6 +30,11 @@ def _help_all(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
+def _switch(flag: str, help: str, **settings: Any) -> tuple[Any, bool]:
+    """Return annotation and default of a flag without a value."""
+    return Annotated[bool, typer.Option(flag, help=help, **settings)], False
+
+
 OUTPUT = Annotated[
     Path | None,
     typer.Option(
@@ -53,71 +58,39 @@ PLOT = Annotated[
         metavar="FILE", help="Write the plots as .svg or .png; each plot after the first gets a suffix."
     ),
 ]
+RECIPE = Annotated[
+    str | None,
+    typer.Option(
+        "--recipe",
+        help="Take options from a shipped recipe or a YAML file.",
+        autocompletion=completion(recipe.shipped),
+    ),
+]
+EVAL_TEXT = Annotated[
+    Path | None,
+    typer.Option(
+        "--eval", metavar="TEXT", help="Evaluate the original and the result on this text after the job."
+    ),
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only warnings and errors.")]
 FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
     "output": (OUTPUT, None),
-    "recipe_name": (
-        Annotated[
-            str | None,
-            typer.Option(
-                "--recipe",
-                help="Take options from a shipped recipe or a YAML file.",
-                autocompletion=completion(recipe.shipped),
-            ),
-        ],
-        None,
-    ),
-    "dry_run": (
-        Annotated[
-            bool, typer.Option("--dry-run", help="Print the plan and stop. Nothing is loaded or written.")
-        ],
-        False,
-    ),
-    "resume": (
-        Annotated[bool, typer.Option("--resume", help="Continue an interrupted run of the same job.")],
-        False,
-    ),
-    "overwrite": (
-        Annotated[bool, typer.Option("--overwrite", help="Replace an existing output or staged job.")],
-        False,
-    ),
-    "eval_text": (
-        Annotated[
-            Path | None,
-            typer.Option(
-                "--eval",
-                metavar="TEXT",
-                help="Evaluate the original and the result on this text after the job.",
-            ),
-        ],
-        None,
-    ),
+    "recipe_name": (RECIPE, None),
+    "dry_run": _switch("--dry-run", "Print the plan and stop. Nothing is loaded or written."),
+    "resume": _switch("--resume", "Continue an interrupted run of the same job."),
+    "overwrite": _switch("--overwrite", "Replace an existing output or staged job."),
+    "eval_text": (EVAL_TEXT, None),
     "revision": (REVISION, None),
     "offline": (OFFLINE, False),
     "trust_remote_code": (TRUST_REMOTE_CODE, False),
     "as_json": (AS_JSON, False),
     "quiet": (QUIET, False),
-    "help_all": (
-        Annotated[
-            bool,
-            typer.Option(
-                "--help-all",
-                is_eager=True,
-                callback=_help_all,
-                help="Show all options, advanced ones included.",
-            ),
-        ],
-        False,
+    "help_all": _switch(
+        "--help-all", "Show all options, advanced ones included.", is_eager=True, callback=_help_all
     ),
 }
-OPENING = (
-    "revision",
-    "offline",
-    "trust_remote_code",
-    "as_json",
-    "quiet",
-)  # to open checkpoints
+OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open checkpoints
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:

@@ -11,35 +11,10 @@ from contextlib import suppress
 
 from quantkit.errors import USAGE, QuantkitError
 
-PLAIN = {  # replacements of the same width for encodings without the character
-    "–": "-",
-    "—": "-",
-    "−": "-",
-    "─": "-",
-    "━": "-",
-    "│": "|",
-    "…": ".",
-    "→": ">",
-    "←": "<",
-    "▶": ">",
-    "×": "x",
-    "·": ".",
-    "•": "*",
-    "±": "~",
-    "≈": "~",
-    "≤": "<",
-    "≥": ">",
-    "Σ": "S",
-    "Δ": "d",
-    "µ": "u",
-    "‖": "|",
-    "“": '"',
-    "”": '"',
-    "‘": "'",
-    "’": "'",
-    "█": "#",
-    "✓": "y",
-}
+SIGNS = "–—−─━│…→←▶×·•±≈≤≥ΣΔµ‖“”‘’█✓"
+PLAIN = dict(
+    zip(SIGNS, """-----|.><>x.*~~<>Sdu|""''#y""", strict=True)
+)  # as wide, for encodings without them
 
 
 def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
