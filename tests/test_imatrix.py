@@ -1,6 +1,4 @@
-"""quantkit.models.gguf.imatrix: files of both kinds, and what llama-quantize makes of them."""
-
-import struct
+"""quantkit.models.gguf.imatrix: files, and what llama-quantize makes of them."""
 
 import gguf
 import numpy as np
@@ -29,15 +27,6 @@ def equal(a: Imatrix, b: Imatrix) -> bool:
     )
     said = [(one.datasets, one.chunk_count, one.chunk_size) for one in (a, b)]
     return tensors and said[0] == said[1]
-
-
-def legacy(entries: dict[str, tuple[int, list[float]]], end: bytes = b"") -> bytes:
-    """A `.dat` file, byte by byte."""
-    parts = [struct.pack("<i", len(entries))]
-    for name, (calls, values) in entries.items():
-        parts.append(struct.pack(f"<i{len(name)}sii", len(name), name.encode(), calls, len(values)))
-        parts.append(struct.pack(f"<{len(values)}f", *values))
-    return b"".join(parts) + end
 
 
 # ---- GGUF
@@ -92,82 +81,16 @@ def test_what_the_output_says_of_it(made):
     assert list(Imatrix({}, {}).metadata("x")) == ["quantize.imatrix.file", "quantize.imatrix.entries_count"]
 
 
-# ---- the older kind
-
-ENTRIES = {"blk.0.attn_q.weight": (4, [8.0, 2.0, 1.0]), "blk.0.ffn_down.weight": (0, [3.0])}
-
-
-@pytest.mark.parametrize(
-    ("end", "chunks", "datasets"),
-    [
-        (b"", 0, ()),
-        (struct.pack("<i", 9), 9, ()),
-        (struct.pack("<ii", 9, 0), 9, ()),
-        (struct.pack("<ii8s", 9, 8, b"book.txt"), 9, ("book.txt",)),
-    ],
-)
-def test_a_legacy_file_is_read(tmp_path, end, chunks, datasets):
-    path = tmp_path / "imatrix.dat"
-    path.write_bytes(legacy(ENTRIES, end))
-    found = imatrix.read(path)
-    values = {name: value.tolist() for name, value in found.values().items()}
-    assert values == {"blk.0.attn_q.weight": [2.0, 0.5, 0.25], "blk.0.ffn_down.weight": [3.0]}
-    assert (found.datasets, found.chunk_count, found.chunk_size) == (datasets, chunks, 0)
-
-
 # ---- broken ones
 
-WHOLE = legacy(ENTRIES, struct.pack("<ii8s", 9, 8, b"book.txt"))
 
-
-@pytest.mark.parametrize("size", range(len(WHOLE)))
-def test_a_legacy_file_that_is_cut_short(tmp_path, size):
-    path = tmp_path / "imatrix.dat"
-    path.write_bytes(WHOLE[:size])
-    if size in (len(legacy(ENTRIES)), len(legacy(ENTRIES)) + 4):  # what follows may be missing
-        assert list(imatrix.read(path).sums) == list(ENTRIES)
-        return
-    with pytest.raises(QuantkitError, match="would take"):
-        imatrix.read(path)
-
-
-@pytest.mark.parametrize(
-    ("data", "words"),
-    [
-        (b"", "its number of entries would take 4 bytes, 0 are left"),
-        (struct.pack("<i", 0), "its number of entries is 0"),
-        (struct.pack("<i", -1), "its number of entries is -1"),
-        (
-            struct.pack("<iii", 2**31 - 1, 2**31 - 1, 0),
-            "of 2147483647 would take 2147483647 bytes, 4 are left",
-        ),
-        (struct.pack("<ii", 1, -5), "is -5"),
-        (struct.pack("<ii1sii", 1, 1, b"a", 1, 0), "number of values of a is 0"),
-        (struct.pack("<ii1sii", 1, 1, b"a", 1, 2**31 - 1), "a would take 8589934588 bytes, 0 are left"),
-        (struct.pack("<ii1si", 1, 1, b"\xff", 1), "name of entry 1 of 1 is no text"),
-        (legacy(ENTRIES, struct.pack("<i", -1)), "number of chunks is -1"),
-        (WHOLE + b"more", "4 bytes follow its end"),
-        (legacy({"a": (1, [1.0])})[:4] * 2, "would take"),
-        (legacy({"a": (1, [float("nan")])}), "a has values that are no sums of squares"),
-        (legacy({"a": (1, [float("inf")])}), "a has values that are no sums of squares"),
-        (legacy({"a": (1, [-1.0])}), "a has values that are no sums of squares"),
-    ],
-)
-def test_legacy_files_that_are_none(tmp_path, data, words):
+@pytest.mark.parametrize("data", [b"", b"\1\0\0\0\1\0\0\0a\1\0\0\0\1\0\0\0\0\0\x80?"])
+def test_the_older_kind_is_refused(tmp_path, data):
     path = tmp_path / "imatrix.dat"
     path.write_bytes(data)
-    with pytest.raises(QuantkitError) as refused:
+    with pytest.raises(QuantkitError, match="no importance matrix in GGUF") as refused:
         imatrix.read(path)
-    assert words in refused.value.message and "quantkit imatrix" in refused.value.hint
-    assert refused.value.exit_code == 2
-
-
-def test_a_name_that_comes_twice(tmp_path):
-    one = legacy({"a": (1, [1.0])})
-    path = tmp_path / "imatrix.dat"
-    path.write_bytes(struct.pack("<i", 2) + one[4:] * 2)
-    with pytest.raises(QuantkitError, match="a comes twice"):
-        imatrix.read(path)
+    assert refused.value.exit_code == 2 and f"llama-imatrix --in-file {path}" in refused.value.hint
 
 
 def gguf_of(path, tensors: dict[str, np.ndarray], **metadata) -> None:

@@ -1,19 +1,17 @@
 """Importance matrices: how much each input column of a matrix counts, as llama-imatrix writes them.
 
-For every matrix, Σx² of each input column over the calibration tokens, and how many tokens that were. Two
-kinds of files: GGUF with `NAME.in_sum2` and `NAME.counts`, and the older `.dat` of struct after struct.
+For every matrix, Σx² of each input column over the calibration tokens, and how many tokens that were, as
+`NAME.in_sum2` and `NAME.counts` of a GGUF file.
 Source: llama.cpp, `tools/imatrix/imatrix.cpp` and `common/imatrix-loader.cpp`.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,8 +78,7 @@ def write(path: Path, imatrix: Imatrix) -> None:
 
 
 def read(path: Path) -> Imatrix:
-    """Return the either kind of file. Raises QuantkitError for one that is neither, is cut short or holds no
-    sums."""
+    """Read a GGUF file of sums. Raises QuantkitError for another kind of file, or a damaged one."""
     try:
         with open(path, "rb") as file:
             magic = file.read(len(gguf_file.MAGIC))
@@ -89,7 +86,10 @@ def read(path: Path) -> Imatrix:
         raise QuantkitError(
             f"importance matrix {path} cannot be read: {error.strerror}", HINT, NOT_FOUND
         ) from error
-    imatrix = _read_gguf(path) if magic == gguf_file.MAGIC else _read_legacy(path)
+    if magic != gguf_file.MAGIC:
+        convert = f"if it is an older .dat file: llama-imatrix --in-file {path} -o NEW.gguf; else {HINT}"
+        raise QuantkitError(f"{path} is no importance matrix in GGUF", convert, USAGE)
+    imatrix = _read_gguf(path)
     for name, sums in imatrix.sums.items():
         counts = imatrix.counts[name]
         if not (torch.isfinite(sums).all() and torch.isfinite(counts).all() and sums.min() >= 0):
@@ -131,46 +131,3 @@ def _load(path: Path, info: TensorInfo) -> Tensor:
     if info.dtype != "F32":
         _refuse(path, f"{info.name} is {info.dtype}, not F32")
     return reading.tensor(info)
-
-
-def _read_legacy(path: Path) -> Imatrix:
-    """Return i32 entries; each i32 length, name, i32 calls, i32 n, f32[n]; then i32 chunks, i32 length, text.
-
-    The floats are means times `calls`; tokens are not known. What follows the entries may be missing.
-    """
-    left = path.stat().st_size
-
-    def take(nbytes: int, what: str) -> bytes:  # every size is held against what is left
-        nonlocal left
-        if nbytes > left:
-            _refuse(path, f"{what} would take {nbytes} bytes, {left} are left")
-        left -= nbytes
-        return file.read(nbytes)
-
-    def integer(what: str, least: int = -(1 << 31)) -> int:
-        (value,) = struct.unpack("<i", take(4, what))
-        if value < least:
-            _refuse(path, f"{what} is {value}")
-        return value
-
-    def text(what: str, least: int) -> str:
-        try:
-            return take(integer(f"the length of {what}", least), what).decode()
-        except UnicodeDecodeError:
-            _refuse(path, f"{what} is no text")
-
-    sums, counts = {}, {}
-    with open(path, "rb") as file:
-        entries = integer("its number of entries", least=1)
-        for position in range(entries):
-            name = text(f"the name of entry {position + 1} of {entries}", least=1)
-            if name in sums:
-                _refuse(path, f"{name} comes twice")
-            counts[name] = torch.tensor([float(max(integer(f"the calls of {name}"), 1))])
-            values = take(4 * integer(f"the number of values of {name}", least=1), name)
-            sums[name] = torch.from_numpy(np.frombuffer(values, "<f4").copy())
-        chunks = integer("its number of chunks", least=0) if left else 0
-        dataset = text("its dataset", least=0) if left else ""
-        if left:
-            _refuse(path, f"{left} bytes follow its end")
-    return Imatrix(sums, counts, (dataset,) if dataset else (), chunks)
