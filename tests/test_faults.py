@@ -68,7 +68,7 @@ def test_calls_that_fail_one_at_a_time(server, library, workplace, reference, pa
     if code == 0:  # what was to be removed may stay
         assert stops.contents(folder / "out") == reference
         return
-    assert ("full" if error == errno.ENOSPC else "fails") in lines(folder)[0]
+    assert ("full" if error == errno.ENOSPC else "input/output error") in lines(folder)[0]
     there = (folder / "out").exists()
     again = [*stops.again(NAME), "--overwrite"] if there else stops.again(NAME)
     assert server.run(folder, again) == 0, forked.said(folder)

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
@@ -301,7 +300,7 @@ def disk_errors(
         yield
     except Exception as error:
         denied = isinstance(error, PermissionError) or f"(os error {errno.EACCES})" in str(error)
-        if denied and (folder.name in str(error) or isinstance(error, SafetensorError)):  # names no file
+        if denied and (getattr(error, "filename", None) is None or folder.name in str(error)):
             message = f"{folder} cannot be written any more: permission denied"
             raise QuantkitError(message, f"allow it; then {then}", RUNTIME) from error
         if (full := full_disk(error)) is None:
