@@ -7,6 +7,7 @@ The table is written by `bench_peers.py quality --write`; this script measures n
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -41,6 +42,9 @@ def points() -> dict[str, list[tuple[float, float]]]:
 
 def main() -> None:
     """Write docs/loss.svg."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     plt.rcParams |= {"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 10}
     figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     for name, found in points().items():

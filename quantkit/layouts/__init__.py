@@ -227,8 +227,10 @@ def available() -> list[str]:
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `quantization_config` of config.json; {} without one."""
-    stored = config.get("quantization_config")
+    """Return `quantization_config` of config.json, or MLX's entry of another name; {} without one."""
+    stored, mlx = config.get("quantization_config"), config.get("quantization")
+    if isinstance(mlx, dict) and not (isinstance(stored, dict) and "quant_method" in stored):
+        return {"quant_method": "mlx"} | mlx
     return stored if isinstance(stored, dict) else {} if stored is None else {"quant_method": stored}
 
 
