@@ -70,6 +70,7 @@ class Engine:
 
     def failure(self, what: str) -> QuantkitError:
         """Return the error of an engine that ended or does not answer, with its last lines."""
+        self._reader.join(0.5)  # the last lines may not have been read yet
         lines = [printable(line).strip() for line in self.last if line.strip()]
         output = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
         hint = "run the command of quantkit serve … --print by itself"
