@@ -142,7 +142,7 @@ def test_transformers_stops_after_the_next_token(talker):
 
     def stream(text: str) -> None:
         parts.append(text)
-        if len("".join(parts)) > 4:
+        if len(parts) > 4:  # called for each token, with text once a word is complete
             session.stop()
 
     made = session.say(SAID[0], stream)

@@ -20,7 +20,6 @@ INPUTS = {
     "int8 tokens": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
     "float8 tokens": {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True},
     "float8 groups": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "dynamic": True},
-    "int8 static": {"num_bits": 8, "type": "int", "strategy": "tensor"},
     "nvfp4": {
         "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local",
         "scale_dtype": "torch.float8_e4m3fn",
