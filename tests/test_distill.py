@@ -381,7 +381,7 @@ def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
     assert record.items() >= {k: plan[k] for k in ("trained", "options", "execution")}.items()
     measured = [model["metrics"]["kld"] for model in record["eval"]["models"]]
     assert measured[0] is None and measured[2]["mean"] < measured[1]["mean"]
-    assert "is finished: nothing to do" in quantkit(*asked, "--resume").out
+    assert "is already finished" in quantkit(*asked, "--resume").out
     told = quantkit("inspect", "student-distilled").out.replace("\n", " ")
     assert f"distilled (held-out KL divergence {record['before']:.5f} → {record['after']:.5f})" in told
     capsys.readouterr()

@@ -90,7 +90,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit.cli import distill_report
+            from quantkit.cli import distill_report, job_report
             from quantkit.distillation import job
             from quantkit.distillation.compressed import job as compressed_job
             from quantkit.distillation.smaller import job as smaller_job
@@ -101,7 +101,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
         kind = smaller_job if smaller else compressed_job
         if job.is_done(request):
             progress.close()
-            distill_report.print_finished(kind.SCHEMA, job.output_of(request), values["as_json"])
+            job_report.print_finished(kind.SCHEMA, [str(job.output_of(request))], values["as_json"])
             return
         prepared = kind.prepare(request, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()

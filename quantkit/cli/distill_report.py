@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from shlex import quote
 
 from rich.console import Console
 
+from quantkit.cli import job_report
 from quantkit.errors import count
 from quantkit.evaluation.comparison.table import print_comparison
 from quantkit.tables import make_table, megabytes, print_facts
@@ -33,14 +32,12 @@ def _print_compressed(record: dict) -> None:
         f"{held_out} held out",
     }
     if not done:
-        where = "above the interpreter" if execution["device"] == "cpu" else f"on {execution['device']}"
         how = "codes of all blocks in memory" if memory["hold"] else "codes read again for every block"
         whole = f", {megabytes(memory['whole'])} end to end ({how})" if options["epochs"] else ""
         facts["stages"] = _stages(options)
-        facts["memory"] = f"about {megabytes(memory['blocks'])} block by block{whole}, {where}"
-        facts["runs"] = (
-            f"{execution['dtype']}, {execution['threads']} threads, batches of {execution['batch_size']}"
-        )
+        blocks = f"about {megabytes(memory['blocks'])} block by block{whole}"
+        facts["memory"] = f"{blocks}, on {execution['device']}, and Python itself"
+        facts["computes"] = job_report.computes(execution, True)
         print_facts(console, facts)
         return
     seconds = record["seconds"]
@@ -90,7 +87,7 @@ def _print_smaller(record: dict) -> None:
         "some of them held out"
     )
     facts["training"] = f"{schedule['steps']:,} steps of {schedule['batch']} sequences, {tokens:,} tokens"
-    facts["runs"] = f"{how['dtype']}, {how['threads']} threads, on {how['device']}"
+    facts["computes"] = job_report.computes(how, False) + f", on {how['device']}"
     facts["memory"] = f"about {megabytes(record['memory_bytes'])}; disk {megabytes(record['disk_bytes'])}"
     if done:
         published = record["published"] == "trained"
@@ -119,11 +116,3 @@ def left_out(chosen: dict, depth: int) -> str:
     (_, worth, first), *others = gone
     parts = [f"block {first} (KL divergence without it {worth:.3f})"]
     return ", then ".join([*parts, *(f"{index} ({worth:.3f})" for _, worth, index in others)])
-
-
-def print_finished(schema: str, output: Path, as_json: bool) -> None:
-    """Print that a job is finished, for --resume."""
-    if as_json:
-        print(json.dumps({"schema": schema, "output": str(output), "finished": True}, indent=2))
-    else:
-        print(f"{output} is finished: nothing to do")

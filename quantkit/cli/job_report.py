@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -83,7 +84,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
     facts |= {
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
-        "computes": _computes(asdict(execution), made is not None),
+        "computes": computes(asdict(execution), made is not None),
         "calibration": _calibration(made and made.record()),
     }
     print_facts(console, facts)
@@ -144,7 +145,7 @@ def _seconds(stages: dict[str, float]) -> str:
     return f"{sum(stages.values()):.1f} ({parts})"
 
 
-def _computes(how: dict, calibrated: bool) -> str:
+def computes(how: dict, calibrated: bool) -> str:
     """Return a phrase such as `in bfloat16 on 1 thread, batches of 8, hidden states in host memory`."""
     words = f"in {how['dtype']} on {count(how['threads'], 'thread')}"
     if calibrated:
@@ -216,6 +217,20 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         )
 
 
+def print_json(records: Sequence[dict]) -> None:
+    """Print one JSON object; several outputs of one command are a list inside it."""
+    one = records[0] if len(records) == 1 else {"schema": "quantkit.jobs/1", "jobs": list(records)}
+    print(json.dumps(one, indent=2))
+
+
+def print_finished(schema: str, outputs: Sequence[str], as_json: bool) -> None:
+    """Print that the outputs are finished, for `--resume` without work left."""
+    if as_json:
+        print_json([{"schema": schema, "output": output, "finished": True} for output in outputs])
+    for output in () if as_json else outputs:
+        print(f"{output} is already finished")
+
+
 def print_imatrix(record: dict) -> None:
     """Print the result of `quantkit imatrix`; of a dry run, whose record has no `seconds`, the plan."""
     console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
@@ -223,7 +238,7 @@ def print_imatrix(record: dict) -> None:
         "written" if done else "output": record["output"],
         "matrices": str(record["matrices"]),
         "calibration": _calibration(record["calibration"]),
-        "computes": _computes(how, True),
+        "computes": computes(how, True),
         "memory": f"about {megabytes(record['memory_bytes'])} on {how['device']}, and Python itself",
     }
     if done:

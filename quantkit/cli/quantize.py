@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from quantkit.quantize.outputs import Summary
 
 REQUEST = ("revision", "offline", "trust_remote_code", "resume", "overwrite")
-SEVERAL = "quantkit.jobs/1"  # the JSON of several outputs of one command
 MODEL = Annotated[
     str | None, typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)")
 ]
@@ -120,7 +118,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             left = finished.left(requests, values["overwrite"])
             if not left and not values["overwrite"]:
                 progress.close()
-                _print_finished([str(job.output_of(one)) for one in requests], values["as_json"])
+                outputs = [str(job.output_of(one)) for one in requests]
+                job_report.print_finished("quantkit.job/2", outputs, values["as_json"])
                 return
             requests = left or requests
         elif len(requests) > 1 and not values["overwrite"] and not values["dry_run"]:
@@ -132,7 +131,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:
-                _print_json([job_report.plan_record(prepared) for prepared in jobs])
+                job_report.print_json([job_report.plan_record(prepared) for prepared in jobs])
             else:
                 job_report.print_plans(jobs)
             return
@@ -161,17 +160,9 @@ def _print_summaries(summaries: list[Summary], results: dict | None, as_json: bo
     from quantkit.cli import job_report
 
     if as_json:
-        _print_json([job_report.summary_record(summary, results) for summary in summaries])
+        job_report.print_json([job_report.summary_record(summary, results) for summary in summaries])
     for summary in () if as_json else summaries:
         job_report.print_summary(summary, results if summary is summaries[-1] else None)
-
-
-def _print_finished(outputs: list[str], as_json: bool) -> None:
-    """Print that the outputs are finished, for `--resume` without work left."""
-    if as_json:
-        _print_json([{"schema": "quantkit.job/2", "output": one, "finished": True} for one in outputs])
-    for output in () if as_json else outputs:
-        print(f"{output} is already finished")
 
 
 def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
@@ -192,8 +183,3 @@ def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
             choice.method, choice.options, choice.output, job.base_name(choice.model)
         )
     ]
-
-
-def _print_json(records: list[dict]) -> None:
-    """Print one JSON object; several outputs are a list inside it."""
-    print(json.dumps(records[0] if len(records) == 1 else {"schema": SEVERAL, "jobs": records}, indent=2))

@@ -42,7 +42,7 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
         )
 
     with explained(source, revision, offline):
-        folder = fetch(untrusted.COMPANIONS, revision)
+        folder = fetch(untrusted.FETCHED, revision)
         return fetch(_weights(folder), folder.name)  # of the same commit
 
 

@@ -23,7 +23,7 @@ UNSAID = 1 << 16  # bytes of files that say they have none, as those under /proc
 VALUES = 8_000_000  # of JSON: each becomes an object of up to a hundred bytes
 DEEP = 64  # lists and objects inside one another
 POINTER = b"version https://git-lfs"
-COMPANIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
+FETCHED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 TEMPLATES = "additional_chat_templates"  # the one folder inside a model's folder that is read
 
 # ---- folders and files
@@ -50,7 +50,7 @@ def refuse_folder(folder: Path) -> None:
             hint="replace the links by the files themselves if you trust them",
             exit_code=UNSUPPORTED,
         )
-    for path in sorted({path for pattern in COMPANIONS for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in FETCHED for path in folder.glob(pattern)}):
         if not path.exists():
             continue  # a link to nowhere: its reader says so
         refuse_irregular(path)
