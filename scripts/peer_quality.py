@@ -298,7 +298,7 @@ class Quality:
         texts = [path.name for path in self.texts]
         for marker, text in self.sections(peers, ours, texts, note).items():
             if self.args.write:
-                write_section(marker, text, ROOT / "docs/measurements.md")
+                write_section(marker, text, ROOT / "docs/measurements/other-tools.md")
                 if f"<!-- {marker} -->" in (ROOT / "README.md").read_text():
                     write_section(marker, text, ROOT / "README.md")
             else:

@@ -1,4 +1,4 @@
-"""Draw the picture of the README: loss against size, from the table of all peers in docs/measurements.md.
+"""Draw the picture of the README: loss against size, from the table in docs/measurements/other-tools.md.
 
     python scripts/plot_peers.py          # writes docs/loss.svg
 
@@ -30,7 +30,7 @@ LINES = {  # label in the table -> label in the picture, colour, marker
 
 def points() -> dict[str, list[tuple[float, float]]]:
     """Return the demo model's points of each line: bits per weight, KL divergence on frankenstein.txt."""
-    text = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/measurements/other-tools.md").read_text(encoding="utf-8")
     table = re.search(r"<!-- peers-all -->\n(.*?)<!-- /peers-all -->", text, re.DOTALL)[1]
     found = defaultdict(list)
     for line in table.splitlines():

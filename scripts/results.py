@@ -48,7 +48,7 @@ from quantkit.quantize.progress import Progress
 
 Job = tuple[str, dict]  # method, options
 RUN, CALIBRATION = RunOptions(), CalibrationOptions()
-MEASUREMENTS = ROOT / "docs/measurements.md"
+MEASUREMENTS = ROOT / "docs/measurements"
 GPTQ = {
     f"{solver} {bits} bit": ("gptq", {"bits": bits, "solver": solver})
     for bits in (8, 4, 3, 2)
@@ -208,7 +208,7 @@ def by_method(args: argparse.Namespace, folder: Path) -> list[str]:
             every_metric(record, ["original", *jobs]),
             dict(zip(made, divergences(record), strict=True)),
         )
-        show(args, marker, text, MEASUREMENTS)
+        show(args, marker, text, MEASUREMENTS / "quality.md")
         if args.write and marker == "every":
             write_section("results", some(text), ROOT / "README.md")
             write_section("own", own_table(found), ROOT / "docs/sample.md")
@@ -331,7 +331,7 @@ def by_gguf_type(args: argparse.Namespace, folder: Path) -> list[str]:
         note = f"\n{Path(model).name}, {args.text.name}, context {args.ctx}, first {args.limit} tokens. "
         texts.append(table(GGUF_HEAD, rows, left=1) + note + f"llama.cpp's F16 file has {floor:.5f}.\n")
         missed += short
-    show(args, "i-quants" if args.i_quants else "gguf", "\n".join(texts), MEASUREMENTS)
+    show(args, "i-quants" if args.i_quants else "gguf", "\n".join(texts), MEASUREMENTS / "gguf.md")
     return missed
 
 
