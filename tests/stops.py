@@ -114,7 +114,7 @@ STAGED = [
 ]
 WRITTEN = {
     "out": ("assembling", "quantkit.models.files.safetensors_folder:write_file", 1),
-    "out.gguf": ("assembling", "quantkit.quantize.outputs.gguf:GgufOutput.encode", 1),
+    "out.gguf": ("assembling", "quantkit.quantize.outputs.gguf:GgufOutput.write", 1),
 }
 ENDING = [
     ("verifying", "quantkit.quantize.outputs.finish:_verify", 1),

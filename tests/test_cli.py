@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from contextlib import contextmanager
 from pathlib import Path
 
 import families
@@ -829,10 +830,11 @@ def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch,
 def test_what_reads_back_otherwise_is_not_published(make, refuse, model, small, tmp_path, monkeypatch, name):
     assemble = staging.Staging.assemble
 
-    def corrupt(self, fill):
-        folder = assemble(self, fill)
-        rewrite(folder, name, lambda tensor: tensor.flip(0))
-        return folder
+    @contextmanager
+    def corrupt(self):
+        with assemble(self) as folder:
+            yield folder
+            rewrite(folder, name, lambda tensor: tensor.flip(0))
 
     options = ["gptq", model, *small, "--group-size", 64, "-o", "out"]
     with monkeypatch.context() as patch:

@@ -114,7 +114,8 @@ def test_what_appears_while_a_job_runs_is_asked_again(tmp_path):
     staging = Staging(tmp_path / "out")
     staging.check(resume=False, overwrite=True)
     with staging.opened({"source_sha256": "ab"}, resume=False):
-        staging.assemble(lambda place: place.mkdir())
+        with staging.assemble() as place:
+            place.mkdir()
         os.mkfifo(staging.output)
         with pytest.raises(QuantkitError, match="is no plain file or folder"):
             staging.publish()

@@ -119,7 +119,7 @@ def test_a_hash_of_another_source_is_not_taken(quantkit, monkeypatch, model):
 
 def test_gguf_importance_and_evaluation_notice_it(quantkit, monkeypatch, model):
     for kind, name, command in [
-        (GgufOutput, "encode", "gguf model -t Q8_0 --solver rtn -o m.gguf"),
+        (GgufOutput, "write", "gguf model -t Q8_0 --solver rtn -o m.gguf"),
         (importance, "gather", "imatrix model -o m.gguf --samples 1 --seqlen 16"),
         (StreamedModel, "states", "eval model --text text.txt --ctx 64 --limit 128"),
     ]:

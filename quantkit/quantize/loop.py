@@ -49,15 +49,7 @@ def run(job: Job, progress: Progress) -> Summary:
 
     Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
     """
-    if not _has_solver(job):
-        return run_all([job], progress)[0]
-    (map_large_blocks if job.method.needs else keep_freed_pages)()
-    with (
-        disk_errors(job.staging.folder),
-        job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
-        watched(job.checkpoint),
-    ):
-        return _Loop(job, progress).run()
+    return run_all([job], progress)[0]
 
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
@@ -68,7 +60,7 @@ def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
         for job in jobs:
             if len(jobs) > 1:
                 progress.phase(f"making {job.staging.output}")
-            summaries.append(run(job, progress))
+            summaries += _solved(job, progress)
         return summaries
     keep_freed_pages()
     with ExitStack() as stack:
@@ -77,7 +69,20 @@ def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             stack.enter_context(job.staging.opened(job.fingerprint, resume=False))
             stack.callback(job.staging.discard)
         stack.enter_context(watched(jobs[0].checkpoint))
-        return finish.encode(jobs, progress)
+        timings = Timings(jobs[0].skeleton.device)
+        imatrix = finish.importance_of(jobs, timings, progress)
+        return distributed.broadcast(lambda: finish.finish(jobs, None, timings, progress, imatrix))
+
+
+def _solved(job: Job, progress: Progress) -> list[Summary]:
+    """Run one job through the loop."""
+    (map_large_blocks if job.method.needs else keep_freed_pages)()
+    with (
+        disk_errors(job.staging.folder),
+        job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
+        watched(job.checkpoint),
+    ):
+        return _Loop(job, progress).run()
 
 
 def _has_solver(job: Job) -> bool:
@@ -130,7 +135,7 @@ class _Loop:
             lambda: self.job.staging.done(len(self.skeleton.blocks), self.progress.warn)
         )
 
-    def run(self) -> Summary:
+    def run(self) -> list[Summary]:
         """Quantize all blocks, then finish the output."""
         skeleton, staging, done = self.skeleton, self.job.staging, self._done()
         self.progress.start(len(done), sum(done))
@@ -155,9 +160,9 @@ class _Loop:
             self.progress.block(index, replayed=done[index])
         with self.timings("write"):
             staging.wait()
-        summary = distributed.broadcast(self._finished)
+        summaries = distributed.broadcast(self._finished)
         skeleton.model.to("meta")  # gives its memory back
-        return summary
+        return summaries
 
     def _quantize_or_step_down(self, index: int, module: nn.Module) -> None:
         """Quantize a block; if the device runs out of memory, do it again in the way that needs the least.
@@ -184,11 +189,11 @@ class _Loop:
         self.execution = less
         self._quantize_or_step_down(index, self.skeleton.load_block(index, decoded=True))
 
-    def _finished(self) -> Summary:
+    def _finished(self) -> list[Summary]:
         with self.timings("hash"):
             self.job.staging.sign(self.job.identity)
         final, self.states, self.originals = self.states[0], None, None  # the others are not needed any more
-        return finish.finish(self.job, final, self.timings, self.progress)
+        return finish.finish([self.job], final, self.timings, self.progress)
 
     def _quantize(self, index: int, module: nn.Module) -> None:
         """Quantize one block and stage it; the hidden states become its outputs."""

@@ -131,11 +131,8 @@ class CompressedJob(Job):
     def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
         """Put the output together and read it back."""
         progress.phase("writing the checkpoint")
-        with timings("write"):
-            name = self.staging.output.name
-            place = self.staging.assemble(
-                lambda place: publish.write(self.student, floats, record, place, name)
-            )
+        with timings("write"), self.staging.assemble() as place:
+            publish.write(self.student, floats, record, place, self.staging.output.name)
         progress.phase("verifying what was written")
         with timings("verify"):
             publish.verify(self.student, floats, place, self.text.held_out[0])

@@ -104,15 +104,16 @@ class SmallerJob(Job):
         with timings("train"):
             state, trained = self._train(student, predicted, progress)
         progress.phase("writing the student")
-        with timings("write"):
-            place = staging.assemble(lambda place: cut.rewrite(student, state, place, self.shard_bytes))
+        with timings("write"), staging.assemble() as place:
+            cut.rewrite(student, state, place, self.shard_bytes)
         students = [student, self._named(place, "trained")]
         progress.phase("comparing")
         with timings("judge"):
             made = self._judge(students, held_out, progress)
         if made["published"] == "cut":
             staging.wait()
-            staging.assemble(lambda place: shutil.copytree(student.folder, place))
+            with staging.assemble() as place:
+                shutil.copytree(student.folder, place)
         record = self.record() | made | {"chosen": chosen, "trained": trained}
         record["student"] |= {
             "parameters": trained.pop("parameters"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -146,3 +147,12 @@ class Planned(NamedTuple):
     block: int | None
     shape: tuple[int, int]
     becomes: str
+
+
+class Draft(NamedTuple):
+    """An output that is being made at `place` in the staging folder. output: its kind."""
+
+    output: Any
+    material: Material
+    place: Path
+    manifest: dict

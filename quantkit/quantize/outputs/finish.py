@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.job import Job
-from quantkit.quantize.outputs import ExpertTokens, Summary
+from quantkit.quantize.outputs import Draft, ExpertTokens, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.timings import Timings
 
@@ -35,30 +36,40 @@ VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 FAULTY = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
 
 
-def finish(job: Job, final_states: Tensor, timings: Timings, progress: Progress) -> Summary:
-    """Assemble the output next to its place, verify it, publish it.
+def finish(
+    jobs: Sequence[Job],
+    final_states: Tensor | None,
+    timings: Timings,
+    progress: Progress,
+    imatrix: Imatrix | None = None,
+) -> list[Summary]:
+    """Assemble the outputs of one source next to their places, verify them, publish them.
 
-    `final_states [batch, tokens, hidden]` are the loop's own for its first batch. Frees the
-    job's skeleton. A job killed in here repeats all of it when resumed.
+    `final_states [batch, tokens, hidden]` are the loop's own for the first batch of its one job; None if no
+    linear has a solver and the outputs encode all tensors, by `imatrix`, in one pass over the source. Frees
+    the jobs' skeleton. A job killed in here repeats all of it when resumed.
     """
     progress.phase("writing the checkpoint")
-    output, material, records = job.method.output, job.material, job.staging.records()
-    described = manifest(job, records)
-    with timings("write"):
-        place = job.staging.assemble(lambda place: output.write(material, place, described))
-    check_unchanged(job.checkpoint)  # the disk is not to be blamed for it
+    drafts = [Draft(job.method.output, job.material, job.staging.place, manifest(job)) for job in jobs]
+    with timings("write"), ExitStack() as assembled:
+        for job in jobs:
+            assembled.enter_context(job.staging.assemble())
+        drafts[0].output.write(drafts, imatrix, progress)
+    check_unchanged(jobs[0].checkpoint)  # the disk is not to be blamed for it
     progress.phase("verifying what was written")
-    with timings("verify"):
-        _verify(job, place, final_states)
-    summary = summarize(job, records, timings)
-    output.describe(material, place, described, summary)
-    job.staging.publish()
-    return summary
+    summaries = []
+    for job, draft in zip(jobs, drafts, strict=True):
+        with timings("verify"):
+            _verify(job, draft.place, final_states)
+        summaries.append(summarize(job, timings))
+        draft.output.describe(draft, summaries[-1])
+        job.staging.publish()
+    return summaries
 
 
-def manifest(job: Job, records: Sequence[dict]) -> dict:
-    """Return the manifest; `records` of its linears. Nothing in it depends on time or place."""
-    by_name = {record["name"]: record for record in records}
+def manifest(job: Job) -> dict:
+    """Return the manifest. Nothing in it depends on time or place."""
+    by_name = {record["name"]: record for record in job.staging.records()}
     linears = []
     for row in job.specs:
         named = {"name": row.name, "shape": [row.out_features, row.in_features]}
@@ -81,8 +92,12 @@ def manifest(job: Job, records: Sequence[dict]) -> dict:
     return described | ({"notes": list(job.method.notes)} if job.method.notes else {})
 
 
-def _verify(job: Job, place: Path, expected: Tensor) -> None:
-    """Read it back and run the loop's first batch through it, block by block."""
+def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
+    """Read the output back and run the loop's first batch through it, block by block; without `expected`
+    hidden states, check that the output is complete."""
+    if expected is None:
+        written = open_checkpoint(str(place))
+        return Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
     last = slice(-VERIFY_TOKENS, None)
     wanted = job.skeleton.logits(expected[0, last])
     job.skeleton.model.to("meta")  # no second embedding next to the written one
@@ -124,8 +139,9 @@ def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
     )
 
 
-def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
-    """Return the report of a job whose linears have these records."""
+def summarize(job: Job, timings: Timings) -> Summary:
+    """Return the report of a job whose output is verified."""
+    records = job.staging.records()
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
@@ -154,24 +170,9 @@ def summarize(job: Job, records: Sequence[dict], timings: Timings) -> Summary:
     )
 
 
-def encode(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    """Write outputs without a solver in one pass over the source; then reopen and publish each."""
-    timings = Timings(jobs[0].skeleton.device)
-    imatrix = _imatrix(jobs, progress, timings)
-
-    def written() -> list[Summary]:
-        progress.phase("writing")
-        with timings("write"):
-            _write(jobs, (), imatrix, progress)
-        check_unchanged(jobs[0].checkpoint)
-        progress.phase("verifying what was written")
-        return [_publish(job, timings) for job in jobs]
-
-    return distributed.broadcast(written)
-
-
-def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatrix | None:
-    """Return the importance of input columns: the given matrix, or one gathered from calibration text."""
+def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
+    """Return the importance of input columns for outputs without a solver: the given matrix, or one gathered
+    from calibration text."""
     from quantkit.quantize.calibrate import imatrix_job, importance  # other jobs do without its libraries
 
     job = next((one for one in jobs if one.method.output.gathers), jobs[0])
@@ -183,27 +184,3 @@ def _imatrix(jobs: Sequence[Job], progress: Progress, timings: Timings) -> Imatr
     )
     job.skeleton.model.to("meta")  # its memory is needed for encoding
     return imatrix_job.as_imatrix(gathered, output.linears, job.calibration)
-
-
-def _write(
-    jobs: Sequence[Job], places: tuple[Path, ...], imatrix: Imatrix | None, progress: Progress
-) -> None:
-    """Assemble the jobs after those with `places`, each inside the previous one."""
-    if len(places) < len(jobs):
-        staging = jobs[len(places)].staging
-        staging.assemble(lambda place: _write(jobs, (*places, place), imatrix, progress))
-        return
-    from quantkit.quantize.outputs.gguf import File
-
-    pairs = zip(jobs, places, strict=True)
-    files = [File(job.method.output, job.material, place, manifest(job, ())) for job, place in pairs]
-    files[0].output.encode(files, imatrix, progress)
-
-
-def _publish(job: Job, timings: Timings) -> Summary:
-    with timings("verify"):
-        written = open_checkpoint(str(job.staging.place))
-        Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
-    summary = summarize(job, [], timings)
-    job.staging.publish()
-    return summary

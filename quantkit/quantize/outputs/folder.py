@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from quantkit import __version__
 from quantkit.errors import count, name_all
@@ -19,9 +20,12 @@ from quantkit.models.files.reading import Slice
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
+from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
+
+if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
+    from quantkit.models.gguf.imatrix import Imatrix
 
 TIMINGS = "quantkit-timings.json"
 
@@ -73,8 +77,11 @@ class Output:
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
 
-    def write(self, material: Material, place: Path, manifest: dict) -> None:
-        """Write all but what `describe` adds at `place`, a new path, with the manifest."""
+    def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
+        """Write all but what `describe` adds, with the manifest. Folders are made one at a time; several
+        GGUF files in one pass over the source."""
+        (draft,) = drafts
+        material, place = draft.material, draft.place
         place.mkdir()
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
@@ -87,13 +94,13 @@ class Output:
             _write_json(place / name, content)
         copied = self.copied(material)
         written = {"files": checksums.of_folder(place, ())}
-        _write_json(place / MANIFEST, manifest | written | ({"copied": copied} if copied else {}))
+        _write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
-    def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
+    def describe(self, draft: Draft, summary: Summary) -> None:
         """Add timings, which differ between equal jobs, and the model card, after verification."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
-        (place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
-        (place / "README.md").write_text(model_card(material, manifest, summary))
+        (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
+        (draft.place / "README.md").write_text(model_card(draft.material, draft.manifest, summary))
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

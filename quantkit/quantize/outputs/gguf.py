@@ -12,8 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Material, Planned, Sizes, Summary
+from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
 from quantkit.quantize.outputs.folder import Output
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
@@ -166,20 +165,16 @@ class GgufOutput(Output):
             for owner, leaf in places:
                 setattr(model.get_submodule(owner), leaf, values)
 
-    def write(self, material: Material, place: Path, manifest: dict) -> None:
-        """Write the file from staged and unstaged tensors."""
-        self.encode([File(self, material, place, manifest)], None, Progress())
-
-    def encode(self, files: Sequence[File], imatrix: Imatrix | None, progress: Progress) -> None:
+    def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write files of one model in one pass over the source. Only a single file has staged tensors."""
-        material = files[0].material
-        types = [one.output.types(one.material.checkpoint, one.material.specs) for one in files]
+        material = drafts[0].material
+        types = [one.output.types(one.material.checkpoint, one.material.specs) for one in drafts]
         importance = imatrix.values() if imatrix else {}
         staged, source = self._staged(material), self._changed(material)
         staged_scales = self._staged(material, "ggml_scale")
         with ExitStack() as stack:
             writers = []
-            for one, chosen in zip(files, types, strict=True):
+            for one, chosen in zip(drafts, types, strict=True):
                 entries = self._entries(chosen)
                 writer = GgufWriter(one.place, one.output._metadata(one.manifest, imatrix), entries)
                 writers.append(stack.enter_context(writer))
@@ -203,10 +198,10 @@ class GgufOutput(Output):
                     if scale := scale_of(target.name, type, target.shape):
                         writer.write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
-        for one in files:
+        for one in drafts:
             checksums.seal(one.place)
 
-    def describe(self, material: Material, place: Path, manifest: dict, summary: Summary) -> None:
+    def describe(self, draft: Draft, summary: Summary) -> None:
         """Add nothing: the file holds its own description."""
 
     def _encoded(
@@ -269,15 +264,6 @@ def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Te
     for start in range(0, len(blob), step):
         values[start : start + step] = decode_rows(type_name, blob[start : start + step], width)
     return values
-
-
-class File(NamedTuple):
-    """One of several files written together."""
-
-    output: GgufOutput
-    material: Material
-    place: Path
-    manifest: dict
 
 
 def _per_part(importance: Tensor | None, parts: int) -> Sequence[Tensor | None]:

@@ -227,13 +227,12 @@ class Staging(StagedBlocks):
         """Path where the output is assembled."""
         return self.folder / f"output{self.output.suffix}"
 
-    def assemble(self, fill: Callable[[Path], None]) -> Path:
-        """Build the output, a folder or a file, in the staging folder, from scratch, with `fill(place)`."""
-        place = self.place
-        _remove(place)
-        fill(place)
-        self._writing = self._writer.submit(_sync_all, place)
-        return place
+    @contextmanager
+    def assemble(self) -> Iterator[Path]:
+        """Yield the place of the output, a folder or a file, to be written anew; sync it afterwards."""
+        _remove(self.place)
+        yield self.place
+        self._writing = self._writer.submit(_sync_all, self.place)
 
     def publish(self) -> None:
         """Rename the synced output into place, and remove the staging folder.
