@@ -309,8 +309,8 @@ class Quality:
         best, every = tables(peers, ours, texts)
         about = (
             f"\nKL divergence on {texts[0]} unless another is named, {self.limit:,} tokens, "
-            f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, where own text is "
-            f"said, on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); "
+            f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, in rows with own "
+            f"text, on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); "
             f"groups of 128; "
         )
         return {"peers": best + about + note, "peers-all": every}
@@ -346,7 +346,7 @@ class Formats(Quality):
         head = ["", "", "bits/weight", *columns(texts, "KL"), *columns(texts, "ratio"), "CPU s", "ratio"]
         about = (
             f"\nActivations rounded as clients round them; {self.limit:,} tokens, context {CONTEXT}; "
-            f"calibrated, where anything is, on the same {SAMPLES} × {SEQLEN} tokens; "
+            f"methods with calibration use the same {SAMPLES} × {SEQLEN} tokens; "
         )
         return {"formats": table(head, rows) + about + note}
 
