@@ -13,6 +13,7 @@ import typer
 
 from quantkit import cli
 from quantkit.cli import commands
+from quantkit.errors import EXIT_CODES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -147,12 +148,39 @@ def test_every_page_is_linked_from_the_readme():
     assert set(NAMES) - {"README.md", "docs/index.md"} <= linked
 
 
-def test_the_site_is_built_without_a_warning(tmp_path):
-    """Every page is in the navigation, and every anchor exists."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """Built without a warning: every page is in the navigation, and every anchor exists."""
     pytest.importorskip("material")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", folder]
     subprocess.run(command, cwd=ROOT, check=True, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"})
-    assert (tmp_path / "howto" / "vllm" / "index.html").exists()
+    return folder
+
+
+def test_the_site_has_a_reference_page_for_every_command(site):
+    assert (site / "howto" / "vllm" / "index.html").exists()
+    for name in (*commands.names(), "json"):
+        assert (site / "reference" / name / "index.html").exists()
+    codes = (site / "reference" / "exit-codes" / "index.html").read_text()
+    assert all(f">{code}</td>\n<td>{words}</td>" in codes for code, words in EXIT_CODES.items())
+
+
+@pytest.mark.parametrize("name", ["gptq", "eval", "recipes"])
+def test_a_reference_page_shows_every_flag_of_the_help(site, name):
+    """Of `--help-all` and of subcommands, inside code of the page's tables."""
+    page = (site / "reference" / name / "index.html").read_text()
+    shown = re.findall(r"<td><code>([^<]*)</code></td>", page)
+    flags = {flag for names in shown for flag in re.findall(r"(?<!\S)--?[a-z][\w-]*", names)}
+    assert flags == {flag for flag in flags_of(GROUP.commands[name]) if flag[0] == "-"} | {"-h", "--help"}
+
+
+def test_every_json_schema_is_on_its_page():
+    code = [path.read_text() for path in (ROOT / "quantkit").rglob("*") if path.suffix in (".py", ".json")]
+    schemas = {schema for text in code for schema in re.findall(r'"(quantkit\.[a-z_-]+/\d+)"', text)}
+    page = (ROOT / "docs" / "reference" / "json.md").read_text()
+    described = re.findall(r"^## `(quantkit\.\S+)`$", page, re.MULTILINE)
+    assert set(described) == schemas
 
 
 def test_the_readme_is_short():
