@@ -33,8 +33,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import random_llama
-from client_runs import DEMO, ROOT
+from common import DEMO, ROOT, random_model
 
 PYTHON, QUANTKIT = [sys.executable, "-c"], [sys.executable, "-m", "quantkit"]
 
@@ -108,15 +107,8 @@ def gptq(args: argparse.Namespace) -> None:
 
     device = choose_device(args.device)
     with tempfile.TemporaryDirectory() as folder:
-        random_llama.make(
-            Path(folder) / "model",
-            args.hidden,
-            args.intermediate,
-            args.layers,
-            args.heads,
-            args.seqlen,
-            args.dtype,
-        )
+        shape = args.hidden, args.intermediate, args.layers, args.heads
+        random_model(Path(folder) / "model", *shape, context=args.seqlen, dtype=args.dtype)
         request = job.Request(
             source=f"{folder}/model",
             method="gptq",
@@ -166,8 +158,8 @@ def job_seconds(command: list[str], out: Path, turns: list[dict[str, float]]) ->
 def ranks(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model, out = Path(folder) / "model", Path(folder) / "out"
-        shape = (args.hidden, args.intermediate, args.layers, args.heads, args.seqlen, "bfloat16")
-        random_llama.make(model, *shape)
+        shape = args.hidden, args.intermediate, args.layers, args.heads
+        random_model(model, *shape, context=args.seqlen)
         job = [*args.method, str(model), "--samples", str(args.samples), "--seqlen", str(args.seqlen), "-q"]
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "quantkit"]
         ways = {
@@ -219,23 +211,23 @@ print(seconds, status("VmHWM") - baseline, ", ".join(f"{k} {v:.1f}" for k, v in 
 
 
 def copy(source: Path, target: Path) -> None:
-    """A plain copy, written through to the disk as the jobs' output is."""
-    shutil.copyfile(source, target)
-    with open(target, "rb") as file:
-        os.fsync(file.fileno())
+    """A plain copy of the weights, written through to the disk as the jobs' output is, then removed."""
+    target.mkdir()
+    for weights in source.glob("*.safetensors"):
+        with open(shutil.copy(weights, target), "rb") as file:
+            os.fsync(file.fileno())
+    shutil.rmtree(target)
 
 
 def datafree(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         folder = Path(name)
-        shape = (args.hidden, 4 * args.hidden, args.layers, args.hidden // 64, 256, "bfloat16")
-        size = random_llama.make(folder / "model", *shape)
-        weights = folder / "model" / "model.safetensors"
+        shape = args.hidden, 4 * args.hidden, args.layers, args.hidden // 64
+        size = random_model(folder / "model", *shape, context=256)
         block = size / args.layers
-        seconds = best({"copy": lambda: copy(weights, folder / "copy")}, 2)["copy"]
+        seconds = best({"copy": lambda: copy(folder / "model", folder / "copy")}, 2)["copy"]
         rate = 2 * size / seconds / 1e9
         print(f"copy  {size / 1e9:.2f} GB in {seconds:.1f} s: {rate:.2f} GB/s moved")
-        (folder / "copy").unlink()
         for method in args.methods:
             out = folder / ("out.gguf" if method == "gguf" else "out")
             command = [sys.executable, "-c", JOB, str(folder / "model"), str(out), method]

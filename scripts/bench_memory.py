@@ -23,11 +23,10 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-DEMO = ROOT / "tests/data/demo-llama-6m"
+from common import ROOT, random_model
+
 INTERPRETER = 300 << 20  # Python, torch and transformers: see quantkit/capacity/job.py
 TEXT = next((ROOT / "calibration").glob("*.txt"))
 JOBS = {
@@ -45,74 +44,11 @@ JOBS = {
 CALIBRATED = ("gguf", "gptq", "gptq-unscaled", "gptq-repeat", "awq")
 
 
-def shapes(args: argparse.Namespace, block: int, experts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Return name and shape of every tensor of a block."""
-    at, hidden, inner, key_values = (
-        f"model.layers.{block}.",
-        args.hidden,
-        args.inner,
-        args.key_values or args.heads,
-    )
-    width = args.hidden // args.heads if not experts else 64
-    for name, heads in (("q", args.heads), ("k", key_values), ("v", key_values)):
-        yield f"{at}self_attn.{name}_proj.weight", (heads * width, hidden)
-    yield f"{at}self_attn.o_proj.weight", (hidden, args.heads * width)
-    if experts:
-        yield f"{at}self_attn.q_norm.weight", (width,)
-        yield f"{at}self_attn.k_norm.weight", (width,)
-        yield f"{at}mlp.gate.weight", (experts, hidden)
-    for owner in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
-        yield f"{at}{owner}.gate_proj.weight", (inner, hidden)
-        yield f"{at}{owner}.up_proj.weight", (inner, hidden)
-        yield f"{at}{owner}.down_proj.weight", (hidden, inner)
-    yield f"{at}input_layernorm.weight", (hidden,)
-    yield f"{at}post_attention_layernorm.weight", (hidden,)
-
-
-def config(args: argparse.Namespace, blocks: int, experts: int) -> dict:
-    """Return the config.json of the random model."""
-    made = {
-        "hidden_size": args.hidden, "intermediate_size": args.inner, "num_hidden_layers": blocks,
-        "num_attention_heads": args.heads, "num_key_value_heads": args.key_values or args.heads,
-        "head_dim": 64 if experts else args.hidden // args.heads, "vocab_size": args.vocabulary,
-        "max_position_embeddings": 8192, "tie_word_embeddings": True, "dtype": "bfloat16",
-        "hidden_act": "silu", "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 0,
-    }  # fmt: skip
-    if not experts:
-        return made | {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    made |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": args.inner}
-    return made | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-
-
-def make(args: argparse.Namespace, blocks: int, experts: int) -> Path:
-    """Write the checkpoint, a shard for each block, and return its folder."""
-    import torch
-    from safetensors.torch import save_file
-
-    name = f"{args.hidden}-{args.inner}-{args.heads}-{args.key_values}-{args.vocabulary}-{blocks}-{experts}"
-    folder = args.work.absolute() / name
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    rows = [[("model.embed_tokens.weight", (args.vocabulary, args.hidden))]]
-    rows += [list(shapes(args, block, experts)) for block in range(blocks)]
-    rows.append([("model.norm.weight", (args.hidden,))])
-    places = {}
-    for number, wanted in enumerate(rows):
-        file = f"model-{number:05d}.safetensors"
-        made = {
-            name: (torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)).bfloat16()
-            for name, shape in wanted
-        }
-        save_file(made, folder / file, {"format": "pt"})
-        places |= dict.fromkeys(made, file)
-    (folder / "config.json").write_text(json.dumps(config(args, blocks, experts)))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    index.write_text(json.dumps({"weight_map": places}))
-    return folder
+def make(args: argparse.Namespace, blocks: int, experts: int) -> tuple[Path, int]:
+    """Return the folder of the random model, made unless it is there, and the bytes of its weights."""
+    shape = args.hidden, args.inner, blocks, args.heads, args.key_values, experts
+    folder = args.work.absolute() / "-".join(map(str, (*shape, args.vocabulary)))
+    return folder, random_model(folder, *shape, vocabulary=args.vocabulary)
 
 
 def command(args: argparse.Namespace, model: Path, name: str, out: Path) -> list[str]:
@@ -173,9 +109,8 @@ def main() -> None:
     for name in args.jobs:
         for blocks in args.blocks:
             for experts in args.experts:
-                model = make(args, blocks, experts)
+                model, size = make(args, blocks, experts)
                 peak, planned, seconds, code = measure(args, model, name)
-                size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
                 off = peak / planned if planned else 1.0
                 wrong = wrong or bool(code) or not args.least <= off <= 1.25
                 cells = [

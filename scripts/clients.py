@@ -1,27 +1,42 @@
-"""quantkit's checkpoints in other clients on a CPU, compared with quantkit's own decode.
+"""quantkit and other clients on a CPU: checkpoints of either read by the other, and served.
 
     scripts/clients-setup.sh vllm && python scripts/clients.py [vllm] [vllm-experts] [vllm-formats]
     scripts/clients-setup.sh legacy && python scripts/clients.py legacy
+    scripts/clients-setup.sh clients legacy llmcompressor && python scripts/clients.py others
+    scripts/clients-setup.sh vllm && PATH=$PWD/.venv-vllm/bin:$PATH python scripts/clients.py served
 
-Writes sections of docs/clients.md. vLLM: of linears, of mixtures, of formats that accelerators run, one
-process per checkpoint. The log probabilities of the likeliest prompt tokens are compared with those of
-quantkit's decode in float32; vLLM computes in 16 bit, so a row of the model that was not compressed shows how
-far apart the two are without any compression, and a column how far compression itself moved them. legacy:
-AutoGPTQ computes in float32 and reads every bit of the layout, so its logits are expected to be equal but for
-the order of summation; AutoAWQ computes in float16.
+Writes sections of docs/clients.md and docs/serve.md.
+
+vLLM: of linears, of mixtures, of formats that accelerators run, one process per checkpoint. The log
+    probabilities of the likeliest prompt tokens are compared with those of quantkit's decode in float32; vLLM
+    computes in 16 bit, so a row of the model that was not compressed shows how far apart the two are without
+    any compression, and a column how far compression itself moved them.
+legacy: AutoGPTQ computes in float32 and reads every bit of the layout, so its logits are expected to be equal
+    but for the order of summation; AutoAWQ computes in float16.
+others: each tool compresses the demo model in its own environment with its default options. Perplexity on
+    tests/data/heldout.txt in windows of 256 tokens is measured by its own client, by transformers with the
+    decoded weights in float32, and by `quantkit eval`.
+served: `quantkit serve` of every layout in every engine that is here, asked by the `openai` client. Each
+    checkpoint is served, asked for a completion and a stream, put under load by one and by several users,
+    and stopped by SIGTERM; nothing may be left running. An engine that is not here is a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-from client_runs import (
+from common import (
     DEMO,
     ROOT,
     Failed,
@@ -73,6 +88,10 @@ def cells(**commands: str) -> list[Cell]:
         for source, texts in commands.items()
         for text in texts.strip().replace("\n", "|").split("|")
     ]
+
+
+def shown(command: str) -> str:
+    return f"`{command}`" if command else "not compressed"
 
 
 def make_model(source: str, folder: Path) -> Path:
@@ -278,12 +297,13 @@ def dtype_of(cell: Cell) -> str:
     return "float32" if method in ("fp8", "w8a8") and "deepseek" not in cell.command else "float16"
 
 
-def vllm_section(cells: list[Cell], root: Path, args: argparse.Namespace) -> str:
+def vllm_section(every: list[Cell], args: argparse.Namespace, root: Path) -> str:
     """The table of these cells, and what has to be said of it."""
+    cells = [cell for cell in every if args.match in cell.name]
     folders, results = generate(cells, root, args)
     rows, share = [], ROUNDED if any(dtype_of(cell) == "float32" for cell in cells) else SHARE
     for cell in cells:
-        line = [f"`{cell.command}`" if cell.command else "not compressed", cell.source]
+        line = [shown(cell.command), cell.source]
         result = results[cell.name]
         if "error" in result:
             line += ["FAIL", " ".join(result["error"].split())[:300].replace("|", "\\|"), *[""] * 4]
@@ -360,9 +380,9 @@ def compare_logits(folder: Path, result: dict) -> list[str]:
     return [f"{relative:.1e}", f"{largest:.1e}", f"{equal}/{len(IDS)}"]
 
 
-def legacy_section(cells: list[Cell], root: Path, args: argparse.Namespace) -> str:
+def legacy_section(args: argparse.Namespace, root: Path) -> str:
     """The table of these cells, and what has to be said of it."""
-    python = args.python or ".venv-legacy/bin/python"
+    python, cells = args.python or ".venv-legacy/bin/python", [c for c in LEGACY if args.match in c.name]
     lines: dict[str, list[str]] = {}
     made: dict[str, list[tuple[Cell, Path]]] = {client: [] for client in CLIENTS}
     results: dict[str, dict] = {}
@@ -388,37 +408,279 @@ def legacy_section(cells: list[Cell], root: Path, args: argparse.Namespace) -> s
     return text
 
 
+# Checkpoints of other tools
+
+HELDOUT = ROOT / "tests/data/heldout.txt"
+WINDOW = 256
+SAMPLES, SEQLEN = 16, 256  # the readers are under test here, not the tools
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """One checkpoint of another tool. options: of a job of peers/run.py; dtype: what its client runs in."""
+
+    tool: str
+    label: str
+    options: dict = field(default_factory=dict)
+    loader: str = "transformers"
+    dtype: str = "float32"
+    quantizes_activations: bool = False
+
+
+G128 = {"method": "gptq"}
+FOREIGN = {
+    "gptqmodel-w4": Foreign("gptqmodel", "GPTQ 4 bit g128", G128, "gptqmodel", "float16"),
+    "gptqmodel-w3": Foreign("gptqmodel", "GPTQ 3 bit g128", G128 | {"bits": 3}, "gptqmodel", "float16"),
+    "gptqmodel-w4-desc-act": Foreign(
+        "gptqmodel", "GPTQ 4 bit g128, desc_act", G128 | {"desc_act": True}, "gptqmodel", "float16"
+    ),
+    "llmcompressor-gptq-sym": Foreign("llmcompressor", "GPTQ W4A16 g128", G128),
+    "llmcompressor-gptq-asym": Foreign("llmcompressor", "GPTQ W4A16 g128, asymmetric", G128 | {"sym": False}),
+    "llmcompressor-awq": Foreign("llmcompressor", "AWQ W4A16 g128", {"method": "awq", "sym": False}),
+    "llmcompressor-w8a8": Foreign(
+        "llmcompressor", "W8A8 int8", {"method": "W8A8"}, quantizes_activations=True
+    ),
+    "llmcompressor-fp8": Foreign(
+        "llmcompressor", "FP8 dynamic", {"method": "FP8_DYNAMIC"}, quantizes_activations=True
+    ),
+    "autoawq-g128": Foreign(
+        "autoawq", "AWQ 4 bit g128", {"method": "awq", "sym": False}, "autoawq", "float16"
+    ),
+    "autoawq-g64": Foreign(
+        "autoawq", "AWQ 4 bit g64", {"method": "awq", "sym": False, "group_size": 64}, "autoawq", "float16"
+    ),
+    "bitsandbytes-int8": Foreign("bitsandbytes", "LLM.int8", {"method": "int8"}, quantizes_activations=True),
+    "bitsandbytes-nf4": Foreign("bitsandbytes", "NF4", {"method": "nf4"}),
+    "bitsandbytes-nf4-double": Foreign("bitsandbytes", "NF4, double quantization", {"method": "nf4-double"}),
+}
+
+
+def make_foreign(case: Foreign, python: str, tokens: Path, folder: Path) -> None:
+    """The tool's checkpoint, in `folder`. Raises Failed."""
+    request = {"tool": case.tool, "model": str(DEMO), "tokens": str(tokens), "out": str(folder)}
+    run_script(python, ROOT / "scripts/peers/run.py", request | case.options, folder / "made.json")
+
+
+def measure_foreign(
+    case: Foreign, name: str, pythons: dict[str, str], ids: list[list[int]], folder: Path
+) -> dict:
+    """Perplexity by the tool's own client, and by transformers with the decoded weights in float32.
+
+    Both are kept in `client.json` beside the checkpoint; what could not be loaded is in there, too.
+    """
+    kept = folder / "client.json"
+    if not kept.exists():
+        own = {"name": "own", "folder": str(folder), "loader": case.loader, "dtype": case.dtype}
+        decoded = own | {"name": "decoded", "loader": "transformers", "dtype": "float32", "dequantize": True}
+        results = {}
+        for python, job in ((pythons[case.tool], own), (pythons["transformers"], decoded)):
+            results |= load_client(python, [job], ids, "nll", folder / "client" / job["name"])
+        for result in results.values():
+            if result["error"] is None:
+                result["ppl"] = math.exp(result["nll"])
+        kept.write_text(json.dumps({"name": name, "dtype": case.dtype} | results, indent=2) + "\n")
+    return json.loads(kept.read_text())
+
+
+def own_perplexity(folder: Path) -> float:
+    """What `quantkit eval` says of the folder. Raises Failed."""
+    arguments = ["eval", str(folder), "--text", str(HELDOUT), "--ctx", str(WINDOW), "--json", "-q"]
+    log = folder / "quantkit-eval.log"
+    quantkit_logged(arguments, log)
+    printed = log.read_text()
+    return json.loads(printed[printed.index("{") :])["models"][0]["metrics"]["ppl"]["value"]
+
+
+def write_inputs(folder: Path) -> tuple[Path, list[list[int]]]:
+    """The calibration tokens every tool is given, and the windows every client is measured on."""
+    from quantkit.evaluation import windows as windows_of
+    from quantkit.models.files.open import open_checkpoint
+    from quantkit.options import CalibrationOptions
+    from quantkit.text import calibration
+
+    base = open_checkpoint(str(DEMO))
+    tokens = folder / "tokens.json"
+    rows = calibration.load(base, CalibrationOptions(samples=SAMPLES, seqlen=SEQLEN)).tokens.tolist()
+    tokens.write_text(json.dumps(rows))
+    return tokens, windows_of.load(base, HELDOUT, WINDOW, None, None).ids.tolist()
+
+
+def foreign_row(name: str, pythons: dict[str, str], inputs: tuple, root: Path) -> tuple[list[str], dict]:
+    """One line of the table, and the client's results; whatever fails is said in the line."""
+    tokens, ids = inputs
+    case, folder = FOREIGN[name], root / name
+    note = ", activations too" if case.quantizes_activations else ""
+    line = [case.tool, case.label + note]
+    try:
+        if not (folder / "config.json").exists():
+            make_foreign(case, pythons[case.tool], tokens, folder)
+        client = measure_foreign(case, name, pythons, ids, folder)
+    except Failed as error:
+        return [*line, f"failed: {error}", "–", "–"], {}
+    theirs, decoded = (
+        f"{part['ppl']:.3f}" if part["error"] is None else f"failed: {part['error']}"
+        for part in (client["own"], client["decoded"])
+    )
+    try:
+        ours = f"{own_perplexity(folder):.3f}"
+    except Failed as error:
+        ours = str(error)
+    return [*line, f"{theirs} ({case.dtype})", decoded, ours], client
+
+
+def others_section(args: argparse.Namespace, root: Path) -> str:
+    """The table of other tools' checkpoints, and what has to be said of it."""
+    clients, peers = args.python or ".venv-clients/bin/python", ".venv-peers/llmcompressor/bin/python"
+    pythons = dict.fromkeys(("transformers", "gptqmodel", "bitsandbytes"), clients)
+    pythons |= {"llmcompressor": peers, "autoawq": ".venv-legacy/bin/python"}
+    rows, found, inputs = [], {}, write_inputs(root)
+    for name in FOREIGN:
+        if args.match in name:
+            line, client = foreign_row(name, pythons, inputs, root)
+            rows.append(line)
+            found |= {f"{name} {part}": client[part] for part in ("own", "decoded") if part in client}
+            print(" | ".join(line), file=sys.stderr, flush=True)
+    header = ["tool", "checkpoint", "its own client", "transformers, decoded, float32", "`quantkit eval`"]
+    text = f"Perplexity on {HELDOUT.name}, windows of {WINDOW} tokens.\n\n{table(header, rows)}"
+    return text + f"\nMeasured with {versions(found)}.\n"
+
+
+# Engines that serve
+
+USERS = (1, 4)
+PROMPT, TOKENS = "Once upon a time", 16
+SERVED = {  # engine -> commands that compress; "" is the model itself
+    "transformers": ["", "int8", "nf4"],
+    "llama.cpp": ["gguf -t F16", "gguf -t Q8_0", "gguf -t Q4_K_M"],
+    "vllm": ["", "gptq", "awq", "gptq --layout compressed-tensors"],
+}
+EXTRA = {"vllm": ["--", "--enforce-eager"]}  # compiling a model this small takes minutes and gains nothing
+SERVED_HEADER = ["engine", "command", "healthy after", "greedy equal", "streamed", "tokens/s, 1 user",
+          "4 users", "left running"]  # fmt: skip
+
+
+def checkpoint(command: str, root: Path) -> Path:
+    """The demo model, compressed."""
+    if not command.startswith("gguf"):
+        return make(Cell(command), root)
+    path = root / f"{command.replace(' ', '').replace('--', '-')}.gguf"
+    if not path.exists():
+        method, *flags = command.split()
+        quantkit_logged([method, str(DEMO), "-o", str(path), *flags], path.with_suffix(".log"))
+    return path
+
+
+def greedy(path: Path, root: Path) -> str:
+    """What quantkit itself generates from it."""
+    command = [sys.executable, "-m", "quantkit", "generate", path, "-p", PROMPT, "-n", str(TOKENS)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, "--json", "-q"], env=env, cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        raise Failed(done.stderr)
+    return json.loads(done.stdout)["models"][0]["text"]
+
+
+def served_row(engine: str, command: str, root: Path) -> list[str]:
+    """One cell, from the start of the server to its end."""
+    import psutil
+
+    path = checkpoint(command, root)
+    expected = greedy(path, root)
+    flags = ["--engine", engine, "--port", "0", "--json", "-q", "--device", "cpu", *EXTRA.get(engine, [])]
+    argv = [sys.executable, "-m", "quantkit", "serve", str(path), *flags]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    log = (root / "serve.log").open("w")
+    server = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=root)
+    try:
+        text = ""
+        while not text.endswith("\n}\n") and (line := server.stdout.readline()):
+            text += line
+        told = json.loads(text or "{}")
+        if "url" not in told:
+            raise Failed((root / "serve.log").read_text())
+        found = ask_server(told, expected)
+        children = psutil.Process(server.pid).children(recursive=True)
+        server.terminate()
+        code = server.wait(60)
+        time.sleep(1)
+        left = [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        end = f"{len(left)} of {len(children)}, exit code {code}"
+        return [engine, shown(command), f"{told['proof']['started_seconds']:.0f} s", *found, end]
+    finally:
+        if server.poll() is None:
+            server.terminate()
+            server.wait(60)
+
+
+def ask_server(told: dict, expected: str) -> list[str]:
+    """Whether it answers as it should, whole and in a stream, and how fast under load."""
+    import openai
+
+    from quantkit.serving.endpoint.load import Settings, measure
+
+    client = openai.OpenAI(base_url=told["url"], api_key="none", max_retries=0)
+    options = {"model": told["model"], "prompt": PROMPT, "max_tokens": TOKENS}
+    options |= {} if told["engine"] == "transformers" else {"temperature": 0}  # its files say it, see docs
+    text = client.completions.create(**options).choices[0].text
+    chunks = [c.choices[0].text for c in client.completions.create(**options, stream=True) if c.choices]
+    alike = len(os.path.commonprefix([text.split(), expected.split()]))
+    streamed = "the same" if "".join(chunks) == text else "another text"
+    load = Settings(USERS, requests=8, prompt_words=64, output_tokens=32)
+    levels = measure(told["url"], load)["levels"]
+    assert not any(level["errors"] for level in levels), levels
+    speeds = [f"{level['output_tokens_per_second']:.0f}" for level in levels]
+    return [f"{alike} of {len(expected.split())} words", streamed, *speeds]
+
+
+def served_section(args: argparse.Namespace, root: Path) -> str:
+    """The table of engines that serve."""
+    rows = []
+    for engine, commands in SERVED.items():
+        for command in commands if args.match in engine else ():
+            try:
+                rows.append(served_row(engine, command, root))
+            except Failed as error:
+                why = str(error).strip().splitlines()[-1][:200]
+                rows.append([engine, shown(command), f"FAIL: {why}", *[""] * (len(SERVED_HEADER) - 3)])
+            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
+    return table(SERVED_HEADER, rows)
+
+
 SECTIONS = {
-    "vllm": (vllm_section, LINEARS),
-    "vllm-experts": (vllm_section, EXPERTS),
-    "vllm-formats": (vllm_section, FORMATS),
-    "legacy": (legacy_section, LEGACY),
+    "vllm": partial(vllm_section, LINEARS),
+    "vllm-experts": partial(vllm_section, EXPERTS),
+    "vllm-formats": partial(vllm_section, FORMATS),
+    "legacy": legacy_section,
+    "others": others_section,
+    "served": served_section,
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     add("--python", help="of the client's environment (default: where clients-setup.sh makes it)")
     add("--dtype", help="of vLLM; default: float32 where activations are rounded, else float16")
     add("--keep", type=Path, help="keep checkpoints and results here, and use what is there")
-    add("--match", default="", help="only cells whose name contains this")
+    add("--match", default="", help="only rows whose name, of served whose engine, contains this")
     add("--as-is", action="store_true", help="let vLLM refuse what this machine is no match for")
-    add("--no-write", action="store_true", help="leave docs/clients.md alone")
+    add("--no-write", action="store_true", help="leave the pages alone")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):
         parser.error(f"no section is called {min(unknown)}")
     as_vllm_rounds()
     with tempfile.TemporaryDirectory() as temporary:
         root = (args.keep or Path(temporary)).absolute()
+        root.mkdir(parents=True, exist_ok=True)
         for name in args.sections or SECTIONS:
-            section, every = SECTIONS[name]
-            text = section([cell for cell in every if args.match in cell.name], root, args)
-            if args.no_write:
+            text = SECTIONS[name](args, root)
+            if args.no_write or args.match:
                 print(text)
             else:
-                write_section(name, text)
+                write_section(name, text, ROOT / ("docs/serve.md" if name == "served" else "docs/clients.md"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-/* Fails the n-th call that would write below a folder, or read from it: for scripts/faults.py, by LD_PRELOAD.
+/* Fails the n-th call that would write below a folder, or read from it: for scripts/reliability.py faults, by LD_PRELOAD.
    What is mapped into memory is not read by a call. */
 #define _GNU_SOURCE
 #include <dlfcn.h>

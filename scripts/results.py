@@ -33,9 +33,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import outlier_twin
 import torch
-from client_runs import DEMO, ROOT, quantkit, table, write_section
+from common import DEMO, ROOT, outlier_twin, quantkit, table, write_section
 
 from quantkit.evaluation import self_text
 from quantkit.evaluation import windows as windows_of
@@ -193,7 +192,7 @@ def own_table(divergence: dict[str, float]) -> str:
 
 def by_method(args: argparse.Namespace, folder: Path) -> list[str]:
     missed = []
-    twin = outlier_twin.make(Path(args.models[0]), folder / "twin")
+    twin = outlier_twin(Path(args.models[0]), folder / "twin")
     for marker, model, jobs in (
         ("every", args.models[0], GPTQ | OTHERS | BEST | OWN),
         ("outliers", str(twin), TWIN),
@@ -232,7 +231,7 @@ TRANSFORMED = {
 
 def by_transform(args: argparse.Namespace, folder: Path) -> list[str]:
     demo, rows = args.models[0], []
-    twin = outlier_twin.make(Path(demo), folder / "twin")
+    twin = outlier_twin(Path(demo), folder / "twin")
     for name, (method, options) in TRANSFORMED.items():
         for kind, model in {"": demo, ", twin": str(twin)}.items():
             if args.only not in f"{name}{kind}":

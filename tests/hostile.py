@@ -1,7 +1,7 @@
 """Valid small files of every kind that quantkit reads from strangers, and changes to them that know their
 structure. One number makes one input: `TARGETS[kind].run(samples, place, number)` reads it, and nothing but
-QuantkitError may come out. `tests/test_fuzz.py` tries a few, `scripts/fuzz.py` as many as there is time for,
-most of them with `deep=False`: what parses the input alone, not what prints and computes with what it said.
+QuantkitError may come out. `tests/test_fuzz.py` tries a few, `scripts/reliability.py fuzz` as many as there
+is time for. Most have `deep=False`: the input is parsed, but not printed or computed with.
 """
 
 import copy

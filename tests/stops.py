@@ -1,6 +1,6 @@
 """Jobs of every method, moments to stop them at, and what must be true of whoever was stopped.
 
-`tests/test_stops.py` stops each at every moment, `scripts/kills.py` at random times, a thousand times."""
+`tests/test_stops.py` stops each at every moment, `scripts/reliability.py kills` at random times."""
 
 from __future__ import annotations
 

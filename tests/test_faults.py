@@ -1,7 +1,7 @@
 """Calls of a job that fail (ENOSPC, EIO), a folder that turns read-only, a full /tmp, a clock that is set
 back, a reader that goes away: one line says why, and what is resumed has the bytes of an undisturbed job.
 
-`scripts/faults.py` lets every call of every method fail in turn; here are some.
+`scripts/reliability.py faults` lets every call of every method fail in turn; here are some.
 """
 
 import errno

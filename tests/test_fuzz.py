@@ -1,6 +1,6 @@
 """A few changed files of every kind that strangers write (see hostile.py): nothing but QuantkitError comes
-out, within 512 MB. `scripts/fuzz.py` tries as many as there is time for; what it found is in `FOUND`, by the
-number that made it, so that it stays mended."""
+out, within 512 MB. `scripts/reliability.py fuzz` tries as many as there is time for; what it found is in
+`FOUND`, by the number that made it, so that it stays mended."""
 
 import json
 import multiprocessing

@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_bytes_equal_those_of_ggmls_encoder(name, kind):
-    """As scripts/ggml_digests.py found them, which asks ggml itself."""
+    """As scripts/ggml.py digests found them, which asks ggml itself."""
     weight = whole_sub_blocks(rows()) if name == "IQ3_S" else rows()
     assert digest(encode_rows(name, weight, costs(kind))) == json.loads(DIGESTS.read_text())[f"{name} {kind}"]
 

@@ -1,7 +1,7 @@
 """quantkit.models.gguf.mixtures: every tensor gets the type that llama-quantize gives it.
 
 `data/gguf_mixtures.json` holds what `llama_model_quantize` of llama.cpp v0.5.0 did, written by
-`scripts/gguf_mixtures.py`: `[file type, importance matrix?, options, types]`; `*` is the type of all tensors
+`scripts/ggml.py mixtures`: `[file type, importance matrix?, options, types]`; `*` is the type of all tensors
 that are not named; null: it gave up.
 """
 

@@ -1,7 +1,8 @@
 """A job stopped at any moment and resumed writes the bytes that an uninterrupted one writes.
 
 Jobs run in processes forked from one that has imported everything, so that a kill is a real one and costs no
-start. `tests/test_stops.py` sends signals at every step of every method, scripts/kills.py at random.
+start. `tests/test_stops.py` sends signals at every step of every method,
+scripts/reliability.py kills at random.
 """
 
 import json

@@ -182,10 +182,10 @@ def gptqmodel(job: Job, clock: Clock) -> None:
 
 def llamacpp(job: Job, clock: Clock) -> dict[str, str]:
     """llama-quantize with an importance matrix. method: a type, such as Q4_K_M; libraries: as
-    `gguf_mixtures.py` takes them. In quantkit's environment: what llama-quantize reads is quantkit's, a
+    `ggml.py` takes them. In quantkit's environment: what llama-quantize reads is quantkit's, a
     32-bit GGUF file and an importance matrix of the job's tokens."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    import llamacpp_library
+    import ggml
 
     from quantkit.models.gguf import file_types, imatrix
 
@@ -193,7 +193,7 @@ def llamacpp(job: Job, clock: Clock) -> dict[str, str]:
         command = [sys.executable, "-m", "quantkit", *map(str, arguments), "--quiet"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
-    library = llamacpp_library.Library(Path(job.libraries))
+    library = ggml.Library(Path(job.libraries))
     source, measured = Path(f"{job.out}.f32.gguf"), Path(f"{job.out}.imatrix.gguf")
     rows = job.rows()
     text = ["--calibration", job.calibration] if job.calibration else []
@@ -207,7 +207,7 @@ def llamacpp(job: Job, clock: Clock) -> dict[str, str]:
             raise SystemExit(f"llama.cpp does not quantize: {''.join(library.log[-3:])}")
     source.unlink()
     measured.unlink()
-    return {"llamacpp": llamacpp_library.VERSION}
+    return {"llamacpp": ggml.VERSION}
 
 
 def llmcompressor(job: Job, clock: Clock) -> None:

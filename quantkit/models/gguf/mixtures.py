@@ -2,7 +2,7 @@
 
 A file type has a base type and spends more bits where they pay: on the attention's values, its output, the
 way down in the feed-forward, the output matrix. Where a type's blocks do not divide a matrix's columns,
-another type stands in. Source: llama.cpp, `src/llama-quant.cpp`; `scripts/gguf_mixtures.py` compares every
+another type stands in. Source: llama.cpp, `src/llama-quant.cpp`; `scripts/ggml.py mixtures` compares every
 choice with `llama_model_quantize`'s.
 """
 

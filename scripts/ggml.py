@@ -1,58 +1,142 @@
-"""Compare quantkit's choice of ggml types with llama-quantize's own, and record it for the tests.
+"""Compare quantkit with llama.cpp's own code, and record what llama.cpp does for the tests.
 
-    python scripts/gguf_mixtures.py LIBRARIES [--write tests/data/gguf_mixtures.json]
+    python scripts/ggml.py mixtures LIBRARIES [--write tests/data/gguf_mixtures.json]
+    python scripts/ggml.py digests [--write]
 
-LIBRARIES is the folder of a prebuilt llama.cpp that exports `llama_model_quantize`, such as `bins/linux-x64`
-of the npm package `@node-llama-cpp/linux-x64` (`npm pack` fetches it). Tiny models of many shapes go through
-`llama_model_quantize` as every file type, with and without an importance matrix and with its options; every
-tensor's type in the file it writes must be the one that `quantkit.models.gguf.mixtures` chooses.
+mixtures: the ggml types that llama-quantize chooses. LIBRARIES is the folder of a prebuilt llama.cpp that
+    exports `llama_model_quantize`, such as `bins/linux-x64` of the npm package `@node-llama-cpp/linux-x64`
+    (`npm pack` fetches it). Tiny models of many shapes go through `llama_model_quantize` as every file type,
+    with and without an importance matrix and with its options; every tensor's type in the file it writes must
+    be the one that `quantkit.models.gguf.mixtures` chooses.
+digests: the bytes that ggml's own encoder makes of the weights of tests/test_iquants.py. ggml takes up to a
+    minute for the tables of some types, so the tests compare with what this wrote. Needs the xllamacpp
+    package.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes as c
 import itertools
 import json
+import os
 import re
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import gguf
 import numpy as np
-from llamacpp_library import Library
 
 from quantkit.models.gguf import mixtures
 from quantkit.models.gguf.file_types import FILE_TYPES, Model, number
 
-LLAMA = {
-    "attn_q.weight": [2, 256],
-    "attn_k.weight": [2, 256],
-    "attn_v.weight": [2, 256],
-    "attn_output.weight": [2, 256],
-    "ffn_gate.weight": [2, 256],
-    "ffn_up.weight": [2, 256],
-    "ffn_down.weight": [2, 512],
-}
-FUSED = {
-    "attn_qkv.weight": [2, 256],
-    "attn_output.weight": [2, 256],
-    "ffn_up.weight": [2, 256],
-    "ffn_down.weight": [2, 512],
-}
-FLOATS = {
-    "attn_norm.weight": [256],
-    "attn_q_norm.weight": [2, 256],
-    "ffn_up.bias": [512],
-    "ffn_down.bias": [2, 256],
-}
-TIED = {"token_embd.weight": [2, 256]}
-UNTIED = TIED | {"output.weight": [2, 256]}
-EXPERTS = {name: shape for name, shape in LLAMA.items() if not name.startswith("ffn")} | {
-    "ffn_gate_inp.weight": [8, 256],
-    "ffn_gate_exps.weight": [8, 2, 256],
-    "ffn_up_exps.weight": [8, 2, 256],
-    "ffn_down_exps.weight": [8, 2, 256],
-}
+os.environ.setdefault("GGML_NO_BACKTRACE", "1")
+FLOATS = c.POINTER(c.c_float)
+LOG = c.CFUNCTYPE(None, c.c_int, c.c_char_p, c.c_void_p)
+VERSION = "v0.5.0"  # whose structures are written down here
+MAX_BUFFER_BYTES = 8 << 30  # the default of a field near the end: says whether the fields are where we think
+
+
+class ImatrixEntry(c.Structure):
+    _fields_ = [("name", c.c_char_p), ("data", FLOATS), ("size", c.c_size_t)]
+
+
+class TensorOverride(c.Structure):
+    _fields_ = [("pattern", c.c_char_p), ("type", c.c_int)]
+
+
+class Parameters(c.Structure):
+    """`llama_model_quantize_params` of llama.cpp `VERSION`."""
+
+    _fields_ = [
+        ("threads", c.c_int32),
+        ("file_type", c.c_int),
+        ("output_tensor_type", c.c_int),
+        ("token_embedding_type", c.c_int),
+        ("allow_requantize", c.c_bool),
+        ("quantize_output_tensor", c.c_bool),
+        ("only_copy", c.c_bool),
+        ("pure", c.c_bool),
+        ("keep_split", c.c_bool),
+        ("dry_run", c.c_bool),
+        ("imatrix", c.POINTER(ImatrixEntry)),
+        ("kv_overrides", c.c_void_p),
+        ("tensor_overrides", c.POINTER(TensorOverride)),
+        ("prune_layers", c.c_void_p),
+        ("max_buffer_bytes", c.c_size_t),
+    ]
+
+
+class Library:
+    """`folder` holds `libggml-base.so`, `libggml.*.so` and `libllama.*.so`."""
+
+    def __init__(self, folder: Path):
+        for pattern in ("libggml-base.so", "libggml.*so", "libllama.*so"):
+            (path,) = folder.glob(pattern)
+            self.llama = c.CDLL(str(path), mode=c.RTLD_GLOBAL)
+        self.log: list[str] = []
+        self._listener = LOG(lambda level, text, data: self.log.append(text.decode(errors="replace")))
+        self.llama.llama_log_set(self._listener, None)
+        self.llama.llama_model_quantize_default_params.restype = Parameters
+        self.llama.llama_model_quantize.argtypes = [c.c_char_p, c.c_char_p, c.POINTER(Parameters)]
+        self.llama.llama_model_quantize.restype = c.c_uint32
+
+    def quantize(
+        self, source: Path, target: Path, file_type: int, imatrix: Mapping[str, np.ndarray] = {},
+        tensor_type: Sequence[str] = (), output_tensor_type: str | None = None,
+        token_embedding_type: str | None = None, pure: bool = False,
+    ) -> bool:  # fmt: skip
+        """Quantize a GGUF file with one thread, as the tool with these options; whether it did.
+
+        `log` says why not.
+        """
+        self.log.clear()
+        parameters = self.llama.llama_model_quantize_default_params()
+        if parameters.max_buffer_bytes != MAX_BUFFER_BYTES or not parameters.quantize_output_tensor:
+            raise SystemExit(
+                f"llama_model_quantize_params of this llama.cpp has other fields than {VERSION}'s"
+            )
+        parameters.threads, parameters.file_type, parameters.pure = 1, file_type, pure
+        if output_tensor_type:
+            parameters.output_tensor_type = _number(output_tensor_type)
+        if token_embedding_type:
+            parameters.token_embedding_type = _number(token_embedding_type)
+        kept = {name: np.ascontiguousarray(values, np.float32) for name, values in imatrix.items()}
+        if imatrix:
+            entries = [
+                ImatrixEntry(name.encode(), values.ctypes.data_as(FLOATS), values.size)
+                for name, values in kept.items()
+            ]
+            parameters.imatrix = (ImatrixEntry * (len(entries) + 1))(*entries)
+        if tensor_type:
+            wishes = [text.rpartition("=") for text in tensor_type]
+            rows = [TensorOverride(pattern.encode(), _number(type)) for pattern, _, type in wishes]
+            parameters.tensor_overrides = (TensorOverride * (len(rows) + 1))(*rows)
+        done = self.llama.llama_model_quantize(str(source).encode(), str(target).encode(), parameters)
+        return done == 0
+
+
+def _number(type: str) -> int:
+    return gguf.GGMLQuantizationType[type.upper()].value
+
+
+# mixtures
+
+
+def _named(names: str, shape: list[int]) -> dict[str, list[int]]:
+    return {f"{name}.weight": shape for name in names.split()}
+
+
+LLAMA = _named("attn_q attn_k attn_v attn_output ffn_gate ffn_up", [2, 256]) | _named("ffn_down", [2, 512])
+FUSED = _named("attn_qkv attn_output ffn_up", [2, 256]) | _named("ffn_down", [2, 512])
+FLOATS = {"attn_norm.weight": [256], "attn_q_norm.weight": [2, 256]}
+FLOATS |= {"ffn_up.bias": [512], "ffn_down.bias": [2, 256]}
+TIED = _named("token_embd", [2, 256])
+UNTIED = TIED | _named("output", [2, 256])
+EXPERTS = {name: shape for name, shape in LLAMA.items() if not name.startswith("ffn")}
+EXPERTS |= _named("ffn_gate_inp", [8, 256]) | _named("ffn_gate_exps ffn_up_exps ffn_down_exps", [8, 2, 256])
 
 
 def _wide(tensors: dict, columns: int) -> dict:
@@ -223,24 +307,6 @@ def compare(library: Library, folder: Path) -> tuple[dict, list[str], int]:
     return answers, differences, compared
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("libraries", type=Path)
-    parser.add_argument("--write", type=Path, help="record the answers here, if all agree")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        answers, differences, compared = compare(Library(arguments.libraries), Path(folder))
-    print(*differences, sep="\n")
-    print(f"{compared} tensors compared, {len(differences)} differ")
-    if differences:
-        raise SystemExit(1)
-    if arguments.write:
-        body = ",\n".join(f"{json.dumps(title)}: {_lines(row)}" for title, row in answers.items())
-        arguments.write.write_text("{\n" + body + "\n}\n")
-
-
 def _weighed(size: list[int]) -> int:
     """How many columns an importance matrix weighs in a tensor, those of each expert by themselves."""
     return size[-1] * (size[0] if len(size) == 3 else 1)
@@ -250,6 +316,54 @@ def _lines(row: dict) -> str:
     """One answer a line."""
     head = ", ".join(f"{json.dumps(key)}: {json.dumps(row[key])}" for key in ("model", "globals", "block"))
     return f'{{{head}, "answers": [\n' + ",\n".join(map(json.dumps, row["answers"])) + "]}"
+
+
+def of_mixtures(args: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        answers, differences, compared = compare(Library(args.libraries), Path(folder))
+    print(*differences, sep="\n")
+    print(f"{compared} tensors compared, {len(differences)} differ")
+    if differences:
+        raise SystemExit(1)
+    if args.write:
+        body = ",\n".join(f"{json.dumps(title)}: {_lines(row)}" for title, row in answers.items())
+        args.write.write_text("{\n" + body + "\n}\n")
+
+
+def of_digests(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import ggml_library
+    from test_iquants import CASES, DIGESTS, costs, digest, rows, whole_sub_blocks
+
+    from quantkit.layouts.ggml.blocks import encode_rows
+
+    found, differing = {}, []
+    for name, kind in CASES:
+        weight = whole_sub_blocks(rows()) if name == "IQ3_S" else rows()
+        wanted = ggml_library.encode(name, weight, costs(kind))
+        found[f"{name} {kind}"] = digest(wanted)
+        if digest(encode_rows(name, weight, costs(kind))) != digest(wanted):
+            differing.append(f"{name} {kind}")
+    print(f"{len(found)} compared, {len(differing)} differ:", *differing)
+    if args.write:
+        DIGESTS.write_text(json.dumps(found, indent=1) + "\n")
+    raise SystemExit(bool(differing))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(required=True, metavar="PART")
+    part = parts.add_parser("mixtures")
+    part.set_defaults(run=of_mixtures)
+    part.add_argument("libraries", type=Path)
+    part.add_argument("--write", type=Path, help="record the answers here, if all agree")
+    part = parts.add_parser("digests")
+    part.set_defaults(run=of_digests)
+    part.add_argument("--write", action="store_true", help="record the digests where the tests read them")
+    args = parser.parse_args()
+    args.run(args)
 
 
 if __name__ == "__main__":

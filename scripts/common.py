@@ -1,0 +1,180 @@
+"""What scripts share: commands, other environments' pythons, models made here, and sections of pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "tests/data/demo-llama-6m"
+
+
+class Failed(Exception):
+    """A command ended with an error; the message is the last line that says why."""
+
+
+def run(command: list[str], log: Path, threads: int = 1, **environment: str) -> None:
+    """Run a command; what it prints goes to `log`. Raises Failed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | environment
+    with log.open("w") as file:  # some tools leave files where they run: beside the log
+        done = subprocess.run(command, env=env, cwd=log.parent, stdout=file, stderr=subprocess.STDOUT)
+    if done.returncode:
+        raise Failed(_reason(log.read_text(errors="replace")) or f"exit code {done.returncode}")
+
+
+def _reason(output: str) -> str:
+    """What a log says of the error: quantkit's own line, or a traceback's last with what follows it."""
+    lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
+    start = r"error: |Error: |[\w.]*(Error|Exception)\b"
+    named = [number for number, line in enumerate(lines) if re.match(start, line)]
+    return " ".join(lines[named[-1] :] if named else lines[-1:])[:300].replace("|", "\\|")
+
+
+def run_script(
+    python: str, script: Path, request: dict, path: Path, threads: int = 1, pythonpath: str = ""
+) -> None:
+    """Write `request` to `path` and run `script path` with another environment's python. Raises Failed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(request))
+    command = [str(Path(python).absolute()), str(script), str(path)]
+    run(command, path.with_suffix(".log"), threads, PYTHONPATH=pythonpath)
+
+
+def quantkit(*arguments: object) -> str:
+    """Run a command of this checkout; return its standard output. Raises CalledProcessError."""
+    command = [sys.executable, "-m", "quantkit", *map(str, arguments), "--quiet"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=env).stdout
+
+
+def quantkit_logged(arguments: list[str], log: Path) -> None:
+    """Run a command of this checkout; its output goes to `log`. Raises Failed."""
+    run([sys.executable, "-m", "quantkit", *arguments], log, PYTHONPATH=str(ROOT))
+
+
+def load_client(python: str, jobs: list[dict], ids: list[list[int]], want: str, folder: Path) -> dict:
+    """Results by job name of clients/load_client.py; errors of single jobs are among them."""
+    request = {"ids": ids, "want": want, "threads": 1, "jobs": jobs}
+    run_script(python, ROOT / "scripts/clients/load_client.py", request, folder / "jobs.json")
+    return json.loads((folder / "results.json").read_text())
+
+
+def table(header: list[str], rows: list[list[str]], left: int | None = None) -> str:
+    """Markdown; columns after the first `left` are aligned as numbers, none unless it is given."""
+    left = len(header) if left is None else left
+    marks = ["---"] * left + ["---:"] * (len(header) - left)
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, marks, *rows])
+
+
+def write_section(name: str, text: str, document: Path) -> None:
+    """Print a section and put it between its markers in a document, which must have them."""
+    print(text, flush=True)
+    content = document.read_text()
+    markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    assert markers.search(content), f"{document} has no markers for {name}"
+    document.write_text(markers.sub(lambda found: found[1] + text + found[2], content))
+
+
+def versions(results: dict) -> str:
+    """Every version that any of the results was computed with."""
+    found: dict[str, set[str]] = {}
+    for result in results.values():
+        for package, version in result.get("versions", {}).items():
+            found.setdefault(package, set()).add(version)
+    return ", ".join(f"{package} {' and '.join(sorted(found[package]))}" for package in sorted(found))
+
+
+def random_model(
+    folder: Path, hidden: int, inner: int, layers: int, heads: int, key_values: int = 0, experts: int = 0,
+    context: int = 8192, vocabulary: int = 4096, dtype: str = "bfloat16", spread: bool = False,
+) -> int:  # fmt: skip
+    """Write a random Llama, with `experts` a Qwen3-MoE, a block in memory at a time, and the demo model's
+    tokenizer; return the bytes of its weights.
+
+    spread: norms of unlike weights, a few of them large, so that inputs differ as a trained model's do.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    key_values, width = key_values or heads, 64 if experts else hidden // heads
+    block = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+    rows = (("q", heads), ("k", key_values), ("v", key_values))
+    block |= {f"self_attn.{name}_proj": (count * width, hidden) for name, count in rows}
+    block["self_attn.o_proj"] = (hidden, heads * width)
+    if experts:
+        block |= {"self_attn.q_norm": (width,), "self_attn.k_norm": (width,), "mlp.gate": (experts, hidden)}
+    for owner in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
+        block |= {f"{owner}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+        block[f"{owner}.down_proj"] = (hidden, inner)
+    parts = [{"model.embed_tokens": (vocabulary, hidden)}, {"model.norm": (hidden,)}]
+    parts[1:1] = [{f"model.layers.{k}.{name}": shape for name, shape in block.items()} for k in range(layers)]
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": key_values, "head_dim": width, "vocab_size": vocabulary,
+        "max_position_embeddings": context, "tie_word_embeddings": True, "dtype": dtype,
+        "hidden_act": "silu", "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 0,
+    }  # fmt: skip
+    if experts:
+        config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+        config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.manual_seed(0)
+        places = {}
+        for number, shapes in enumerate(parts):
+            file, made = f"model-{number:05d}.safetensors", {}
+            for name, shape in shapes.items():
+                weight = torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)
+                if spread and name.endswith("layernorm"):
+                    weight = torch.rand(shape) * 2 + 0.1
+                    weight[::97] *= 8
+                made[f"{name}.weight"] = weight.to(getattr(torch, dtype))
+            save_file(made, folder / file, {"format": "pt"})
+            places |= dict.fromkeys(made, file)
+        (folder / "config.json").write_text(json.dumps(config))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, folder / name)
+        index.write_text(json.dumps({"weight_map": places}))
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def outlier_twin(model: Path, folder: Path, channels: int = 3, factor: int = 32) -> Path:
+    """Write a twin of a Llama-like checkpoint of one file, unless it is there: it computes the same, with a
+    few channels that are very large.
+
+    The weights of a few channels of every block's norms are multiplied by `factor`, and the columns of the
+    linears that read them divided by it (a power of two: nothing is rounded). Large models grow such channels
+    by themselves (Dettmers et al. 2022, section 4); this makes a small one that has them.
+    """
+    if folder.exists():
+        return folder
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("layernorm.weight")]:
+        block, _, norm = name.removesuffix(".weight").rpartition(".")
+        if norm in READERS:
+            chosen = torch.randperm(len(tensors[name]), generator=generator)[:channels]
+            tensors[name][chosen] *= factor
+            for linear in READERS[norm]:
+                tensors[f"{block}.{linear}.weight"][:, chosen] /= factor
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
