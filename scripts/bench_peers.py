@@ -626,7 +626,7 @@ def points() -> dict[str, list[tuple[float, float]]]:
 
 
 def plot() -> None:
-    """Write docs/loss.svg, the picture of the README, from the table of all peers in docs/measurements/other-tools.md."""
+    """Write docs/loss.svg, the picture of the README, from the table of all peers."""
     import matplotlib
 
     matplotlib.use("svg")
