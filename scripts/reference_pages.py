@@ -3,6 +3,7 @@
 Usage: named in mkdocs.yml under `hooks`; `mkdocs build` calls `on_files`.
 """
 
+import html
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -19,10 +20,12 @@ def on_files(files: Any, config: Any) -> Any:
 
     root = typer.main.get_command(cli.app)
     context = root.context_class(root, info_name="quantkit", **root.context_settings)
-    pages = {}
+    pages, guides = {}, {}
+    for page in sorted(files.documentation_pages(), key=lambda page: len(page.src_uri)):
+        title = page.content_string.partition("\n")[0]
+        guides = {name: page.src_uri for name in re.findall(r"quantkit (\w+)", title)} | guides
     for name, command in root.commands.items():
-        guide = f"{name}.md" if files.get_file_from_path(f"{name}.md") else ""
-        pages[name] = f"# quantkit {name}\n\n" + section(command, context, guide)
+        pages[name] = f"# quantkit {name}\n\n" + section(command, context, guides.get(name, ""))
     pages["exit-codes"] = exit_codes()
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
@@ -38,7 +41,7 @@ def section(command: Any, parent: Any, guide: str = "") -> str:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     parts = [command.help, f"```\n{usage}\n```"]
     if guide:
-        parts.insert(1, f"Guide with samples: [{command.name}](../{guide}).")
+        parts.insert(1, f"With samples: [the guide to {command.name}](../{guide}).")
     panels: dict[str, list[Any]] = {"Arguments": [], "Options": []}
     for row in command.get_params(context):
         panels.setdefault(row.rich_help_panel or f"{row.param_type_name.title()}s", []).append(row)
@@ -56,7 +59,7 @@ def table(parameters: Sequence[Any], context: Any) -> str:
         names, text = parameter.get_help_record(context)
         text, _, default = text.partition("  [default: ")
         default = default and f"`{default.removesuffix(']')}`"
-        text = re.sub(r"([|<*_])", r"\\\1", text)
+        text = re.sub(r"([|*_])", r"\\\1", html.escape(text, quote=False))
         lines.append(f"| `{names}` | {default} | {text} |")
     return "\n".join(lines)
 
