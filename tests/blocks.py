@@ -12,8 +12,8 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import gather
 from quantkit.quantize.calibrate.sites import Site, find_sites
+from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.solvers import SiteStatistics
-from quantkit.quantize.transforms import BlockView
 
 
 @dataclass

@@ -295,9 +295,9 @@ def tokenizer(samples: Path, place: Path, source: random.Random, deep: bool) -> 
     from quantkit.inspection import record
     from quantkit.models.files.headers import open_contents
     from quantkit.models.files.open import open_checkpoint
-    from quantkit.models.files.tokenizer_hash import tokenizer_sha256
     from quantkit.models.files.tokenizing import encode
     from quantkit.models.gguf import metadata
+    from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 
     folder = _folder("plain", samples, place)
     name = source.choice(

@@ -127,7 +127,7 @@ def moments(name: str) -> list[tuple[str, str, int]]:
     if name == "imatrix":
         return [
             LOADING[0],
-            ("solving", "quantkit.quantize.calibrate.imatrix_job:as_imatrix", 1),
+            ("solving", "quantkit.quantize.calibrate.importance:as_imatrix", 1),
             ("writing", "quantkit.models.gguf.imatrix:write", 1),
             ("renaming", "os:replace", 1),
         ]

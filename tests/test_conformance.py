@@ -23,10 +23,10 @@ from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.gguf.file_types import NO_FEEDBACK
 from quantkit.quantize.calibrate.capture import gather
 from quantkit.quantize.calibrate.sites import find_sites
+from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver
-from quantkit.quantize.transforms import BlockView
 from quantkit.quantize.transforms.awq import AwqScore
 from quantkit.quantize.transforms.scaling import ColumnScaling
 

@@ -22,7 +22,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import evaluate, metrics, stream
 from quantkit.evaluation import windows as windows_of
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.files.tokenizer_hash import tokenizer_sha256
+from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 
 CPU = torch.device("cpu")
 ALL = metrics.select(None)

@@ -10,11 +10,10 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton import Skeleton, linears
 from quantkit.quantize.calibrate import capture, measure
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.sites import Site, find_sites
-from quantkit.quantize.prepare import linears
 from quantkit.quantize.solvers import SiteStatistics
 
 MIXTURES = ("mixtral", "qwen3_moe")

@@ -8,7 +8,8 @@ from torch import nn
 from torch.nn.functional import leaky_relu
 
 from quantkit.quantize.calibrate.sites import Site, find_sites
-from quantkit.quantize.transforms import BlockView, fold
+from quantkit.quantize.calibrate.view import BlockView
+from quantkit.quantize.transforms import fold
 from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
 from quantkit.quantize.transforms.probe import probing
 

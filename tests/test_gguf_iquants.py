@@ -13,7 +13,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
 from quantkit.options import RunOptions
 from quantkit.quantize import job
-from quantkit.quantize.calibrate import imatrix_job
+from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
 
 pytest.importorskip("xllamacpp")

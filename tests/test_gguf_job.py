@@ -24,9 +24,9 @@ from quantkit.models.gguf.file_types import FILE_TYPES
 from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.options import RunOptions
 from quantkit.quantize import job, loop
-from quantkit.quantize.calibrate import imatrix_job
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs import gguf as gguf_output
+from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import folder as staging
 

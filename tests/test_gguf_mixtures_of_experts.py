@@ -21,7 +21,7 @@ from quantkit.models.gguf import configuration, imatrix
 from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop
-from quantkit.quantize.calibrate import imatrix_job, importance
+from quantkit.quantize.calibrate import importance
 from quantkit.quantize.outputs import gguf as gguf_output
 from quantkit.quantize.progress import Progress
 
@@ -326,7 +326,7 @@ def test_an_importance_matrix_counts_per_expert(source, tmp_path):
     loop.run(done, Progress())
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device("cpu"))
     gathered = importance.gather(skeleton, done.batches)
-    made = imatrix_job.as_imatrix(gathered, done.method.output.linears, done.calibration)
+    made = importance.as_imatrix(gathered, done.method.output.linears, done.calibration)
     name = "blk.1.ffn_down_exps.weight"
     assert made.counts[name].sum() == 2 * 32  # of every token two experts
     checkpoint = open_checkpoint(str(source))

@@ -23,10 +23,10 @@ from vocabularies import (
 )
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, USAGE, QuantkitError
-from quantkit.models.files.tokenizer_hash import SAMPLE, tokenizer_sha256
 from quantkit.models.gguf.metadata import of_folder as metadata
 from quantkit.models.gguf.pre_tokenizers import CONTRACTION, PATTERNS, ROWS, by_name, split
 from quantkit.models.gguf.tokenizer import from_metadata
+from quantkit.models.gguf.tokenizer_hash import SAMPLE, tokenizer_sha256
 
 SMALL = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "Ġ": 4, "c": 5, "ab": 6, "Ġab": 7}
 MERGES = [("a", "b"), ("Ġ", "ab")]

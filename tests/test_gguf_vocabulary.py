@@ -23,10 +23,10 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.files.tokenizer_hash import SAMPLE, tokenizer_sha256
 from quantkit.models.gguf.metadata import of_folder as metadata
 from quantkit.models.gguf.pre_tokenizers import ROWS, by_name
 from quantkit.models.gguf.tokenizer import from_metadata
+from quantkit.models.gguf.tokenizer_hash import SAMPLE, tokenizer_sha256
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402

@@ -13,7 +13,7 @@ from test_gguf_mixtures_of_experts import CASES, save
 
 from quantkit.options import RunOptions
 from quantkit.quantize import job
-from quantkit.quantize.calibrate import imatrix_job
+from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
 
 EXPERTS, UNREACHED = 6, (4, 5)  # in block 1

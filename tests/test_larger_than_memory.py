@@ -24,11 +24,11 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.machine import memory
 from quantkit.models.machine.memory import Room
-from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton import Skeleton, linears
 from quantkit.quantize import job, loop
 from quantkit.quantize.calibrate.states import Place, Spill, States
 from quantkit.quantize.outputs import finish
-from quantkit.quantize.prepare import linears, plan
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")

@@ -15,6 +15,17 @@ ROOMS = (
 )  # fmt: skip
 
 
+# The same inside a room, for its sub-folders; flat files of a room may import any of them.
+FLOORS = {
+    "models": ("machine", "files", "skeleton", "gguf"),
+    "quantize": ("solvers", "staging", "calibrate", "transforms", "outputs", "methods", "prepare"),
+    "evaluation": ("tasks", "comparison"),
+    "distillation": ("compressed", "smaller"),
+    "serving": ("engines", "chat", "bench", "endpoint", "specdec", "server"),
+}
+DOORS = {"models.files.open", "models.files.headers"}  # open whatever the user names, a GGUF file as well
+
+
 def modules() -> dict[str, Path]:
     """Every module of the package by its name."""
     names = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
@@ -49,6 +60,23 @@ def test_imports_point_one_way():
         if module.count(".") and wanted.count(".")
         if rank.get(wanted.split(".")[1], -1) > rank.get(module.split(".")[1], len(ROOMS))
     ]
+    assert not backwards
+
+
+def test_imports_of_sub_folders_point_one_way():
+    known, backwards = modules(), []
+    for room, floors in FLOORS.items():
+        folders = {path.parent.name for path in (PACKAGE / room).glob("*/__init__.py")}
+        assert folders == set(floors), room
+        rank = {f"quantkit.{room}.{name}": place for place, name in enumerate(floors)}
+        floor = {module: rank.get(".".join(module.split(".")[:3])) for module in known}
+        backwards += [
+            f"{module} imports {wanted}"
+            for module, path in known.items()
+            for wanted in imports(path, known)
+            if floor[module] is not None and floor.get(wanted) is not None
+            if floor[wanted] > floor[module] and module.removeprefix("quantkit.") not in DOORS
+        ]
     assert not backwards
 
 

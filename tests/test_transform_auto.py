@@ -9,7 +9,7 @@ from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.files.gguf_file import read_header
 from quantkit.quantize import methods
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import composing
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
 from quantkit.quantize.transforms.auto import FedReader, FeedbackScore, candidate

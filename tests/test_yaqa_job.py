@@ -8,9 +8,9 @@ from torch import nn
 
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import curvature
+from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.solvers.yaqa import UNREACHED
 from quantkit.quantize.staging.blocks import Scratch
-from quantkit.quantize.transforms import Transformed
 
 OPTIONS = "--solver yaqa --group-size 32 --samples 4 --seqlen 16 --batch-size 2 --threads 1 -q".split()
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

@@ -21,8 +21,8 @@ from tokenizers import (
 from transformers.tokenization_utils_base import generate_merges
 
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
-from quantkit.models.files.tokenizer_hash import SAMPLE
 from quantkit.models.gguf.pre_tokenizers import ROWS
+from quantkit.models.gguf.tokenizer_hash import SAMPLE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPECIAL = ("<s>", "</s>", "<unk>")

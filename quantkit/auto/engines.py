@@ -30,9 +30,8 @@ from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES
 from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, nbytes, stays_float
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
-from quantkit.quantize.methods import gguf, gptq
+from quantkit.quantize.methods import Override, gguf, gptq
 from quantkit.quantize.outputs.gguf import TIED, solved_head
-from quantkit.quantize.prepare.linears import Override
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import loss, rtn
 

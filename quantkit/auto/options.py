@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import option, size_bytes
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import composing
 
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
 

@@ -20,8 +20,8 @@ from quantkit.auto.solving import Solving
 from quantkit.auto.units import Unit, usual
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
 from quantkit.models.files import atomic, untrusted
-from quantkit.quantize.prepare.fingerprint import differences
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.fingerprint import differences
 
 Save = Callable[["Sensitivities"], None]
 USUAL = "usual"  # folder of blocks as they are while units are replaced

@@ -36,7 +36,7 @@ def _imatrix(context: typer.Context, **values: Any) -> None:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import job_report
             from quantkit.quantize import job
-            from quantkit.quantize.calibrate import imatrix_job
+            from quantkit.quantize.prepare import imatrix_job
 
         typed = flags.typed(context, values)
         chosen = (flags.options(kind, typed) for kind in (CalibrationOptions, RunOptions))

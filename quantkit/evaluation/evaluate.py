@@ -25,7 +25,7 @@ from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
-from quantkit.models.files.tokenizer_hash import difference, tokenizer_sha256
+from quantkit.models.gguf.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton

@@ -23,7 +23,7 @@ from quantkit.evaluation.sampling import Sampling, ends_of_text
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.tokenizer_hash import tokenizer_sha256
+from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine.device import choose_dtype
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.text.chat import ChatTemplate, Conversation

@@ -14,8 +14,8 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate.states import HERE, Place
-from quantkit.quantize.prepare.linears import linears
 from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES, forward_memory
 from quantkit.quantize.prepare.plan import TENTH, check_disk, check_memory, shapes_of
 

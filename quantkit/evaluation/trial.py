@@ -14,9 +14,9 @@ from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import methods
-from quantkit.quantize.methods import Method
+from quantkit.quantize.methods import Method, composing
 from quantkit.quantize.outputs import Sizes
-from quantkit.quantize.prepare import composing, linears, recipe
+from quantkit.quantize.prepare import linears, recipe
 
 
 def data_free() -> list[str]:

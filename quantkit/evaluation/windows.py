@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.tokenizer_hash import tokenizer_sha256
+from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine import distributed
 from quantkit.text import sources
 from quantkit.text.calibration import Provenance, begins_with_bos

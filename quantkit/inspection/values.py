@@ -12,7 +12,7 @@ import torch
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection.clients import of_damaged
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.tokenizer_hash import tokenizer_sha256
+from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.inspect-diff/2"

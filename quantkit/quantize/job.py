@@ -26,15 +26,16 @@ from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import methods
-from quantkit.quantize.methods import Method
+from quantkit.quantize.methods import Method, composing
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import composing, linears, plan
-from quantkit.quantize.prepare.fingerprint import check_alike
+from quantkit.quantize.prepare import linears, plan
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
+from quantkit.quantize.staging.fingerprint import check_alike
 from quantkit.quantize.staging.folder import Staging
 from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
@@ -91,7 +92,7 @@ class Job:
     @property
     def kept_parameters(self) -> list[dict]:
         """Parameters of the blocks other than linears."""
-        return linears.kept_parameters(self.skeleton)
+        return kept_parameters(self.skeleton)
 
     @property
     def copied(self) -> dict[str, int]:

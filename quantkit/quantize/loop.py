@@ -23,11 +23,11 @@ from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
-from quantkit.quantize.calibrate.expert_by_expert import ExpertByExpert
 from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_sites
 from quantkit.quantize.calibrate.states import Place, States
+from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary, finish
 from quantkit.quantize.prepare import plan
@@ -37,7 +37,7 @@ from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import Transformed
+from quantkit.quantize.transforms.expert_by_expert import ExpertByExpert
 from quantkit.quantize.transforms.probe import set_aside
 from quantkit.quantize.transforms.scaling import ColumnScaling
 

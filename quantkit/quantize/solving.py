@@ -19,11 +19,11 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.measure import Block
 from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.methods import Method
 from quantkit.quantize.solvers import SiteStatistics, Solved, Solver
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import Transformed
 
 
 @dataclass(frozen=True)

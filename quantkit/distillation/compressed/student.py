@@ -22,7 +22,7 @@ from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.machine import processor
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.prepare.linears import linears
+from quantkit.models.skeleton.linears import linears
 
 Floats = dict[str, Tensor]  # float32, by names in a block (`mlp.up_proj.weight.scale`) or in the model
 

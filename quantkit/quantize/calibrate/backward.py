@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantkit.quantize.prepare.memory import LOGITS_BYTES, LOGITS_TOKENS
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 
 CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many tokens: the model makes a mask
 

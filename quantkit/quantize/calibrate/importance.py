@@ -5,22 +5,28 @@ Hidden states flow block by block as in the loop, with one block in memory at a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate import capture, walk
 from quantkit.quantize.calibrate.forwards import repeated
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites
 from quantkit.quantize.calibrate.states import Place, States, embedded
-from quantkit.quantize.prepare.linears import linears
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import CalibrationSet
+
+if TYPE_CHECKING:
+    from quantkit.models.gguf.imatrix import Imatrix
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,19 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None =
     statistics = sums.finish()
     capture.refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
     return statistics
+
+
+def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
+    """Return gathered sums as the content of a file, experts in order; a chunk is a calibration sequence."""
+    from quantkit.models.gguf.imatrix import Imatrix  # `gguf` takes a while to import
+
+    made = calibrated.provenance
+    by_name: dict[str, list[str]] = {}
+    for linear, name in names.items():
+        if linear in gathered.sums:
+            by_name.setdefault(name, []).append(linear)
+    sums, counts = {}, {}
+    for name, parts in by_name.items():
+        sums[name] = torch.stack([gathered.sums[part] for part in parts]).squeeze(0)
+        counts[name] = torch.tensor([float(gathered.tokens[part]) for part in parts])
+    return Imatrix(sums, counts, (made.source,), chunk_count=made.samples, chunk_size=made.seqlen)

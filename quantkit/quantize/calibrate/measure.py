@@ -16,14 +16,14 @@ from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.calibrate.forwards import SuspendedForward, gather_together, repeated
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site
 from quantkit.quantize.calibrate.states import States
-from quantkit.quantize.prepare.plan import Execution
+from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.timings import Timings
-from quantkit.quantize.transforms import BlockView, Transformed
 
 Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's statistics come from
 

@@ -21,6 +21,7 @@ import difflib
 import importlib
 import pkgutil
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,17 +31,32 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import Tensor
 
     from quantkit.grids.grid import Grid
     from quantkit.layouts import Layout, Width
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.outputs.folder import Output
-    from quantkit.quantize.prepare.linears import MakeGrid, Override
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms.scaling import ColumnScaling
+
+
+@dataclass(frozen=True)
+class Override:
+    """`REGEX=bits[,group_size]`: another grid for the linears that match."""
+
+    text: str
+    pattern: re.Pattern
+    bits: int
+    group_size: int | None = None
+
+    @property
+    def flag(self) -> str:
+        """Return the flag for messages."""
+        return f"--override {self.text}"
+
+
+MakeGrid = Callable[[str, int, int, "Override | None"], "Grid | None"]
 
 
 def _folder() -> Output:
@@ -100,8 +116,8 @@ GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor,
 
 
 def available() -> list[str]:
-    """Return the names of the methods, from the files of this package."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    """Return the names of the methods: the files of this package, but for the options that they share."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "composing")
 
 
 def load(name: str) -> ModuleType:
@@ -123,7 +139,7 @@ def summary(name: str) -> str:
 
 def check(name: str, options: Any) -> None:
     """Raise QuantkitError for options of a method that no model could be quantized with."""
-    from quantkit.quantize.prepare import composing
+    from quantkit.quantize.methods import composing
 
     getattr(load(name), "check", composing.check)(options)
 
@@ -141,7 +157,7 @@ def compose(
 ) -> Method:
     """Compose a method of its layout and grid, and of the solver and transform in its options. weighted,
     rounded: see `composing`."""
-    from quantkit.quantize.prepare import composing
+    from quantkit.quantize.methods import composing
 
     module = load(name)
 

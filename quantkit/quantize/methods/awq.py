@@ -11,13 +11,12 @@ from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, affine_width, check_grid, compose
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import Method, Work, affine_width, check_grid, compose, composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "AWQ: 4 bit integers or others; columns that meet large activations are scaled up first."
 WORK = Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour", True)

@@ -9,12 +9,11 @@ from quantkit.layouts import Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, refuse_override
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.fp4 import Fp4Grid
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
 WORK = Work(1, 10, (0.5e-6, 2e-6), (1.4, 5), GPTQ_PUBLISHED, sample=1 / 8)

@@ -11,12 +11,11 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, refuse_override
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import Work, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.float8 import Float8Grid
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."
 WORK = Work(0, 0, (5e-9, 30e-9))

@@ -28,8 +28,7 @@ from quantkit.models.gguf.mixtures import (
     without_importance,
 )
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, refuse_override
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from quantkit.models.gguf.imatrix import Imatrix
     from quantkit.models.gguf.tensors import Target
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 UNUSED = ("override", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")

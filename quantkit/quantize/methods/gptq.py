@@ -11,12 +11,11 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid, composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"

@@ -15,7 +15,7 @@ from quantkit.quantize.methods import Method, Work, refuse_override
 if TYPE_CHECKING:
     from quantkit.grids.int8 import Int8Grid
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "LLM.int8: 8 bit weights and activations, outlier columns in 16 bit. Needs no calibration; seconds."
 WORK = Work(0, 0, (12e-9, 50e-9))

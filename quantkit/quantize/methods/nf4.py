@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, refuse_override
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import Work, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
 WORK = Work(0, 0, (15e-9, 60e-9))

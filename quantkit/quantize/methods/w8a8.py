@@ -10,13 +10,12 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, compose, refuse_override
-from quantkit.quantize.prepare import composing
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, compose, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.prepare.linears import Override
+    from quantkit.quantize.methods import Override
 
 SUMMARY = "W8A8: 8 bit integers, weights and activations, smoothed into each other; Ampere, Turing, CPUs."
 COMPUTES = "int8"  # see capacity/formats.py

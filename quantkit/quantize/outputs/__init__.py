@@ -14,8 +14,8 @@ from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.models.skeleton.names import CopiedModule, copied_modules
-from quantkit.quantize.prepare.linears import kept_parameters
 from quantkit.quantize.staging.folder import Staging
 
 Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each

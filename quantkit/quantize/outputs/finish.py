@@ -173,7 +173,7 @@ def summarize(job: Job, timings: Timings) -> Summary:
 def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
     """Return the importance of input columns for outputs without a solver: the given matrix, or one gathered
     from calibration text."""
-    from quantkit.quantize.calibrate import imatrix_job, importance  # other jobs do without its libraries
+    from quantkit.quantize.calibrate import importance  # other jobs do without its libraries
 
     job = next((one for one in jobs if one.method.output.gathers), jobs[0])
     output = job.method.output
@@ -183,4 +183,4 @@ def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> 
         job.skeleton, job.batches, progress, timings, Place(job.plan.execution.states, job.staging.folder)
     )
     job.skeleton.model.to("meta")  # its memory is needed for encoding
-    return imatrix_job.as_imatrix(gathered, output.linears, job.calibration)
+    return importance.as_imatrix(gathered, output.linears, job.calibration)

@@ -12,7 +12,7 @@ from quantkit.models.files import headers, untrusted
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.job import Request, output_of, staging_of
-from quantkit.quantize.prepare.fingerprint import differences
+from quantkit.quantize.staging.fingerprint import differences
 from quantkit.text import calibration
 
 

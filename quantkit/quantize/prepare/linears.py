@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-
-from torch import nn
+from collections.abc import Sequence
+from dataclasses import replace
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
-from quantkit.grids.grid import Grid
 from quantkit.layouts import Layout, LinearSpec, fusions
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
+from quantkit.models.skeleton.linears import linears
+from quantkit.quantize.methods import MakeGrid, Override
 
-ROUTER = "router"
 SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit unasked
-
-
-@dataclass(frozen=True)
-class Override:
-    """`REGEX=bits[,group_size]`: another grid for the linears that match."""
-
-    text: str
-    pattern: re.Pattern
-    bits: int
-    group_size: int | None = None
-
-    @property
-    def flag(self) -> str:
-        """Return the flag for messages."""
-        return f"--override {self.text}"
-
-
-MakeGrid = Callable[[str, int, int, Override | None], Grid | None]
 
 
 def resolve(
@@ -94,52 +74,6 @@ def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
     if spec.in_features % spec.grid.group_size:
         return f"group size {spec.grid.group_size} does not divide {spec.in_features}"
     return layout.check(spec)
-
-
-def linears(skeleton: Skeleton) -> list[LinearSpec]:
-    """Return every linear of every block, without a grid."""
-    specs = []
-    for index, block in enumerate(skeleton.blocks):
-        routers = _routers(block)
-        for local, module in block.named_modules():
-            if isinstance(module, nn.Linear):
-                name = skeleton.names.of_block(index, f"{local}.weight")
-                stored = skeleton.names.stored[name].removesuffix(".weight")
-                shape = module.out_features, module.in_features
-                conv1d = name in skeleton.names.transposed
-                kept = ROUTER if local in routers else None
-                place = name.removesuffix(".weight") if skeleton.names.language else None
-                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place))
-    return specs
-
-
-def _routers(block: nn.Module) -> set[str]:
-    """Return the linears that weigh experts: one output per expert, or one for a shared expert's gate."""
-    found = set()
-    for place, layer in block.named_modules():
-        if isinstance(layer, Experts):
-            owner = place.rpartition(".")[0]
-            for name, module in block.get_submodule(owner).named_modules():
-                inside = name.startswith(place.rpartition(".")[2] + ".")
-                if isinstance(module, nn.Linear) and module.out_features in (1, layer.count) and not inside:
-                    found.add(f"{owner}.{name}" if owner else name)
-    return found
-
-
-def kept_parameters(skeleton: Skeleton) -> list[dict]:
-    """Return name, shape and bytes of the blocks' parameters that are no linears and so keep their bytes:
-    routers, convolutions; no vectors (norms, biases)."""
-    found = {}
-    for index, block in enumerate(skeleton.blocks):
-        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
-        for local, parameter in block.named_parameters():
-            name, names = skeleton.names.of_block(index, local), skeleton.names
-            if parameter.ndim < 2 or local in linears:
-                continue
-            for stored in names.joined.get(name) or [names.stored[name]] * (name in names.stored):
-                info = skeleton.checkpoint.infos[stored]
-                found[stored] = {"name": stored, "shape": list(info.shape), "bytes": info.nbytes}
-    return list(found.values())
 
 
 def _compile(text: str, flag: str) -> re.Pattern:

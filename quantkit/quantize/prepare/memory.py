@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quantkit.models.machine import expert_share
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
 
 MIB = 1 << 20
-PART_BYTES = MIB  # of a block's codes that wait in memory before they are staged
 COMFORT = 0.8  # of the free memory that a job may take where there is another way
 FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
@@ -24,8 +24,7 @@ LOADED_LATER_BYTES = 80 * MIB  # what Python with torch for CPUs and transformer
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
 AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
-LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
-LOGITS = 5  # of them at a time: as they are, in float32, their softmax and its sums, gradients
+LOGITS = 5  # copies of the logits at a time: as they are, in float32, their softmax and its sums, gradients
 TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, activations and products among them
 SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 

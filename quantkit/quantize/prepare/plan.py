@@ -6,7 +6,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.options import RunOptions, size_bytes
+from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
@@ -38,35 +39,6 @@ from quantkit.tables import size
 ENCODING = 1 << 24  # temporaries of an encoder
 TENTH = 10**8  # bytes: sizes are said in tenths of a GB
 LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples or a shorter --seqlen"
-
-
-@dataclass(frozen=True)
-class Execution:
-    """Settings of a run; all fields but the last two decide bytes of the output and are in the fingerprint.
-
-    states: `device`, `host` or `disk`, where the hidden states of the calibration tokens are kept. at_once:
-    sites of a layer's experts whose statistics a repeated forward gathers in one pass.
-    """
-
-    dtype: str
-    device: str
-    batch_size: int
-    sequential: str
-    threads: int
-    states: str = "device"
-    at_once: int = 1
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.device)
-
-    def decisive(self) -> dict:
-        """Return the fields on which bytes of the output depend."""
-        return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}
 
 
 @dataclass(frozen=True)

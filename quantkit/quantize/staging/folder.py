@@ -25,9 +25,9 @@ from torch import Tensor
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
 from quantkit.models.files import safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
-from quantkit.quantize.prepare.fingerprint import differences
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.blocks import LIST, StagedBlocks, save, sync, write_text
+from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
 MOST = 1 << 20  # sequences of a batch, or threads

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantkit.models.files import reading, safetensors_folder
 from quantkit.models.machine.memory import return_freed_pages
-from quantkit.quantize.prepare.memory import PART_BYTES
+from quantkit.quantize.staging import PART_BYTES
 from quantkit.quantize.staging.folder import Staging
 
 HOLES = 32 << 20  # bytes that are staged before the heap gives its free pages back, each of which comes anew

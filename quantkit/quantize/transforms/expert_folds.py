@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.transforms import BlockView, Transformed
+from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.transforms.fold import Fold, Producer, find_folds
 from quantkit.quantize.transforms.probe import probing
 

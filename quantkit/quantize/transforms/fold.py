@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.transforms import BlockView
+from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.transforms.probe import Observation, Probe, assign, equal
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from quantkit.models.skeleton.experts import Experts, SortedExperts
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.transforms import BlockView
+from quantkit.quantize.calibrate.view import BlockView
 
 TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms that store w - 1 round
 

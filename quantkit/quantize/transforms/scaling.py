@@ -26,8 +26,9 @@ from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.solvers import SiteStatistics, row_losses
-from quantkit.quantize.transforms import BlockView, Transformed, expert_folds
+from quantkit.quantize.transforms import expert_folds
 from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 

@@ -26,8 +26,8 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.names import Names
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.sites import find_sites
+from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.transforms import BlockView
 from quantkit.quantize.transforms.fold import find_folds
 from quantkit.quantize.transforms.probe import probing
 from quantkit.quantize.transforms.rotation import edits, outside, stream

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +12,15 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf import imatrix, tensors
-from quantkit.models.gguf.imatrix import Imatrix
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.calibrate.importance import Importance
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
-from quantkit.quantize.prepare import linears, plan
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -81,7 +80,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     skeleton = open_skeleton(checkpoint, request.run)
     targets = tensors.of_checkpoint(skeleton.checkpoint)  # which has experts one by one
     stored = {name: target.name for target in targets for name in target.stored if target.part is None}
-    rows = linears.linears(skeleton)
+    rows = linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
     batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
@@ -125,18 +124,4 @@ def _write(job: ImatrixJob, gathered: Importance, timings: Timings) -> None:
     folder = job.output.absolute().parent
     with disk_errors(folder, "run the same command again"), timings("write"):
         folder.mkdir(parents=True, exist_ok=True)
-        imatrix.write(job.output, as_imatrix(gathered, job.names, job.calibration))
-
-
-def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
-    """Return gathered sums as the content of a file, experts in order; a chunk is a calibration sequence."""
-    made = calibrated.provenance
-    by_name: dict[str, list[str]] = {}
-    for linear, name in names.items():
-        if linear in gathered.sums:
-            by_name.setdefault(name, []).append(linear)
-    sums, counts = {}, {}
-    for name, parts in by_name.items():
-        sums[name] = torch.stack([gathered.sums[part] for part in parts]).squeeze(0)
-        counts[name] = torch.tensor([float(gathered.tokens[part]) for part in parts])
-    return Imatrix(sums, counts, (made.source,), chunk_count=made.samples, chunk_size=made.seqlen)
+        imatrix.write(job.output, importance.as_imatrix(gathered, job.names, job.calibration))

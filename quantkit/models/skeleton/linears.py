@@ -1,0 +1,57 @@
+"""Linears of a model's blocks, and their other parameters."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quantkit.layouts import LinearSpec
+from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton.experts import Experts
+
+ROUTER = "router"
+
+
+def linears(skeleton: Skeleton) -> list[LinearSpec]:
+    """Return every linear of every block, without a grid."""
+    specs = []
+    for index, block in enumerate(skeleton.blocks):
+        routers = _routers(block)
+        for local, module in block.named_modules():
+            if isinstance(module, nn.Linear):
+                name = skeleton.names.of_block(index, f"{local}.weight")
+                stored = skeleton.names.stored[name].removesuffix(".weight")
+                shape = module.out_features, module.in_features
+                conv1d = name in skeleton.names.transposed
+                kept = ROUTER if local in routers else None
+                place = name.removesuffix(".weight") if skeleton.names.language else None
+                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place))
+    return specs
+
+
+def _routers(block: nn.Module) -> set[str]:
+    """Return the linears that weigh experts: one output per expert, or one for a shared expert's gate."""
+    found = set()
+    for place, layer in block.named_modules():
+        if isinstance(layer, Experts):
+            owner = place.rpartition(".")[0]
+            for name, module in block.get_submodule(owner).named_modules():
+                inside = name.startswith(place.rpartition(".")[2] + ".")
+                if isinstance(module, nn.Linear) and module.out_features in (1, layer.count) and not inside:
+                    found.add(f"{owner}.{name}" if owner else name)
+    return found
+
+
+def kept_parameters(skeleton: Skeleton) -> list[dict]:
+    """Return name, shape and bytes of the blocks' parameters that are no linears and so keep their bytes:
+    routers, convolutions; no vectors (norms, biases)."""
+    found = {}
+    for index, block in enumerate(skeleton.blocks):
+        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
+        for local, parameter in block.named_parameters():
+            name, names = skeleton.names.of_block(index, local), skeleton.names
+            if parameter.ndim < 2 or local in linears:
+                continue
+            for stored in names.joined.get(name) or [names.stored[name]] * (name in names.stored):
+                info = skeleton.checkpoint.infos[stored]
+                found[stored] = {"name": stored, "shape": list(info.shape), "bytes": info.nbytes}
+    return list(found.values())
