@@ -5,7 +5,7 @@
     scripts/clients-setup.sh clients legacy llmcompressor && python scripts/clients.py others
     scripts/clients-setup.sh vllm && PATH=$PWD/.venv-vllm/bin:$PATH python scripts/clients.py served
 
-Writes sections of docs/clients.md and docs/serve.md.
+Writes sections of docs/measurements/clients.md and docs/serve.md.
 
 vLLM: of linears, of mixtures, of formats that accelerators run, one process per checkpoint. The log
     probabilities of the likeliest prompt tokens are compared with those of quantkit's decode in float32; vLLM
@@ -680,7 +680,8 @@ def main() -> None:
             if args.no_write or args.match:
                 print(text)
             else:
-                write_section(name, text, ROOT / ("docs/serve.md" if name == "served" else "docs/clients.md"))
+                document = "docs/serve.md" if name == "served" else "docs/measurements/clients.md"
+                write_section(name, text, ROOT / document)
 
 
 if __name__ == "__main__":
