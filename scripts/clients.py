@@ -320,21 +320,19 @@ def vllm_section(every: list[Cell], args: argparse.Namespace, root: Path) -> str
     text += f"of {len(IDS) - 1} positions; OK: a mean up to {SIXTEEN_BIT:g}, or to {share:.0%} of what "
     text += f"compression changed. Measured with {versions(results)}, {args.dtype or 'float16'}"
     if not args.dtype and any(dtype_of(cell) == "float32" for cell in cells):
-        text += ", where activations are rounded float32"
+        text += "; float32 in rows with rounded activations"
     text += ".\n"
     ran = [result for result in results.values() if "own_product" in result]
     if not args.as_is and not all(result["own_product"] for result in ran):
-        text += "This machine has no AVX-512, for which alone vLLM builds its int4 product: a literal one in "
-        text += "torch stood in for it. Reading and repacking are vLLM's own.\n"
+        text += "vLLM's int4 product needs AVX-512. This machine has none, so a literal product in torch "
+        text += "replaced it. Reading and repacking are vLLM's own.\n"
     if (
         not args.as_is
         and any(cell in EXPERTS for cell in cells)
         and not all(result["tiles"] for result in ran)
     ):
-        text += (
-            "This machine has no AMX, without which vLLM refuses int4 experts: it was told to take them all "
-        )
-        text += "the same. Reading, repacking and the product, which needs AVX-512 alone, are vLLM's own.\n"
+        text += "This machine has no AMX, so vLLM refuses int4 experts. The script removed this check. "
+        text += "Reading, repacking and the product are vLLM's own; the product needs only AVX-512.\n"
     return text
 
 
@@ -404,7 +402,8 @@ def legacy_section(args: argparse.Namespace, root: Path) -> str:
     header = ["client", "command", "model", "relative difference", "largest", "likeliest equal"]
     text = f"{table(header, list(lines.values()))}\nDifferences of logits over {len(IDS)} tokens; AutoGPTQ "
     text += f"in float32, AutoAWQ in float16. Measured with {versions(results)}.\n"
-    text += "AutoGPTQ ties embeddings to a head that no file holds: the script puts the stored ones back.\n"
+    text += "AutoGPTQ ties the embeddings to a head that is not in the file. "
+    text += "The script restores the stored embeddings.\n"
     return text
 
 
