@@ -370,7 +370,7 @@ def test_families_whose_blocks_are_otherwise(tmp_path, family, workplace):
 
 
 def test_the_command_says_what_it_did(workplace, quantkit, tmp_path, capsys):
-    small = ["--text", workplace / "text.txt", "--samples", 8, "--seqlen", 32, "--epochs", 1]
+    small = ["--calibration", workplace / "text.txt", "--samples", 8, "--seqlen", 32, "--epochs", 1]
     asked = ["distill", workplace / "teacher", workplace / "student", *small]
     plan = json.loads(quantkit(*asked, "--dry-run", "--json", "-q").out)
     assert plan["schema"] == "quantkit.distill/1" and plan["memory"]["hold"]
@@ -416,10 +416,10 @@ def test_refusals(workplace, refuse, tiny_model):
     assert "leave nothing to do" in error
     for flag, value in (("--lr", 0), ("--temperature", -1), ("--epochs", -1)):
         assert refuse(2, "distill", teacher, student, flag, value)[0].startswith(f"{flag} {value} makes")
-    small = ["--text", workplace / "text.txt", "--seqlen", 32]
+    small = ["--calibration", workplace / "text.txt", "--seqlen", 32]
     assert "one sequence" in refuse(2, "distill", teacher, student, *small, "--samples", 1)[0]
     assert "holds the student" in refuse(2, "distill", teacher, student, *small, "-o", student)[0]
-    assert "no STUDENT" in refuse(2, "distill", teacher)[0]
+    assert refuse(2, "distill", teacher)[0] == "missing argument 'student'"
 
 
 @pytest.mark.parametrize(
@@ -435,7 +435,7 @@ def test_a_manifest_of_odd_types_is_a_line(workplace, refuse, tmp_path, changed,
     shutil.copytree(workplace / "student", tmp_path / "odd")
     path = tmp_path / "odd/quantkit.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32]
+    small = ["--calibration", workplace / "text.txt", "--samples", 4, "--seqlen", 32]
     assert said in refuse(4, "distill", workplace / "teacher", tmp_path / "odd", *small)[0]
 
 
@@ -449,7 +449,7 @@ def test_resuming_beside_a_manifest_of_odd_types_is_a_line(workplace, refuse, tm
 
 def test_another_model_of_the_same_shape_is_no_teacher(workplace, quantkit, tiny_model):
     other = tiny_model("llama", name="other", tokenizer=True, num_hidden_layers=2, seed=7)
-    small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32, "-q"]
+    small = ["--calibration", workplace / "text.txt", "--samples", 4, "--seqlen", 32, "-q"]
     done = quantkit("distill", other, workplace / "student", *small)
     assert done.code == 4
     assert "nothing in common" in done.err
@@ -460,6 +460,6 @@ def test_what_quantkit_only_reads_is_refused(workplace, refuse, tmp_path):
     """Scales in bfloat16, as other tools write them."""
     shutil.copytree(workplace / "student", tmp_path / "foreign")
     jobs.rewrite(tmp_path / "foreign", lambda name, t: t.bfloat16() if name.endswith(".scales") else None)
-    small = ["--text", workplace / "text.txt", "--samples", 4, "--seqlen", 32]
+    small = ["--calibration", workplace / "text.txt", "--samples", 4, "--seqlen", 32]
     error, _ = refuse(4, "distill", workplace / "teacher", tmp_path / "foreign", *small)
     assert "scales is stored as torch.bfloat16" in error

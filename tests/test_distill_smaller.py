@@ -165,7 +165,7 @@ def test_the_loss_is_that_of_hinton():
     both = log_softmax(student / T, -1).flatten(0, 1), softmax(teacher / T, -1).flatten(0, 1)
     expected = T**2 * kl_div(*both, reduction="batchmean")
     expected += 0.25 * ((here - there).norm(dim=-1) / there.norm(dim=-1)).square().mean()
-    options = Options(temperature=T, hidden_weight=0.25)
+    options = Options(blocks=1, temperature=T, hidden_weight=0.25)
     torch.testing.assert_close(learner.loss((student, here), (teacher, there), options), expected)
 
 

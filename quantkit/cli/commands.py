@@ -21,7 +21,8 @@ RUN, HOUSEKEEPING = "Run", "Housekeeping"
 OTHERS = {  # every other command than the methods: the panel of the help that lists it, and its summary
     "auto": (COMPRESS, "Search the bits of every linear for the least loss within a size or a loss."),
     "run": (COMPRESS, "Run a job from a recipe: options in a YAML file."),
-    "distill": (COMPRESS, "Train a compressed model, or a smaller one, to predict what the original does."),
+    "distill": (COMPRESS, "Train scales and norms of a compressed model to predict what the original does."),
+    "shrink": (COMPRESS, "Leave out blocks of a model and train the smaller one to predict what it did."),
     "plan": (BEFORE, "Estimate memory, speed and job times from headers, before anything is loaded."),
     "sample": (BEFORE, "Generate calibration text with the model itself; no dataset is needed."),
     "imatrix": (BEFORE, "Write an importance matrix for llama-quantize."),
@@ -154,8 +155,11 @@ class Root(TyperGroup):
         return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that is called, built with all its flags."""
-        name, command, rest = super().resolve_command(ctx, args)
+        """Return the command that is called, built with all its flags; old spellings become new ones."""
+        from quantkit.quantize.prepare import old_names
+
+        name, args = old_names.renewed(args[0], args[1:], ctx.resilient_parsing)
+        name, command, rest = super().resolve_command(ctx, [name, *args])
         return name, command and self.commands[name], rest
 
 

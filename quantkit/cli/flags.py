@@ -110,7 +110,8 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
             rich_help_panel=section.capitalize(),
             autocompletion=completion(lambda offered=offered: offered) if offered else None,
         )
-        parameters.append(parameter(field.name, Annotated[kind, described], field.default))
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(parameter(field.name, Annotated[kind, described], default))
     return parameters
 
 

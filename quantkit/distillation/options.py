@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -40,8 +41,9 @@ class DistillOptions:
 class SmallerOptions:
     """Options of a smaller student."""
 
-    blocks: int | None = option(
-        None, "Decoder blocks of the student: the most important blocks of the teacher are kept."
+    blocks: int = option(
+        dataclasses.MISSING,
+        "Decoder blocks of the student: the most important blocks of the teacher are kept.",
     )
     epochs: int = option(3, "Passes over the training text.")
     steps: int | None = option(None, "Training steps; replaces --epochs.")

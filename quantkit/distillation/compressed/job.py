@@ -211,7 +211,7 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     if not student.quantized:
         raise QuantkitError(
             f"{request.student} is not quantized: all its weights are floats",
-            f"compress it first (quantkit gptq {request.student}), or make a smaller student with --blocks",
+            f"compress it first (quantkit gptq {request.student}), or make it smaller (quantkit shrink)",
             UNSUPPORTED,
         )
     check_comparable((teacher, student), HINT)

@@ -1,4 +1,4 @@
-"""`quantkit distill TEACHER --blocks N`: one command for both kinds of students."""
+"""`quantkit shrink TEACHER --blocks N`: a smaller student, made and measured."""
 
 import json
 
@@ -9,14 +9,14 @@ FEW = ("--samples", "10", "--seqlen", "16", "--steps", "12", "--dtype", "float32
 
 def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
     teacher = tiny_model("llama", tokenizer=True)
-    planned = make("distill", teacher, "--blocks", "2", *FEW, "--dry-run")
+    planned = make("shrink", teacher, "--blocks", "2", *FEW, "--dry-run")
     assert planned["student"] | {"output": ""} == {
         "output": "", "blocks": 2, "parameters": 2 * (64 * (64 + 32 + 32 + 64 + 3 * 128) + 128)
         + 2 * 512 * 64 + 64,
     }  # fmt: skip
     assert not (tmp_path / "llama-b2").exists()
     done = make(
-        "distill",
+        "shrink",
         teacher,
         "--blocks",
         "2",
@@ -25,7 +25,7 @@ def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
         *FEW,
         "-o",
         "small",
-        "--text",
+        "--calibration",
         jobs.calibration(tmp_path).calibration,
     )
     assert [model["source"] for model in done["held_out"]["models"]] == [
@@ -34,15 +34,13 @@ def test_a_smaller_student_is_made_and_measured(tiny_model, tmp_path, make):
         "small trained",
     ]
     assert done["options"]["lr"] == 0.002 and json.loads((tmp_path / "small/config.json").read_text())
-    again = make("distill", teacher, "--blocks", "2", "--lr", "0.002", *FEW, "-o", "small", "--resume")
+    again = make("shrink", teacher, "--blocks", "2", "--lr", "0.002", *FEW, "-o", "small", "--resume")
     assert again == {"schema": "quantkit.distill-smaller/2", "output": "small", "finished": True}
 
 
-def test_a_student_is_named_or_shaped(tiny_model, refuse):
+def test_shrink_takes_a_teacher_and_a_number_of_blocks(tiny_model, refuse):
     teacher = tiny_model("llama", tokenizer=True)
-    assert "no STUDENT is given" in refuse(2, "distill", teacher)[0]
-    assert "keeps its shape" in refuse(2, "distill", teacher, teacher, "--blocks", "2")[0]
-    assert (
-        "--block-epochs is for compressed students"
-        in refuse(2, "distill", teacher, "--blocks", "2", "--block-epochs", "1")[0]
-    )
+    assert refuse(2, "shrink", teacher)[0] == "missing option '--blocks'"
+    assert "unexpected extra argument" in refuse(2, "shrink", teacher, teacher, "--blocks", "2")[0]
+    assert refuse(2, "shrink", teacher, "--blocks", "0")[0] == "--blocks 0 makes no sense"
+    assert "--block-epochs" in refuse(2, "shrink", teacher, "--blocks", "2", "--block-epochs", "1")[0]
