@@ -10,7 +10,7 @@ from quantkit.serving.bench.measure import Measured
 from quantkit.serving.bench.settings import Point, Settings
 from quantkit.serving.bench.subjects import Subject
 
-SMALL = Settings(batch="1,3", prompt="5", tokens=4, repeats=2, warmup=1, rounds=1, dtype="float32")
+SMALL = Settings(batch="1,3", prompt_tokens="5", tokens=4, repeats=2, warmup=1, rounds=1, dtype="float32")
 FACTS = {
     "version": "5",
     "kernels": "torch Linear",

@@ -19,7 +19,7 @@ from quantkit.serving.bench import generation
 from quantkit.serving.bench.batching import continuous, measure, padded, show, trace
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step, figures
 from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import Batching
 
 # A is there first; B and C come together. On a clock that ticks once a step everything is known by hand.
 REQUESTS = (Request(0.0, 3, 3), Request(0.5, 2, 2), Request(0.5, 4, 1))
@@ -151,8 +151,8 @@ def test_another_loop_in_transformers_is_said(model, prompts, monkeypatch):
     assert error.value.exit_code == 4
 
 
-def asked(batching: str = "static,dynamic,continuous", **more) -> Settings:
-    return Settings(**{"batching": batching, "batch": "2", "repeats": 2} | more).resolve()
+def asked(policies: str = "static,dynamic,continuous", **more) -> Batching:
+    return Batching(**{"policies": policies, "batch": 2, "repeats": 2} | more)
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,11 @@ from quantkit.serving.bench.batching import trace
 from quantkit.serving.bench.batching.padded import next_batch
 from quantkit.serving.bench.batching.show import describe
 from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import Batching
 
 
 def drawn(count=4000, rate=8.0, seed=0, context=None) -> tuple[Request, ...]:
-    asked = Settings(batching="static", requests=count, rate=rate, seed=seed).resolve()
-    return trace.sample(asked, context)
+    return trace.sample(Batching(requests=count, rate=rate, seed=seed), context)
 
 
 def test_a_seed_gives_one_trace_and_another_seed_another():

@@ -1,4 +1,4 @@
-"""`--attn`: the kernel that ran, allocations counted, refusals, the report."""
+"""`bench attention`: the kernel that ran, allocations counted, refusals, the report."""
 
 import importlib.resources
 import json
@@ -18,7 +18,7 @@ from quantkit.evaluation.comparison import drawing
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.bench.attention.measure import Operators, allocated, describe, measure, plan
 from quantkit.serving.bench.attention.show import report
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import Attention
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
@@ -45,13 +45,14 @@ def result(checkpoint):
     return measured(checkpoint)
 
 
-def asked(attn: str, lengths=(), **more) -> Settings:
+def asked(names: str, lengths=(), **more) -> Attention:
     lengths = ",".join(map(str, lengths)) or None
-    return Settings(**{"attn": attn, "prompt": lengths, "tokens": 1, "repeats": 1} | more).resolve()
+    made = {"implementations": names, "prompt_tokens": lengths, "tokens": 1, "repeats": 1}
+    return Attention(**made | more)
 
 
 def measured(checkpoint, lengths=LENGTHS):
-    settings = asked("eager,sdpa,no_such_attention", lengths, batch=str(BATCH), tokens=2, repeats=2)
+    settings = asked("eager,sdpa,no_such_attention", lengths, batch=BATCH, tokens=2, repeats=2)
     return measure(checkpoint, settings, torch.float32, CPU)
 
 

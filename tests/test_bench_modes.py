@@ -1,4 +1,4 @@
-"""The other modes of `quantkit bench`, from their flags to what is printed and written."""
+"""The subcommands of `quantkit bench`, from their flags to what is printed and written."""
 
 import json
 
@@ -18,8 +18,8 @@ def model(tiny_model):
 
 def test_attention(quantkit, model, tmp_path):
     files = ("--html", tmp_path / "page.html", "--plot", tmp_path / "plot.svg")
-    asked = ("--attn", "eager,sdpa", "--prompt", "8,16", "-n", "2", *SMALL)
-    done = quantkit("bench", model, *asked, *files, "--json")
+    asked = ("--implementations", "eager,sdpa", "--prompt-tokens", "8,16", "-n", "2", *SMALL)
+    done = quantkit("bench", "attention", model, *asked, *files, "--json")
     assert done.code == 0, done.err
     made = json.loads(done.out)
     assert made["schema"] == "quantkit.bench-attention/2"
@@ -33,13 +33,13 @@ def test_attention(quantkit, model, tmp_path):
 
 
 def test_attention_ends_where_the_context_does(refuse, model):
-    error, _ = refuse(2, "bench", model, "--attn", "sdpa", "--prompt", "300", *SMALL[:-1])
+    error, _ = refuse(2, "bench", "attention", model, "--prompt-tokens", "300", *SMALL[:-1])
     assert "longer than the model's context of 256" in error
 
 
 def test_batching(quantkit, model):
-    asked = ("--batching", "static", "--requests", "3", "--batch", "2", "--prompt", "9", "-n", "4")
-    done = quantkit("bench", model, *asked, *SMALL, "--json")
+    asked = ("--policies", "static", "--requests", "3", "--batch", "2", "--prompt-tokens", "9", "-n", "4")
+    done = quantkit("bench", "batching", model, *asked, *SMALL, "--json")
     assert done.code == 0, done.err
     made = json.loads(done.out)
     assert made["schema"] == "quantkit.bench-batching/2" and made["settings"]["batch"] == [2]
@@ -48,9 +48,31 @@ def test_batching(quantkit, model):
 
 
 def test_an_endpoint_elsewhere_needs_remote(refuse):
-    error, hint = refuse(2, "bench", "--url", "http://example.com")
-    assert "another machine" in error and "--remote" in hint
+    error, hint = refuse(2, "bench", "server", "http://example.com")
+    assert "another machine" in error and "--allow-remote" in hint
 
 
-def test_several_models_have_no_one_attention(refuse, model):
-    assert refuse(2, "bench", model, model, "--attn", "sdpa")[0] == "give one model"
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["attention", "MODEL", "--batch", "1,2"], "'1,2' is not a valid int"),
+        (["attention", "MODEL", "--quality", "result.json"], "no such option: --quality"),
+        (["attention", "MODEL", "MODEL"], "unexpected extra argument"),
+        (["batching", "MODEL", "--policies", "eager"], "unknown policy: eager"),
+        (["batching", "MODEL", "--rate", "0"], "--rate 0.0 makes no sense"),
+        (["server", "http://127.0.0.1:1", "--html", "page.html"], "no such option: --html"),
+        (["server", "http://127.0.0.1:1", "--concurrency", "x"], "--concurrency 'x' is not a list"),
+    ],
+)
+def test_bad_input_is_refused(refuse, model, arguments, said):
+    arguments = [model if argument == "MODEL" else argument for argument in arguments]
+    assert said in refuse(2, "bench", *arguments)[0]
+
+
+def test_the_help_lists_the_subcommands(quantkit):
+    told = quantkit("bench", "--help").out
+    assert all(f"quantkit bench {name} --help" in told for name in ("attention", "batching", "server"))
+
+
+def test_a_folder_may_have_the_name_of_a_subcommand(refuse):
+    assert refuse(3, "bench", "./attention")[0].startswith("no such folder")

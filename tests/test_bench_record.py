@@ -53,7 +53,7 @@ def test_the_predicted_roof_is_plans():
 # ---- what is told
 
 
-SWEEP = Settings(batch="1,2,4,8,16", prompt="8,16", tokens=5, repeats=2, rounds=2)
+SWEEP = Settings(batch="1,2,4,8,16", prompt_tokens="8,16", tokens=5, repeats=2, rounds=2)
 
 
 @pytest.fixture

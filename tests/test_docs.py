@@ -73,6 +73,8 @@ def resolve(arguments: list[str]) -> tuple[Any, Any, list[str]]:
     """The command that arguments begin with, a context to parse in, and its own arguments."""
     command, rest = GROUP, arguments
     context = GROUP.context_class(GROUP, **GROUP.context_settings)  # help's own names are handed down
+    if " ".join(rest[:2]) in commands.PARTS:
+        rest = [" ".join(rest[:2]), *rest[2:]]
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         command, rest = command.commands[rest[0]], rest[1:]
         context = command.context_class(command, parent=context, info_name=command.name)

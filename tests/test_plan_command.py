@@ -81,7 +81,7 @@ def test_a_textbook_answer(record):
 
 
 def test_the_figures_of_another_format(record):
-    found = record("Llama-2-13b", "--gpu", "a100-40g", "--method", "int8")
+    found = record("Llama-2-13b", "--gpu", "a100-40g", "--format", "int8")
     assert found["method"] == "int8" and found["roofline"]["bytes_per_weight"] == 1
     assert found["roofline"]["optimal_batch"] == pytest.approx(100.3, abs=0.05)
     int8 = found["weights"]["int8"]
@@ -325,11 +325,11 @@ def test_a_group_size_that_fits_is_named(quantkit, tmp_path):
         (2, ["--params", "7B", "--gpus", "2"], "--gpus needs a device"),
         (2, ["--params", "7B", "--gpu", "l4", "--gpus", "0"], "--gpus 0 makes no sense"),
         (2, ["--params", "7B", "--ctx", "32x"], "--ctx 32x makes no sense"),
-        (4, ["--params", "7B", "--method", "stored"], "no headers were read"),
+        (4, ["--params", "7B", "--format", "stored"], "no headers were read"),
         (2, ["--params", "many"], "no number of parameters"),
         (2, ["--params", "7B", "--gpu", "a100"], "did you mean a100-40g or a100-80g?"),
         (2, ["--params", "7B", "--kv-dtype", "bf17"], "did you mean bf16"),
-        (2, ["--params", "7B", "--method", "Q4_K_L"], "did you mean q4_k_"),
+        (2, ["--params", "7B", "--format", "Q4_K_L"], "did you mean q4_k_"),
         (2, ["--params", "7B", "--ctx", "0"], "--ctx 0 makes no sense"),
         (2, ["--params", "7B", "--batch", "-1"], "--batch -1 makes no sense"),
         (3, ["nowhere"], "no such folder: nowhere"),
@@ -346,7 +346,7 @@ def test_refusals(quantkit, code, arguments, words):
 def test_a_format_that_cannot_hold_the_model_is_refused(quantkit, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIGS["gpt2"]))
-    code, _, err = quantkit(path, "--method", "awq")
+    code, _, err = quantkit(path, "--format", "awq")
     assert code == 4 and "awq cannot store this model" in err and "Conv1D" in err
     assert quantkit("file.gguf")[0] == 3
 

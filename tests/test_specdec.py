@@ -145,7 +145,7 @@ def test_the_histogram_leaves_out_steps_with_nothing_to_check():
 def test_prompts_are_cut_from_a_text(make, target, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(" ".join(families.sentences(60)))
-    found = make("specdec", target, "prompt-lookup", *QUICK, "--text", text)
+    found = make("specdec", target, "prompt-lookup", *QUICK, "--prompt-text", text)
     assert found["settings"]["text"] == "text.txt"
     options = CalibrationOptions(samples=2, seqlen=8, calibration=str(text))
     wanted = calibration.load(open_checkpoint(str(target)), options).tokens
@@ -188,14 +188,17 @@ def test_questions_that_make_no_sense(refuse, target, options, said):
 def test_texts_that_do_not_do(refuse, target, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     assert (
-        "need" in refuse(2, "specdec", target, "prompt-lookup", *QUICK, "--text", tmp_path / "short.txt")[0]
+        "need"
+        in refuse(2, "specdec", target, "prompt-lookup", *QUICK, "--prompt-text", tmp_path / "short.txt")[0]
     )
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert (
-        "is not UTF-8" in refuse(2, "specdec", target, "prompt-lookup", "--text", tmp_path / "latin.txt")[0]
+        "is not UTF-8"
+        in refuse(2, "specdec", target, "prompt-lookup", "--prompt-text", tmp_path / "latin.txt")[0]
     )
     assert (
-        "cannot be read" in refuse(3, "specdec", target, "prompt-lookup", "--text", tmp_path / "none.txt")[0]
+        "cannot be read"
+        in refuse(3, "specdec", target, "prompt-lookup", "--prompt-text", tmp_path / "none.txt")[0]
     )
 
 

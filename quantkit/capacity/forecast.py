@@ -26,7 +26,7 @@ GROUPED_HEADS = 8  # of the what-if for models without shared heads
 def of_source(source: Source, question: Question) -> dict[str, Any]:
     """Return the record of a model. Raises QuantkitError for an invalid question."""
     question.check()
-    method = formats.named(question.method) if question.method else None
+    method = formats.named(question.format) if question.format else None
     settings, parameters = source.settings, source.parameters
     tokens = question.tokens or TOKENS
     caches, cache, notes = None, {"bytes_per_sequence": None, "unsupported": NO_LAYERS}, list(source.notes)
@@ -207,7 +207,7 @@ def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:
     if chosen["bytes"] is None:
         raise QuantkitError(
             f"{method} cannot store this model: {chosen['reason']}",
-            hint="choose another --method, such as bf16",
+            hint="choose another --format, such as bf16",
             exit_code=UNSUPPORTED,
         )
     return {

@@ -136,7 +136,7 @@ def names() -> tuple[str, ...]:
 def named(text: str) -> str:
     """Return the format of a user's name. Raises QuantkitError with similar names for an unknown one."""
     spelled = {name.lower(): name for name in (STORED, *names())}
-    return spelled[one_of(text.lower(), spelled, f"unknown --method {text!r}", ALIASES)]
+    return spelled[one_of(text.lower(), spelled, f"unknown --format {text!r}", ALIASES)]
 
 
 def of_method(method: str) -> str:

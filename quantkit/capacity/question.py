@@ -40,7 +40,7 @@ class Question:
         "quantkit eval --kv-dtype.",
         names=kv_types.TYPES,
     )
-    method: str | None = option(
+    format: str | None = option(
         None,
         "Format of requests_that_fit and roofline in --json: bf16, int8, nf4, gptq, awq, a GGUF file type, "
         "or stored. (default: stored for a quantized model, else bf16)",

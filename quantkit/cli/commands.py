@@ -38,6 +38,11 @@ OTHERS = {  # every other command than the methods: the panel of the help that l
     "verify": (HOUSEKEEPING, "Check a checkpoint for damage, and measure the error of every linear again."),
     "recipes": (HOUSEKEEPING, "List, show and create recipes."),
 }
+PARTS = {  # subcommands: the help of the command before them lists them
+    "bench attention": "Time and memory of one model's attention implementations, by prompt length.",
+    "bench batching": "Throughput and latency of one model that answers many requests, by way of batching.",
+    "bench server": "Throughput and latency of an OpenAI-compatible server under load.",
+}
 SHOWN = {  # what --help of a job shows; --help-all shows the rest
     *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),
     *("zero_point", "solver", "target", "transform", "layout", "format", "type", "double_quant"),
@@ -55,14 +60,17 @@ def names() -> list[str]:
 
 def summary(name: str) -> str:
     """Return the one-line help of a command."""
+    if name in PARTS:
+        return PARTS[name]
     return OTHERS[name][1] if name in OTHERS else methods.summary(name)
 
 
 @functools.cache
 def build(name: str) -> Any:
     """Import a command's module and return the command with all its flags."""
+    first = name.partition(" ")[0]
     module = importlib.import_module(
-        f"quantkit.cli.{MODULES.get(name, name) if name in OTHERS else 'quantize'}"
+        f"quantkit.cli.{MODULES.get(first, first) if first in OTHERS else 'quantize'}"
     )
     if hasattr(module, "app"):  # a group of commands
         app = module.app
@@ -77,6 +85,10 @@ def build(name: str) -> Any:
         row.cls = Command
     command = typer.main.get_command(app)
     command.name, command.help = name, summary(name)
+    if below := [
+        f"  quantkit {part} --help     ({PARTS[part]})" for part in PARTS if part.startswith(f"{name} ")
+    ]:
+        command.epilog = "\n\n".join(["Subcommands:", *below, command.epilog])
     return command
 
 
@@ -84,6 +96,9 @@ def _parts(module: Any, name: str) -> tuple[Callable[..., None], str]:
     """Return the function that runs a command, and its examples."""
     if name == "run":
         return module.run_command(), module.RUN_EPILOG
+    if name in PARTS:
+        part = name.rpartition(" ")[2]
+        return getattr(module, part), module.EPILOGS[part]
     if name not in OTHERS:
         return module.command(name), module.epilog(name)
     return module.command, module.EPILOG
@@ -121,15 +136,15 @@ class Commands(Mapping):
     """Commands by name, each built when it is looked up."""
 
     def __getitem__(self, name: str) -> Any:
-        if name not in names():
+        if name not in (*names(), *PARTS):
             raise KeyError(name)
         return build(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(names())
+        return iter([*names(), *PARTS])
 
     def __len__(self) -> int:
-        return len(names())
+        return len(names()) + len(PARTS)
 
 
 class Root(TyperGroup):
@@ -149,7 +164,7 @@ class Root(TyperGroup):
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
         """Return a command with the help that a list shows of it, or None."""
-        if cmd_name not in names():
+        if cmd_name not in (*names(), *PARTS):
             return None
         panel = OTHERS[cmd_name][0] if cmd_name in OTHERS else COMPRESS
         return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
@@ -158,6 +173,8 @@ class Root(TyperGroup):
         """Return the command that is called, built with all its flags; old spellings become new ones."""
         from quantkit.quantize.prepare import old_names
 
+        if (part := " ".join(args[:2])) in PARTS:
+            args = [part, *args[2:]]
         name, args = old_names.renewed(args[0], args[1:], ctx.resilient_parsing)
         name, command, rest = super().resolve_command(ctx, [name, *args])
         return name, command and self.commands[name], rest

@@ -94,11 +94,10 @@ OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Return a flag for every option of a dataclass, or `only` for some, in a help panel named `section`."""
+    """Return a flag for every option of a dataclass, or `only` for these, in a help panel named `section`."""
     hints, parameters = get_type_hints(options), []
-    for field in dataclasses.fields(options):
-        if not field.metadata or (only and field.name not in only):
-            continue  # no flag
+    known = {field.name: field for field in dataclasses.fields(options) if field.metadata}
+    for field in [known[name] for name in only] if only else known.values():
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
         names = [name] if field.default is False or short else []  # no --no-… to a no

@@ -21,10 +21,10 @@ EPILOG = """Examples:
 
   quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
 
-  quantkit plan ./model --gpu h100-80g --method gptq --json"""
+  quantkit plan ./model --gpu h100-80g --format gptq --json"""
 PANELS = {
     "device": ("gpu", "gpus", "vram", "bandwidth", "tflops"),
-    "serving": ("ctx", "batch", "kv_dtype", "method"),
+    "serving": ("ctx", "batch", "kv_dtype", "format"),
     "quantizing": ("samples", "seqlen"),
 }
 MODEL = Annotated[

@@ -14,7 +14,7 @@ EPILOG = """Examples:
 
   quantkit specdec ./model ./model-nf4
 
-  quantkit specdec ./model ./small-model prompt-lookup --text novel.txt     (side by side)
+  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
 
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
 

@@ -10,6 +10,17 @@ from collections.abc import Sequence
 OLD = {
     "distill": {"--blocks": "shrink --blocks", "--text": "--calibration"},
     "shrink": {"--text": "--calibration"},
+    "bench": {
+        "--attn": "bench attention --implementations",
+        "--batching": "bench batching --policies",
+        "--url": "bench server ",
+        "--prompt": "--prompt-tokens",
+    },
+    "bench attention": {"--prompt": "--prompt-tokens"},
+    "bench batching": {"--prompt": "--prompt-tokens"},
+    "bench server": {"--prompt": "--prompt-words", "--remote": "--allow-remote"},
+    "plan": {"--method": "--format"},
+    "specdec": {"--text": "--prompt-text"},
 }
 
 

@@ -60,7 +60,7 @@ def _model(
         },
         "error": row.error,
         "points": [_point(row, first, point) for point in settings.points],
-        "roofline": [_roofline(row, prompt, settings) for prompt in settings.numbers("prompt")],
+        "roofline": [_roofline(row, prompt, settings) for prompt in settings.numbers("prompt_tokens")],
     }
 
 

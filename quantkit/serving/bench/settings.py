@@ -1,33 +1,20 @@
-"""The flags of `quantkit bench`: points, engines, and the other modes (--attn, --batching, --url)."""
+"""The flags of `quantkit bench` and of its subcommands attention, batching and server."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
+from typing import Any, ClassVar, Literal
 
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.machine import processor
 from quantkit.options import option
 
 MOST = 1 << 20  # of any number that a flag takes
-MODELS, ATTN, BATCHING, URL = "models", "attn", "batching", "url"  # the modes
-RUN = {"prompt", "tokens", "seed"}
-LOCAL = RUN | {"batch", "repeats", "threads", "dtype", "device"}
-FLAGS = {  # of each mode
-    MODELS: LOCAL | {"rounds", "warmup", "engine", "decoded", "quality"},
-    ATTN: LOCAL | {"attn"},
-    BATCHING: LOCAL | {"batching", "requests", "rate"},
-    URL: RUN | {"url", "concurrency", "requests", "served_model", "api_key", "remote"},
-}
-DEFAULTS: dict[str, dict[str, Any]] = {  # of flags whose default depends on the mode
-    MODELS: {"batch": "1", "prompt": "128", "tokens": 64},
-    ATTN: {"batch": "1", "tokens": 8},
-    BATCHING: {"batch": "8", "prompt": "64", "tokens": 32, "requests": 32, "rate": 8.0},
-    URL: {"prompt": "128", "tokens": 64},
-}
-SINGLE = {ATTN: ("batch",), BATCHING: ("batch", "prompt"), URL: ("prompt",)}  # lists of one number
-LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6}
+KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # flags in the JSON
+LISTS = ("batch", "prompt_tokens", "concurrency")
+LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6, "prompt_words": 1}
 
 
 def usual_threads() -> int:
@@ -45,143 +32,155 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """None stands for the default of the mode; `resolve` fills it in.
+class Asked:
+    """Flags that take numbers and lists; the base of the flags of every command."""
 
-    Every point is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
-    """
-
-    batch: str | None = option(None, "Sequences at once, such as 1,4,16. (default: 1, of --batching: 8)")
-    prompt: str | None = option(
-        None,
-        "Prompt tokens of each, of --url words, such as 128,512. (default: 128; of --attn: up to 4096; of "
-        "--batching: 64 on average)",
-    )
-    tokens: int | None = option(
-        None,
-        "New tokens of each sequence. (default: 64; of --attn: 8; of --batching: 32 on average)",
-        short="-n",
-    )
-    repeats: int = option(3, "Measured runs in a round.")
-    rounds: int = option(2, "Turns of every model, each in a new process.")
-    warmup: int = option(1, "Unmeasured runs before the measured ones.")
+    least_tokens: ClassVar[int] = 1
+    tokens: int = option(64, "New tokens of each sequence.", short="-n")
     seed: int = option(0, "Seed of the prompts.")
-    engine: str = option(
-        "auto",
-        "auto, transformers or llama.cpp, or several. auto: llama.cpp for GGUF files where it is installed, "
-        "else transformers.",
-    )
-    decoded: bool = option(
-        False, "In transformers, compute with decoded weights, not with the layout's own kernels."
-    )
-    threads: int | None = option(
-        None, "CPU threads of every engine. (default: OMP_NUM_THREADS, else the cores)"
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision in transformers. auto: each checkpoint's own where the hardware has it."
-    )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps. auto: cuda where there is one.")
-    quality: tuple[str, ...] = option(
-        (), "File of quantkit eval --json: KL divergence and perplexity next to the speed. Repeatable."
-    )
-    attn: str | None = option(
-        None,
-        "Time and memory of one model's attention at growing prompts, instead: eager, sdpa, "
-        "flash_attention_2 …",
-    )
-    batching: str | None = option(
-        None, "One model serving random requests, instead: static, dynamic, continuous."
-    )
-    url: str | None = option(None, "An OpenAI endpoint under load, instead.")
-    concurrency: str | None = option(None, "Users of --url, level by level. (default: 1,2,4,8,16,32)")
-    requests: int | None = option(
-        None, "Requests of --batching (default: 32), or of each level of --url (default: 4 a user)."
-    )
-    rate: float | None = option(None, "Requests of --batching a second, on average. (default: 8)")
-    served_model: str | None = option(None, "Name of the model of --url.")
-    api_key: str | None = field(
-        default=None, repr=False, metadata={"help": "API key of --url.", "short": None, "names": ()}
-    )
-    remote: bool = option(False, "Allow a --url on another machine.")
-    trust_remote_code: bool = False
 
-    @property
-    def mode(self) -> str:
-        """MODELS, ATTN, BATCHING or URL."""
-        return next((name for name in (ATTN, BATCHING, URL) if getattr(self, name) is not None), MODELS)
-
-    @property
-    def points(self) -> list[Point]:
-        """Every batch with every prompt length; short prompts first."""
-        return [Point(batch, prompt) for prompt in self.numbers("prompt") for batch in self.numbers("batch")]
-
-    @property
-    def cores(self) -> int:
-        """Threads that compute."""
-        return self.threads or usual_threads()
-
-    def resolve(self) -> Settings:
-        """Return the settings with the defaults of their mode.
-
-        Raises QuantkitError (exit code 2) for values that make no sense and for flags of another mode.
-        """
-        self._refuse_others()
-        defaults = DEFAULTS[self.mode].items()
-        made = replace(self, **{name: value for name, value in defaults if getattr(self, name) is None})
-        for name in ("batch", "prompt", "concurrency"):
-            if getattr(made, name) is not None:
-                single = name in SINGLE.get(self.mode, ())
-                require_numbers((f"--{name}", made.number(name) if single else made.numbers(name), 1))
-        tokens = 2 if self.mode == MODELS else 1  # the first is the prefill's: latency needs another
-        least = {"tokens": tokens, **LEAST}
-        require_numbers(*((f"--{name}", getattr(made, name), value) for name, value in least.items()))
-        return made
-
-    def _refuse_others(self) -> None:
-        own, others = FLAGS[self.mode], (ATTN, BATCHING, URL)
-        if sum(getattr(self, name) is not None for name in others) > 1:
-            hint = "choose one of them"
-            raise QuantkitError("--attn, --batching and --url exclude each other", hint, USAGE)
-        for row in fields(self):
-            name = f"--{row.name.replace('_', '-')}"
-            if not row.metadata or row.name in own or getattr(self, row.name) == row.default:
-                continue
-            if self.mode != MODELS:
-                hint = f"leave it out of --{self.mode}"
-                raise QuantkitError(f"{name} is not for --{self.mode}", hint, USAGE)
-            users = " and ".join(f"--{other}" for other in others if row.name in FLAGS[other])
-            raise QuantkitError(f"{name} is for {users}", f"add one, or leave out {name}", USAGE)
+    def check(self) -> None:
+        """Raise QuantkitError (exit code 2) for values that are invalid for every model."""
+        least = {"tokens": self.least_tokens, **LEAST}
+        lists = [(name, self.numbers(name), 1) for name in LISTS if getattr(self, name, None) is not None]
+        for name, value, smallest in (
+            *lists,
+            *((name, getattr(self, name, None), least[name]) for name in least),
+        ):
+            require_numbers((flag_of(name), value, smallest))
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """Return a flag such as `1,4,16` as numbers, each once, in order of size. Raises QuantkitError."""
-        text = getattr(self, name)
+        text = str(getattr(self, name))
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts or not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
-            hint = f"separate them by commas: --{name} 1,4,16"
-            raise QuantkitError(f"--{name} {text!r} is not a list of numbers", hint, USAGE)
+            hint = f"separate them by commas: {flag_of(name)} 1,4,16"
+            raise QuantkitError(f"{flag_of(name)} {text!r} is not a list of numbers", hint, USAGE)
         return tuple(sorted({int(part) for part in parts}))
-
-    def number(self, name: str) -> int:
-        """Return the one number of a flag. Raises QuantkitError for a list."""
-        first, *more = self.numbers(name)
-        if more:
-            hint = f"choose --{name} {first}"
-            raise QuantkitError(f"--{name} {getattr(self, name)}: give one number", hint, USAGE)
-        return first
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the words of a flag such as `eager,sdpa`, each once. Raises QuantkitError for none."""
         found = tuple(dict.fromkeys(filter(None, (part.strip() for part in getattr(self, name).split(",")))))
         if not found:
-            raise QuantkitError(f"--{name} names nothing", "see quantkit bench --help", USAGE)
+            raise QuantkitError(f"{flag_of(name)} names nothing", "see --help", USAGE)
         return found
 
+
+@dataclass(frozen=True)
+class Local(Asked):
+    """Flags of every measurement on this machine."""
+
+    repeats: int = option(3, "Number of measured runs.")
+    threads: int | None = option(None, "CPU threads. (default: OMP_NUM_THREADS, else all cores)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
+
+    @property
+    def cores(self) -> int:
+        """Return the number of threads that compute."""
+        return self.threads or usual_threads()
+
     def record(self) -> dict[str, Any]:
-        """Return the settings of the mode as JSON takes them."""
-        parsed = {name: self.numbers(name) for name in ("batch", "prompt") if getattr(self, name)}
-        parsed["threads"] = self.cores
-        names = (row.name for row in fields(self) if row.name in FLAGS[self.mode] - {"quality"})
-        return {name: parsed.get(name, getattr(self, name)) for name in names}
+        """Return the settings as JSON takes them."""
+        names = [row.name for row in fields(self) if row.metadata and row.name != "quality"]
+        found = {KEYS.get(name, name): getattr(self, name) for name in names} | {"threads": self.cores}
+        lists = [name for name in ("batch", "prompt_tokens") if getattr(self, name) is not None]
+        return found | {KEYS.get(name, name): self.numbers(name) for name in lists}
+
+
+@dataclass(frozen=True)
+class Settings(Local):
+    """Flags of `quantkit bench`.
+
+    Every point is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
+    """
+
+    least_tokens: ClassVar[int] = 2  # the first is the prefill's: latency needs another
+    batch: str = option("1", "Sequences at once: a number, or several separated by commas, such as 1,4,16.")
+    prompt_tokens: str = option(
+        "128", "Tokens of each prompt: a number, or several separated by commas, such as 128,512."
+    )
+    repeats: int = option(3, "Measured runs in each round.")
+    rounds: int = option(2, "Rounds: in each, every model runs once, in a new process.")
+    warmup: int = option(1, "Unmeasured runs before the measured runs of a round.")
+    engine: str = option(
+        "auto",
+        "transformers or llama.cpp, or both separated by a comma. auto: llama.cpp for GGUF files if "
+        "installed, else transformers.",
+    )
+    decoded: bool = option(
+        False, "In transformers, compute with decoded weights instead of the layout's own kernels."
+    )
+    quality: tuple[str, ...] = option(
+        (),
+        "Result of quantkit eval --json, whose KL divergence and perplexity are shown next to the speed. "
+        "Repeatable.",
+    )
+    trust_remote_code: bool = False
+
+    @property
+    def points(self) -> list[Point]:
+        """Return every batch with every prompt length; short prompts first."""
+        prompts, batches = self.numbers("prompt_tokens"), self.numbers("batch")
+        return [Point(batch, prompt) for prompt in prompts for batch in batches]
+
+
+@dataclass(frozen=True)
+class Attention(Local):
+    """Flags of `quantkit bench attention`."""
+
+    implementations: str = option(
+        "eager,sdpa" + ",flash_attention_2" * bool(find_spec("flash_attn")),
+        "Attention implementations by their names in transformers, separated by commas.",
+    )
+    prompt_tokens: str | None = option(
+        None, "Prompt lengths, such as 256,1024. (default: 256,512,1024,2048,4096 within the model's context)"
+    )
+    batch: int = option(1, "Prompts at once.")
+    tokens: int = option(8, "New tokens after each prompt.", short="-n")
+
+
+@dataclass(frozen=True)
+class Batching(Local):
+    """Flags of `quantkit bench batching`."""
+
+    policies: str = option(
+        "static,dynamic,continuous",
+        "Ways of batching, separated by commas. static: wait for a full batch. dynamic: wait 0.25 seconds at "
+        "most. continuous: requests join and leave at every step.",
+    )
+    requests: int = option(32, "Number of requests.")
+    rate: float = option(8.0, "Requests a second, on average; they arrive at random.")
+    batch: int = option(8, "Sequences at once, at most.")
+    prompt_tokens: int = option(64, "Tokens of a prompt, on average.")
+    tokens: int = option(32, "Tokens of an answer, on average.", short="-n")
+    repeats: int = option(3, "Number of measured rounds.")
+
+
+@dataclass(frozen=True)
+class Server(Asked):
+    """Flags of `quantkit bench server`."""
+
+    concurrency: str = option(
+        "1,2,4,8,16,32", "Users at once, level by level: each waits for an answer before the next request."
+    )
+    requests: int | None = option(None, "Requests of each level. (default: 4 for each user, at least 8)")
+    prompt_words: int = option(128, "Words of each prompt.")
+    tokens: int = option(64, "Tokens of each answer, at most.", short="-n")
+    served_model: str | None = option(
+        None, "Name of the model on the server; needed if the server has several."
+    )
+    api_key: str | None = field(
+        default=None, repr=False, metadata={"help": "API key of the server.", "short": None, "names": ()}
+    )
+    allow_remote: bool = option(False, "Allow a server on another machine.")
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return f"--{name.replace('_', '-')}"
 
 
 def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:

@@ -45,7 +45,7 @@ class Settings:
         """Raise QuantkitError for invalid numbers."""
         require_numbers(
             ("--concurrency", self.concurrency or (0,), 1),
-            ("--prompt", self.prompt_words, 1), ("--tokens", self.output_tokens, 1),
+            ("--prompt-words", self.prompt_words, 1), ("--tokens", self.output_tokens, 1),
             ("--requests", self.requests, 1),
         )  # fmt: skip
         most = max(self.concurrency)
@@ -66,7 +66,7 @@ def measure(url: str, settings: Settings, listen: Progress | None = None) -> dic
     if not is_loopback(host) and not settings.remote:
         raise QuantkitError(
             f"{host} is another machine",
-            "add --remote if you may put load on it",
+            "add --allow-remote if you may put load on it",
             USAGE,
         )
     listen.phase(f"asking {endpoint.url}")

@@ -74,7 +74,7 @@ def compare(
         return_freed_pages()
     recorded = asdict(settings) | {
         "ks": settings.ks,
-        "text": settings.text.name if settings.text else "shipped",
+        "text": settings.prompt_text.name if settings.prompt_text else "shipped",
     }
     recorded |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
     recorded |= {"dtype": pair.precision, "device": str(device), "threads": torch.get_num_threads()}
@@ -104,7 +104,7 @@ def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
 def _prompts(checkpoint: Checkpoint, settings: Settings) -> Tensor:
     """Return token ids, int64 `[prompts, tokens]`, from the given or the shipped text. Raises QuantkitError
     for a text that cannot be read or is too short."""
-    given = {} if settings.text is None else {"calibration": str(settings.text)}
+    given = {} if settings.prompt_text is None else {"calibration": str(settings.prompt_text)}
     options = CalibrationOptions(
         samples=settings.prompts, seqlen=settings.prompt_tokens, seed=settings.seed, **given
     )

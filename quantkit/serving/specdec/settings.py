@@ -19,7 +19,9 @@ class Settings:
     """Flags. temperature 0: the likeliest token."""
 
     k: str = option("1,2,4,8", "Tokens drafted for each pass: numbers, separated by commas.")
-    text: Path | None = option(None, "Text to cut prompts from. (default: shipped text)")
+    prompt_text: Path | None = option(
+        None, "UTF-8 text file from which the prompts are cut. (default: the shipped text)"
+    )
     prompts: int = option(8, "Number of prompts.")
     prompt_tokens: int = option(64, "Tokens of each prompt.")
     tokens: int = option(64, "New tokens of each prompt, at most.", short="-n")

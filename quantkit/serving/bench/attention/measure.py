@@ -28,7 +28,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.machine import clock_of
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import Attention
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
@@ -44,25 +44,25 @@ SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
 Row = dict[str, Any]
 
 
-def plan(settings: Settings, context: int | None) -> list[int]:
+def plan(settings: Attention, context: int | None) -> list[int]:
     """Return the prompt lengths to measure, the shortest first.
 
     Raises QuantkitError (exit code 2) where prompt and new tokens exceed the model's context.
     """
     longest = (context or 1 << 30) - settings.tokens
-    if settings.prompt is None:
+    if settings.prompt_tokens is None:
         return [length for length in LENGTHS if length <= longest] or [max(1, longest)]
-    found = list(settings.numbers("prompt"))
+    found = list(settings.numbers("prompt_tokens"))
     if over := [str(length) for length in found if length > longest]:
         what = f"prompts of {name_all(over)} and {settings.tokens} new tokens"
         message = f"{what} are longer than the model's context of {context}"
-        raise QuantkitError(message, f"choose --prompt {max(1, longest)} or less", USAGE)
+        raise QuantkitError(message, f"choose --prompt-tokens {max(1, longest)} or less", USAGE)
     return found
 
 
 def measure(
     checkpoint: Checkpoint,
-    settings: Settings,
+    settings: Attention,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
@@ -73,7 +73,7 @@ def measure(
     memory (5), or none of the implementations runs (4). One that does not run is a row.
     """
     progress = progress or Progress()
-    names, lengths = settings.names("attn"), plan(settings, checkpoint.context)
+    names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
     gc.collect()
@@ -102,9 +102,9 @@ def measure(
 class _Bench:
     """The loaded model, and the implementations refused so far, with the reason."""
 
-    def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: Settings, device: torch.device):
+    def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: Attention, device: torch.device):
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
-        self.batch = settings.number("batch")
+        self.batch = settings.batch
         self.refused: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         self.clock = clock_of(device)

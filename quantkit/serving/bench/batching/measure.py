@@ -23,7 +23,7 @@ from quantkit.serving.bench.batching import continuous, padded, trace
 from quantkit.serving.bench.batching.accounting import Replay, figures
 from quantkit.serving.bench.batching.trace import Request
 from quantkit.serving.bench.machine import clock_of
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import Batching
 from quantkit.serving.engines import transformers as engine
 
 SCHEMA = "quantkit.bench-batching/2"
@@ -33,12 +33,12 @@ WARM_TOKENS = 4  # of every answer of the unmeasured round
 REFUSALS = (ImportError, RuntimeError, ValueError, MemoryError)
 
 
-def strategies(settings: Settings) -> tuple[str, ...]:
-    """Return the strategies of --batching. Raises QuantkitError (exit code 2) for an unknown one."""
-    names = settings.names("batching")
+def strategies(settings: Batching) -> tuple[str, ...]:
+    """Return the strategies of --policies. Raises QuantkitError (exit code 2) for an unknown one."""
+    names = settings.names("policies")
     if unknown := [name for name in names if name not in STRATEGIES]:
         hint = f"choose of {', '.join(STRATEGIES)}"
-        raise QuantkitError(f"unknown batching: {name_all(unknown)}", hint, USAGE)
+        raise QuantkitError(f"unknown policy: {name_all(unknown)}", hint, USAGE)
     return names
 
 
@@ -51,7 +51,7 @@ def draw_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> lis
 
 def measure(
     checkpoint: Checkpoint,
-    settings: Settings,
+    settings: Batching,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
@@ -65,7 +65,7 @@ def measure(
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
-    loaded = engine.load(checkpoint, dtype, device, settings.number("batch") * longest)
+    loaded = engine.load(checkpoint, dtype, device, settings.batch * longest)
     bench = _Bench(loaded.model, requests, settings, device)
     progress.phase("warming up")
     few = [Request(0.0, one.prompt, min(WARM_TOKENS, one.output)) for one in requests[: bench.size]]
@@ -100,13 +100,13 @@ class _Bench:
 
     model: nn.Module
     requests: Sequence[Request]
-    settings: Settings
+    settings: Batching
     device: torch.device
     replays: dict[str, list[Replay]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.size, self.clock = self.settings.number("batch"), clock_of(self.device)
+        self.size, self.clock = self.settings.batch, clock_of(self.device)
         vocabulary = self.model.config.get_text_config().vocab_size
         self.prompts = draw_prompts(self.requests, vocabulary, self.settings.seed)
 

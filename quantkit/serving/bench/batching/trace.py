@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import Batching
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Request:
     output: int
 
 
-def sample(settings: Settings, context: int | None) -> tuple[Request, ...]:
-    """Return --requests at --rate a second, of --prompt and --tokens, all on average. Prompts take at most
-    half of `context`, answers the rest."""
-    prompt, seed = settings.number("prompt"), settings.seed
+def sample(settings: Batching, context: int | None) -> tuple[Request, ...]:
+    """Return --requests at --rate a second, of --prompt-tokens and --tokens, all on average. Prompts take
+    at most half of `context`, answers the rest."""
+    prompt, seed = settings.prompt_tokens, settings.seed
     gaps, prompts, outputs = (random.Random(f"{seed} {name}") for name in ("arrivals", "prompts", "outputs"))
     arrival, made = 0.0, []
     for index in range(settings.requests):

@@ -59,6 +59,6 @@ def names(settings: Settings) -> tuple[str, ...]:
     """Return the engines of --engine. Raises QuantkitError for an unknown one."""
     found = settings.names("engine")
     if "vllm" in found:
-        hint = "quantkit serve ./model --engine vllm, then quantkit bench --url http://127.0.0.1:8000"
+        hint = "quantkit serve ./model --engine vllm, then quantkit bench server http://127.0.0.1:8000"
         raise QuantkitError("bench measures vLLM as a server", hint, USAGE)
     return tuple(one_of(name, NAMES, f"no engine {name!r}") for name in found)
