@@ -21,12 +21,15 @@ def size_bytes(text: str, flag: str) -> int:
     return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
 
 
-def option(default: Any, help: str, short: str | None = None, names: Iterable[str] = ()) -> Any:
+def option(
+    default: Any, help: str, short: str | None = None, names: Iterable[str] = (), negated: bool = False
+) -> Any:
     """Return a dataclass field that is also a command-line flag, with its only default.
 
-    short: a short name of the flag, such as `-t`. names: values that shell completion offers.
+    short: a short name of the flag, such as `-t`. names: values that shell completion offers. negated: a
+    flag with the default False has a `--no-…`, too, which overrules a recipe.
     """
-    metadata = {"help": help, "short": short, "names": tuple(names)}
+    metadata = {"help": help, "short": short, "names": tuple(names), "negated": negated}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -177,7 +177,7 @@ ROUNDED = 0.33
 LINEARS = cells(
     demo="""
         none | gptq | gptq --group-size 32 | gptq --group-size -1 | gptq --checkpoint-format gptq_v2
-        awq | awq --no-zero-point | gptq --layout compressed-tensors
+        awq | awq --sym | gptq --layout compressed-tensors
         gptq --layout compressed-tensors --group-size -1 | gptq --layout compressed-tensors --no-sym
         gptq --layout compressed-tensors --no-sym --group-size -1 | awq --layout compressed-tensors""",
     qwen2="none | gptq | awq | gptq --layout compressed-tensors",
@@ -189,7 +189,7 @@ EXPERTS = cells(
         gptq --layout compressed-tensors | gptq --layout compressed-tensors --group-size 64
         gptq --layout compressed-tensors --group-size 32
         gptq --layout compressed-tensors --group-size -1 | gptq --layout compressed-tensors --no-sym
-        awq | awq --layout compressed-tensors --no-zero-point""",
+        awq | awq --layout compressed-tensors --sym""",
     qwen3_moe="none | gptq | gptq --layout compressed-tensors",
     qwen2_moe="none | gptq | gptq --layout compressed-tensors",
 )
@@ -343,8 +343,8 @@ LEGACY = cells(
     demo="""
         gptq | gptq --bits 2 --group-size 64 | gptq --bits 3 | gptq --bits 8 | gptq --no-sym
         gptq --no-sym --bits 3 | gptq --act-order full | gptq --act-order full --no-sym --group-size 32
-        gptq --group-size -1 | awq | awq --group-size 32 | awq --no-zero-point
-        awq --no-zero-point --group-size 32""",
+        gptq --group-size -1 | awq | awq --group-size 32 | awq --sym
+        awq --sym --group-size 32""",
     qwen2="gptq --group-size 32 | awq",
     llama_bias="gptq",
     opt="gptq --group-size 32 | awq --group-size 32",

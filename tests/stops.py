@@ -17,7 +17,7 @@ PLAIN = ["--transform", "none", "--refine", "0"]
 METHODS = {
     "gptq": [*TEXT, "--group-size", "64", "--refine", "0"],
     "gptq yaqa": ["--solver", "yaqa", *PLAIN, *TEXT, "--group-size", "64"],
-    "awq": [*TEXT, "--group-size", "64", "--n-grid", "3"],
+    "awq": [*TEXT, "--group-size", "64", "--candidates", "3"],
     "nf4": [],
     "nf4 gptq": ["--solver", "gptq", "--transform", "none", *TEXT],
     "int8": [],

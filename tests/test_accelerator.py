@@ -41,7 +41,7 @@ CALIBRATED = ["--samples", "4", "--seqlen", "32", "--batch-size", "2"]
 CPU = torch.device("cpu")
 SMALL = ["--group-size", "32"]
 PLAIN = ["--transform", "none", "--refine", "0"]  # where what they do is tested beside
-FEW = ["--n-grid", "3", "--no-clip"]
+FEW = ["--candidates", "3", "--no-search-scale"]
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ METHODS = {
     "gptq none": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--act-order", "none"],
     "gptq 3 bit": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--bits", "3", "--no-sym"],
     "gptq v2": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--no-sym", "--checkpoint-format", "gptq_v2"],
-    "gptq 8 bit": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--bits", "8", "--no-mse"],
+    "gptq 8 bit": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--bits", "8", "--no-search-scale"],
     "gptq ct": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "compressed-tensors"],
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--sequential", "repeat"],
     "gptq original": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--target", "original"],
@@ -118,7 +118,7 @@ METHODS = {
     "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
     "w8a8": ["w8a8", *CALIBRATED],
     "fp8 gptq": ["fp8", *CALIBRATED, "--solver", "gptq", *PLAIN],
-    "awq": ["awq", *SMALL, *CALIBRATED, "--n-grid", "4"],
+    "awq": ["awq", *SMALL, *CALIBRATED, "--candidates", "4"],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, *FEW, "--solver", "gptq"],
     "awq ct": ["awq", *SMALL, *CALIBRATED, *FEW, "--layout", "compressed-tensors"],
 }

@@ -13,7 +13,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.staging import folder as staging
 from quantkit.quantize.staging.folder import Staging
 
-SMALL = {"group_size": 32, "n_grid": 8}
+SMALL = {"group_size": 32, "candidates": 8}
 RUN = {"batch_size": 2, "dtype": "float32"}
 
 
@@ -55,7 +55,13 @@ def divergence(source, written) -> float:
 def test_it_beats_rounding_to_nearest(outliers, tmp_path, family, solver):
     model, text = outliers(family), jobs.calibration(tmp_path)
     jobs.quantize("awq", model, tmp_path / "awq", SMALL | {"solver": solver}, calibration=text, **RUN)
-    plain = {"solver": "rtn", "group_size": 32, "mse": False, "sym": False, "checkpoint_format": "gptq_v2"}
+    plain = {
+        "solver": "rtn",
+        "group_size": 32,
+        "search_scale": False,
+        "sym": False,
+        "checkpoint_format": "gptq_v2",
+    }
     jobs.quantize("gptq", model, tmp_path / "rtn", plain, dtype="float32")
     assert divergence(model, tmp_path / "awq") < 0.85 * divergence(model, tmp_path / "rtn")
     rows = jobs.manifest(tmp_path / "awq").values()
@@ -100,7 +106,7 @@ def test_without_zero_points_all_of_them_are_8(outliers, tmp_path):
     model, text = outliers("llama"), jobs.calibration(tmp_path)
     for zero_point in (True, False):
         output = tmp_path / str(zero_point)
-        jobs.quantize("awq", model, output, SMALL | {"zero_point": zero_point}, calibration=text, **RUN)
+        jobs.quantize("awq", model, output, SMALL | {"sym": not zero_point}, calibration=text, **RUN)
         zeros = [tensor for name, tensor in jobs.tensors(output).items() if name.endswith("qzeros")]
         assert len(zeros) == 14
         eights = [bool((words == 0x88888888 - (1 << 32)).all()) for words in zeros]

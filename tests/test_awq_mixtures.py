@@ -206,7 +206,7 @@ def test_routers_are_written_as_they_were_stored(tiny_model, tmp_path, kind):
     jobs.rewrite(folder, spread)
     text, output = jobs.calibration(tmp_path), tmp_path / "out"
     summary = jobs.quantize(
-        "awq", folder, output, {"group_size": 32, "n_grid": 8}, calibration=text, dtype="float32"
+        "awq", folder, output, {"group_size": 32, "candidates": 8}, calibration=text, dtype="float32"
     )
     source, written = jobs.tensors(folder), jobs.tensors(output)
     routers = [name for name in source if name.endswith((".gate.weight", ".shared_expert_gate.weight"))]

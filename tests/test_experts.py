@@ -142,7 +142,7 @@ def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     [
         ("gptq", jobs.GPTQ),
         ("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}),
-        ("awq", {"group_size": 32, "n_grid": 4}),
+        ("awq", {"group_size": 32, "candidates": 4}),
         ("nf4", {}),
         ("int8", {}),
     ],

@@ -336,7 +336,11 @@ def test_an_unknown_pre_tokenizer_is_named(folder):
     steps = {"type": "Sequence", "pretokenizers": [split(r"\p{N}{4}"), pre_tokenizer_bytes()]}
     (folder / "tokenizer.json").write_text(small(pre_tokenizer=steps))
     error = refused(folder)
-    assert r"\\p{N}{4}" in error.message and "--pre NAME" in error.hint and error.exit_code == UNSUPPORTED
+    assert (
+        r"\\p{N}{4}" in error.message
+        and "--pre-tokenizer NAME" in error.hint
+        and error.exit_code == UNSUPPORTED
+    )
     assert "llama-bpe" in error.hint
     assert metadata(folder, 9, "tekken")[f"{KEY}pre"] == "tekken"
     error = refused(folder, pre="tekke")

@@ -33,7 +33,7 @@ from quantkit.quantize.progress import Progress
 
 CPU = torch.device("cpu")
 SMALL = jobs.GPTQ
-AWQ = {"group_size": 32, "n_grid": 4}
+AWQ = {"group_size": 32, "candidates": 4}
 
 # ---- what a process may take
 

@@ -3,7 +3,8 @@
 import pytest
 
 from quantkit.cli import commands
-from quantkit.quantize.prepare import old_names
+from quantkit.errors import QuantkitError
+from quantkit.quantize.prepare import old_names, recipe
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,18 @@ from quantkit.quantize.prepare import old_names
                 "bench --url is now a command of its own: use quantkit bench server",
                 "--prompt is now --prompt-words",
                 "--remote is now --allow-remote",
+            ],
+        ),
+        ("gptq M --no-mse", "gptq M --no-search-scale", ["--no-mse is now --no-search-scale"]),
+        ("fp4 M --search", "fp4 M --search-scale", ["--search is now --search-scale"]),
+        ("gguf M --pre gpt-2", "gguf M --pre-tokenizer gpt-2", ["--pre is now --pre-tokenizer"]),
+        (
+            "awq M --n-grid=4 --no-zero-point --clip",
+            "awq M --candidates=4 --sym --search-scale",
+            [
+                "--clip is now --search-scale",
+                "--n-grid is now --candidates",
+                "--no-zero-point is now --sym",
             ],
         ),
         ("plan M --method nf4", "plan M --format nf4", ["--method is now --format"]),
@@ -76,3 +89,28 @@ def test_the_command_line_takes_old_spellings(quantkit, tmp_path):
         "warning: distill --blocks is now a command of its own: use quantkit shrink",
         "warning: --text is now --calibration",
     ]
+
+
+@pytest.mark.parametrize("key", ["zero_point", "quant.zero_point", "quant.zero-point"])
+def test_settings_take_old_keys(key, capsys):
+    base = recipe.Recipe("awq", values={"model": "m"})
+    chosen = recipe.merge(base, [f"{key}=false", "n_grid=7", "clip=false"], {}).options
+    assert (chosen.sym, chosen.candidates, chosen.search_scale) == (True, 7, False)
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.endswith("is now quant.sym, and means the opposite")
+    assert second == "warning: n_grid is now quant.candidates"
+    assert third == "warning: clip is now quant.search_scale"
+
+
+def test_recipes_take_old_keys(tmp_path, capsys):
+    found = recipe.parse("old", tmp_path, "method: gptq\nquant: {mse: false, bits: 3}\n")
+    assert found.values == {"quant.search_scale": False, "quant.bits": 3}
+    assert capsys.readouterr().err == "warning: quant.mse is now quant.search_scale\n"
+    trial = recipe.options("fp4", ["search=false"], "--as fp4")
+    assert trial.search_scale is False
+    assert capsys.readouterr().err == "warning: search is now quant.search_scale\n"
+
+
+def test_an_old_key_with_a_wrong_value_is_refused(tmp_path):
+    with pytest.raises(QuantkitError, match="quant.sym is 3, not bool"):
+        recipe.parse("old", tmp_path, "method: awq\nquant: {zero_point: 3}\n")

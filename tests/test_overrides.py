@@ -12,7 +12,7 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.solvers import rtn
 
-RTN = {"solver": "rtn", "group_size": 32, "mse": False}
+RTN = {"solver": "rtn", "group_size": 32, "search_scale": False}
 PLAIN = (4, 32)
 
 

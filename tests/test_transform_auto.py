@@ -208,7 +208,7 @@ def test_gguf_files_hold_the_divided_norms(twin, tmp_path):
     """The job reads the file back and compares what it computes; here: the norms are not the source's."""
     model, text = twin("llama", hidden_size=256, intermediate_size=512), jobs.calibration(tmp_path)
     place = tmp_path / "auto.gguf"
-    options = {"type": ("Q4_0",), "pre": "default"}
+    options = {"type": ("Q4_0",), "pre_tokenizer": "default"}
     summary = jobs.quantize("gguf", model, place, options, calibration=text, **RUN)
     info = read_header(place)[1]["blk.0.ffn_norm.weight"]
     with place.open("rb") as file:

@@ -45,7 +45,7 @@ PARTS = {  # subcommands: the help of the command before them lists them
 }
 SHOWN = {  # what --help of a job shows; --help-all shows the rest
     *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),
-    *("zero_point", "solver", "target", "transform", "layout", "format", "type", "double_quant"),
+    *("solver", "target", "transform", "layout", "format", "type", "double_quant"),
     *("calibration", "samples", "seqlen", "override", "device", "max_memory", "recipe_name"),
     *("activations", "kv_cache", "threshold", "help_all"),
 }

@@ -100,7 +100,8 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
     for field in [known[name] for name in only] if only else known.values():
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
-        names = [name] if field.default is False or short else []  # no --no-… to a no
+        no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
+        names = [name] if short or not no else []
         names += [short] if short else []
         offered = field.metadata["names"]
         described = typer.Option(

@@ -72,7 +72,7 @@ QUICK = {
     "fp4": PLAIN | {"search": False},
     "fp8": PLAIN,
     "w8a8": PLAIN,
-    "awq": {"n_grid": 3, "clip": False},
+    "awq": {"candidates": 3, "search_scale": False},
 }
 
 

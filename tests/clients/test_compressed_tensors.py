@@ -41,7 +41,7 @@ CASES = {
     "mixtral": packed("mixtral", group_size=32),
     "qwen3_moe": packed("qwen3_moe", group_size=32),
     "qwen3_moe, awq": replace(  # its router is scaled, too
-        packed("qwen3_moe", group_size=32, zero_point=False), method="awq"
+        packed("qwen3_moe", group_size=32, sym=True), method="awq"
     ),
     "shards": replace(packed(), max_shard_gb=0.0005),
     "exclude, compressed": replace(packed(loader="compressed"), exclude=EXCLUDE),

@@ -128,7 +128,7 @@ def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: War
     if is_byte_level(files.tokenizer["pre_tokenizer"]):
         keys, tokens = token_models.byte_level(files, vocab_size, pre, warn)
     elif pre is not None:
-        raise QuantkitError(f"--pre {pre} is for byte-level BPE only", "leave it out", USAGE)
+        raise QuantkitError(f"--pre-tokenizer {pre} is for byte-level BPE only", "leave it out", USAGE)
     else:
         keys, tokens = token_models.sentencepiece(files, warn)
     _add(tokens, files, warn)

@@ -160,7 +160,7 @@ def _recognise(files: TokenizerFiles, nfc: bool, merges: list[Merge]) -> PreToke
         raise QuantkitError(
             f"{files.folder}: llama.cpp has no name for a pre-tokenizer like this one: "
             + ", then ".join(str(step) for step in steps),
-            hint=f"name the nearest with --pre NAME: {NAMES}",
+            hint=f"name the nearest with --pre-tokenizer NAME: {NAMES}",
             exit_code=UNSUPPORTED,
         )
     ignore_merges = bool(stored["model"].get("ignore_merges"))
@@ -180,7 +180,7 @@ def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[Merg
         raise QuantkitError(
             f"{files.folder}: merges do not make {name_all(map(repr, odd))}, and llama.cpp's {row.names[0]} "
             + ("takes such words whole" if row.ignore_merges else "cannot take such words whole"),
-            hint=f"name another pre-tokenizer with --pre NAME: {NAMES}",
+            hint=f"name another pre-tokenizer with --pre-tokenizer NAME: {NAMES}",
             exit_code=UNSUPPORTED,
         )
 

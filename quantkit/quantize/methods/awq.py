@@ -30,9 +30,15 @@ class Options:
 
     bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
-    zero_point: bool = option(True, "A zero point per group; without, the grid is symmetric.")
-    n_grid: int = option(20, "Exponents of the scale tried for every site, 0 and 1 among them.")
-    clip: bool = option(True, "Search how far to cut off each group's range, except of q and k.")
+    sym: bool = option(False, "Symmetric grid. No: a zero point for each group.", negated=True)
+    candidates: int = option(
+        20, "Exponents from 0 to 1 that are tried for the column scales of each site: the best is kept."
+    )
+    search_scale: bool = option(
+        True,
+        "rtn: search the scale of each group for the least squared error of the outputs, except of q and k. "
+        "No: fit the largest weight.",
+    )
     solver: str = option(
         "rtn",
         "rtn rounds the scaled weights to nearest; gptq adds error feedback, yaqa also by gradients.",
@@ -48,7 +54,7 @@ def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `awq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     solver = composing.suffix(options, "solver")
-    return f"awq{solver}-w{options.bits}{group}" + ("" if options.zero_point else "-sym")
+    return f"awq{solver}-w{options.bits}{group}" + ("-sym" if options.sym else "")
 
 
 def check(options: Options) -> None:
@@ -57,14 +63,16 @@ def check(options: Options) -> None:
     if options.bits != 4 and options.layout == "awq":
         hint = "add --layout compressed-tensors, which holds 2 to 8"
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
-    if options.n_grid < 2:
-        raise QuantkitError(f"--n-grid {options.n_grid} leaves nothing to search", "choose 2 or more", USAGE)
+    if options.candidates < 2:
+        raise QuantkitError(
+            f"--candidates {options.candidates} leaves nothing to search", "choose 2 or more", USAGE
+        )
     composing.check(options)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
     """Return a linear's bits and group size. Raises QuantkitError for an override that no grid has."""
-    return affine_width(override, options.bits, options.group_size, in_features, not options.zero_point)
+    return affine_width(override, options.bits, options.group_size, in_features, options.sym)
 
 
 def grid(options: Options, width: Width, name: str) -> AffineGrid:
@@ -72,7 +80,7 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
     from quantkit.grids.affine import AffineGrid
 
     feedback = options.solver != "rtn"
-    clip = options.clip and not feedback and not name.rpartition(".")[2].startswith(UNCLIPPED)
+    clip = options.search_scale and not feedback and not name.rpartition(".")[2].startswith(UNCLIPPED)
     return AffineGrid(width.bits, width.group_size, width.symmetric, search=feedback, clip=clip)
 
 
@@ -81,12 +89,12 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.quantize.transforms.awq import AwqScore
     from quantkit.quantize.transforms.scaling import ColumnScaling
 
-    scaling = ColumnScaling(AwqScore(options.n_grid))
+    scaling = ColumnScaling(AwqScore(options.candidates))
     return replace(compose("awq", options, weighted=True), transform=scaling)
 
 
 def layout(options: Options) -> Layout:
     """Return the layout."""
     if options.layout == "awq":
-        return AwqLayout(options.group_size, options.zero_point)
-    return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, not options.zero_point))
+        return AwqLayout(options.group_size, not options.sym)
+    return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))

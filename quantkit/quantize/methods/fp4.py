@@ -36,8 +36,8 @@ class Options:
         "Round the inputs of linears to 4 bits as well: more tokens a second in large batches, more loss. By "
         "default only weights are 4 bit.",
     )
-    search: bool = option(
-        True, "Search each group's scale for the least error instead of fitting its largest weight."
+    search_scale: bool = option(
+        True, "Search the scale of each group for the least squared error. No: fit its largest weight."
     )
     solver: str = option(
         "gptq",
@@ -71,4 +71,4 @@ def grid(options: Options, width: Width, name: str) -> Fp4Grid:
     """Return the grid of a linear."""
     from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 
-    return {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search)
+    return {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search_scale)

@@ -43,9 +43,11 @@ class Options:
         "loss at the same bytes.",
         names=composing.SOLVERS,
     )
-    mse: bool = option(
+    search_scale: bool = option(
         False,
-        "rtn: search each scale for the least error, in fifteen times the time; other solvers always do.",
+        "rtn: search each scale for the least squared error, in fifteen times the time; other solvers always "
+        "do. No: fit the largest weight.",
+        negated=True,
     )
     kv_cache: bool = option(
         False,
@@ -118,5 +120,5 @@ def grid(options: Options, width: Width, name: str) -> Float8Grid:
     from quantkit.grids.float8 import Float8Grid
 
     scales = "float32" if options.layout == "deepseek" else "bfloat16"
-    search = options.mse or options.solver != "rtn"
+    search = options.search_scale or options.solver != "rtn"
     return Float8Grid(width.group_size, _block(options) or 1, search, scales)

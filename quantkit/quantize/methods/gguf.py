@@ -83,7 +83,9 @@ class Options:
     strict: bool = option(
         False, "Refuse tensors that no block of the wanted type fits, instead of another type."
     )
-    pre: str | None = option(None, "llama.cpp's name of the pre-tokenizer, if it is not recognised.")
+    pre_tokenizer: str | None = option(
+        None, "llama.cpp's name of the pre-tokenizer, which cuts text into words. (default: recognised)"
+    )
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     transform: str = composing.shared("transform")
@@ -163,7 +165,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
         choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
     rows = next(target.shape[0] for target in targets if target.name == EMBEDDING)
-    tokenizer = metadata.tokenizer(checkpoint, rows, options.pre, notes.append)
+    tokenizer = metadata.tokenizer(checkpoint, rows, options.pre_tokenizer, notes.append)
     weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
     given = options.imatrix if weighted and not feedback else "none"
     weighed = None if given in ("auto", "none") else _imatrix(Path(given), targets)

@@ -34,7 +34,9 @@ class Options:
         "Quantize columns with large inputs first: inside the groups, which leaves no trace on disk, "
         "or across them (desc_act; slower kernels, fewer clients).",
     )
-    mse: bool = option(True, "Search each group's range for the least error instead of covering its maximum.")
+    search_scale: bool = option(
+        True, "Search the scale of each group for the least squared error. No: fit its largest weight."
+    )
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
@@ -88,7 +90,7 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
     from quantkit.grids.affine import AffineGrid
 
     zero_min = getattr(layout(options), "zero_min", 0)
-    return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, options.mse)
+    return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, options.search_scale)
 
 
 def notes(options: Options) -> tuple[str, ...]:

@@ -33,7 +33,9 @@ class Options:
         "needs no calibration.",
         names=composing.SOLVERS,
     )
-    mse: bool = option(True, "Search each row's range for the least error instead of covering its maximum.")
+    search_scale: bool = option(
+        True, "Search the scale of each row for the least squared error. No: fit its largest weight."
+    )
     act_order: Literal["none", "group"] = option(
         "group", "gptq, yaqa: quantize columns with large inputs first; no trace of it is stored."
     )
@@ -62,7 +64,7 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
     """Return the grid of a linear."""
     from quantkit.grids.affine import AffineGrid
 
-    return AffineGrid(8, width.group_size, search=options.mse)
+    return AffineGrid(8, width.group_size, search=options.search_scale)
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:

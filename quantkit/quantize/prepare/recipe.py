@@ -18,6 +18,7 @@ from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.models.files import untrusted
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import methods
+from quantkit.quantize.prepare import old_names
 from quantkit.text.shipped import shipped_folder
 
 RECIPE_BYTES = 1 << 20
@@ -125,7 +126,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         if key not in ("quant", *SHARED):
             flat[str(key)] = value
         elif isinstance(value, dict):
-            flat |= {f"{key}.{option}": inner for option, inner in value.items()}
+            flat |= dict(old_names.renewed_key(named, f"{key}.{one}", inner) for one, inner in value.items())
         elif value is not None:
             hint = f"put options under it, two spaces in: see quantkit recipes init {named}"
             raise QuantkitError(f"{path}: {key} is {value!r}, not a section", hint, USAGE)
@@ -236,7 +237,7 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Cho
     """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); the last wins."""
     known = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
     flags = {key: typed[name] for key in known if (name := key.rpartition(".")[2]) in typed}
-    values = recipe.values | _settings(settings, known) | flags
+    values = recipe.values | _settings(recipe.method, settings, known) | flags
     if values.get("model") is None:
         raise QuantkitError(
             f"{recipe.name} has no model", f"give it: quantkit run {recipe.name} MODEL", USAGE
@@ -257,11 +258,13 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
     Raises QuantkitError for an unknown option and for a value of the wrong type.
     """
     known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
-    found = _settings(settings, known, flag)
+    found = _settings(method, settings, known, flag)
     return methods.load(method).Options(**{key.removeprefix("quant."): value for key, value in found.items()})
 
 
-def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
+def _settings(
+    method: str, settings: Sequence[str], known: dict[str, Key], flag: str = "--set"
+) -> dict[str, Any]:
     """Return `["quant.bits=3"]` as `{"quant.bits": 3}`. The section is optional: no two share a field."""
     leaves = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
     found = {}
@@ -270,7 +273,8 @@ def _settings(settings: Sequence[str], known: dict[str, Key], flag: str = "--set
         if not equals:
             raise QuantkitError(f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
         key = leaves.get(name.strip().replace("-", "_"), name)
-        found[key] = _parse(f"{flag} {key}={text}", text)
+        key, value = old_names.renewed_key(method, key, _parse(f"{flag} {key}={text}", text))
+        found[key] = value
     return _checked(flag, found, known)
 
 
