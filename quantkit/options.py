@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantkit.errors import USAGE, QuantkitError
 
+MOST = 1 << 32  # tokens
+BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of tokens
+DEVICES = r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:\d+)?"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -21,15 +25,39 @@ def size_bytes(text: str, flag: str) -> int:
     return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
 
 
+def parse_tokens(text: str) -> int:
+    """Return the tokens of a context written as 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
+    match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
+    if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST:
+        raise QuantkitError(f"--ctx {text} makes no sense", "write a number such as 8192 or 32k", USAGE)
+    return tokens
+
+
+def check_machine(device: str | None, threads: int | None) -> None:
+    """Raise QuantkitError for an impossible --device or --threads, before torch is imported.
+
+    Once torch is imported, it knows more devices: those of extensions.
+    """
+    if threads is not None and threads < 1:
+        raise QuantkitError(f"--threads {threads} makes no sense", "choose 1 or more", USAGE)
+    if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
+        raise QuantkitError(f"{device!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE)
+
+
 def option(
-    default: Any, help: str, short: str | None = None, names: Iterable[str] = (), negated: bool = False
+    default: Any,
+    help: str,
+    short: str | None = None,
+    names: Iterable[str] = (),
+    negated: bool = False,
+    parser: Callable[[str], Any] | None = None,
 ) -> Any:
     """Return a dataclass field that is also a command-line flag, with its only default.
 
     short: a short name of the flag, such as `-t`. names: values that shell completion offers. negated: a
-    flag with the default False has a `--no-…`, too, which overrules a recipe.
+    flag with the default False has a `--no-…`, too, which overrules a recipe. parser: reads the typed text.
     """
-    metadata = {"help": help, "short": short, "names": tuple(names), "negated": negated}
+    metadata = {"help": help, "short": short, "names": tuple(names), "negated": negated, "parser": parser}
     return dataclasses.field(default=default, metadata=metadata)
 
 

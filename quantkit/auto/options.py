@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
-from quantkit.options import option, size_bytes
+from quantkit.options import option, parse_tokens, size_bytes
 from quantkit.quantize.methods import composing
 
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
@@ -49,7 +49,11 @@ class AutoOptions:
         None,
         "Text to measure results on. (default: a held-out eighth of the calibration text)",
     )
-    ctx: int | None = option(None, "Tokens of a window of --text.")
+    ctx: int | None = option(
+        None,
+        "Tokens of a window of --text, such as 2048 or 4k. (default: 2048, at most the model's context)",
+        parser=parse_tokens,
+    )
     limit: int | None = option(None, "Number of tokens of --text to use.")
     sensitivities: Path | None = option(
         None, "Table of sensitivities for further budgets: read if the file exists, else written."

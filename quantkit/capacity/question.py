@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -11,10 +10,7 @@ from quantkit.capacity import devices
 from quantkit.capacity.devices import Device
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.models import kv_types
-from quantkit.options import option
-
-MOST = 1 << 32
-BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of contexts
+from quantkit.options import MOST, option, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -92,11 +88,3 @@ class Question:
         """Return the bytes for weights and cache."""
         device = self.device
         return None if not device or not device.memory_bytes else int(device.usable * device.memory_bytes)
-
-
-def parse_tokens(text: str) -> int:
-    """Return the tokens of a context written as 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
-    match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
-    if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST:
-        raise QuantkitError(f"--ctx {text} makes no sense", "write a number such as 8192 or 32k", USAGE)
-    return tokens

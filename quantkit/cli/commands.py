@@ -131,6 +131,13 @@ class Command(TyperCommand):
         """Return all parameters, `--help` included."""
         return _without_bool(super().get_params(ctx))
 
+    def invoke(self, ctx: typer.Context) -> Any:
+        """Run the command, if its device and its number of threads are possible."""
+        from quantkit.options import check_machine
+
+        check_machine(ctx.params.get("device"), ctx.params.get("threads"))
+        return super().invoke(ctx)
+
 
 class Commands(Mapping):
     """Commands by name, each built when it is looked up."""

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from quantkit.cli import flags, ranks
+from quantkit.options import parse_tokens
 
 EPILOG = """Examples:
 
@@ -60,7 +61,13 @@ def command(
         ),
     ] = False,
     ctx: Annotated[
-        int | None, typer.Option(help="Tokens per window. (default: 2048, at most the model's context)")
+        int | None,
+        typer.Option(
+            parser=parse_tokens,
+            metavar="TOKENS",
+            help="Tokens of each window of the text, such as 2048 or 4k. (default: 2048, at most the model's "
+            "context)",
+        ),
     ] = None,
     stride: Annotated[int | None, typer.Option(help="Tokens between windows. (default: ctx)")] = None,
     limit: Annotated[int | None, typer.Option(help="Use the first N tokens of the text.")] = None,
@@ -111,6 +118,7 @@ def command(
         typer.Option(help="Precision of the forward passes; 16 bit adds noise to small divergences."),
     ] = "float32",
     device: flags.DEVICE = "auto",
+    threads: flags.THREADS = None,
     max_memory: Annotated[
         str | None,
         typer.Option(
@@ -151,8 +159,9 @@ def command(
             from quantkit.evaluation.comparison.table import markdown, report
             from quantkit.evaluation.tasks import Tasks
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device
+            from quantkit.models.machine.device import choose_device, use_threads
 
+        use_threads(threads)
         checkpoints = [
             open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)

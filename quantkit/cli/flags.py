@@ -48,6 +48,7 @@ TRUST_REMOTE_CODE = Annotated[
 ]
 MODELS = Annotated[list[str], typer.Argument(help="Checkpoints; the others are compared with the first.")]
 DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto takes cuda if available.")]
+THREADS = Annotated[int | None, typer.Option(help="CPU threads. (default: all cores)")]
 FIRST_REVISION = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
 ]
@@ -109,6 +110,8 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
             help=field.metadata["help"],
             rich_help_panel=section.capitalize(),
             autocompletion=completion(lambda offered=offered: offered) if offered else None,
+            parser=(parser := field.metadata.get("parser")),
+            metavar="TOKENS" if parser else None,
         )
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(parameter(field.name, Annotated[kind, described], default))

@@ -41,6 +41,7 @@ def command(
         typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
     ] = "auto",
     device: flags.DEVICE = "auto",
+    threads: flags.THREADS = None,
     revision: flags.FIRST_REVISION = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
@@ -58,7 +59,7 @@ def command(
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device
+            from quantkit.models.machine.device import choose_device, use_threads
 
         settings = generate.Settings(tokens, temperature, seed, top_k, top_p, prompt=text, chat=chat)
         settings.check()
@@ -66,6 +67,7 @@ def command(
             open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)
         ]
+        use_threads(threads)
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoints[0], place)
         comparable = generate.comparable(checkpoints)

@@ -31,6 +31,7 @@ def command(
         bool, typer.Option("--deep", help="Read every value: decode all weights, find NaN and infinities.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the first hub id.")] = None,
+    threads: flags.THREADS = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
     as_json: flags.AS_JSON = False,
@@ -46,7 +47,7 @@ def command(
     if deep and broken:
         made["integrity"]["notes"] = ["values were not read: the checkpoint is damaged"]
     elif deep or other is not None:
-        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
+        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet, threads))
         broken = _problems(found)
     if not as_json:
         (show.print_comparison if "models" in made else show.print_record)(made)
@@ -67,17 +68,19 @@ def _with_values(
     sources: list[tuple[str, str | None]],
     found: list[dict[str, Any]],
     deep: bool,
-    options: tuple[bool, bool, bool],
+    options: tuple[bool, bool, bool, int | None],
 ) -> dict[str, Any]:
     """Return the record of one checkpoint after checking its values, or of the comparison of two.
 
-    options: offline, trust_remote_code and quiet.
+    options: offline, trust_remote_code, quiet and threads.
     """
     from quantkit.cli.progress import listener
     from quantkit.inspection import values
     from quantkit.models.files.open import open_checkpoint
+    from quantkit.models.machine.device import use_threads
 
-    offline, trust_remote_code, quiet = options
+    offline, trust_remote_code, quiet, threads = options
+    use_threads(threads)
     try:
         opened = [open_checkpoint(*source, offline, trust_remote_code) for source in sources]
     except QuantkitError as error:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantkit.cli import flags, running
+from quantkit.options import check_machine
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.staging import may_replace
@@ -91,6 +92,7 @@ def run_command() -> Callable[..., None]:
 def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
     """Raise QuantkitError for wrong options, files and outputs before torch is imported: it takes seconds."""
     methods.check(choice.method, choice.options)
+    check_machine(choice.run.device, choice.run.threads)
     named = choice.calibration.calibration
     if named and named.endswith(sources.FILES):
         with sources.opened(Path(named)):

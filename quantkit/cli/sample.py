@@ -37,6 +37,7 @@ def command(
         typer.Option(help="Precision. auto: the model's own if the hardware supports it."),
     ] = "auto",
     device: flags.DEVICE = "auto",
+    threads: flags.THREADS = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older text.")] = False,
     revision: flags.REVISION = None,
     offline: flags.OFFLINE = False,
@@ -51,13 +52,14 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation import generate, self_text
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device
+            from quantkit.models.machine.device import choose_device, use_threads
             from quantkit.quantize.job import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
         self_text.check_output(output, overwrite)
         checkpoint = open_checkpoint(model, revision, offline, trust_remote_code)
         settings = self_text.Settings(samples, seqlen, seed, batch_size)
+        use_threads(threads)
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoint, place)
         settings.check(checkpoint)

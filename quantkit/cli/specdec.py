@@ -45,9 +45,11 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.models.files.open import open_checkpoint
+            from quantkit.models.machine.device import use_threads
             from quantkit.serving.specdec import job, show
             from quantkit.serving.specdec.settings import LOOKUP
 
+        use_threads(settings.threads)
         trusted = values["offline"], values["trust_remote_code"]
         own = open_checkpoint(target, values["revision"], *trusted)
         guesses = [None if draft == LOOKUP else open_checkpoint(draft, None, *trusted) for draft in drafts]

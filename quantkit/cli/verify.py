@@ -25,6 +25,7 @@ def command(
         str | None,
         typer.Option(metavar="MODEL", help="Original model: measure every linear's error again."),
     ] = None,
+    threads: flags.THREADS = None,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
     as_json: flags.AS_JSON = False,
     quiet: flags.QUIET = False,
@@ -35,6 +36,9 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.inspection import verify
+            from quantkit.models.machine.device import use_threads
+
+        use_threads(threads)
         found = verify.verify(path, base, progress.counting, trust_remote_code)
     if not as_json:
         _show(found)

@@ -45,11 +45,9 @@ class Settings:
         None, "Precision of llama.cpp's cache: fp16, bf16, fp32, q8_0, q4_0. (default: fp16)"
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
-    threads: int = option(0, "CPU threads; 0: as many as the engine chooses.")
+    threads: int | None = option(None, "CPU threads. (default: the choice of the engine)")
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        if self.threads < 0:
-            raise QuantkitError(f"--threads {self.threads} makes no sense", "choose 1 or more", USAGE)
         if self.raw and self.template:
             raise QuantkitError("--raw takes no --template", "leave out one of them", USAGE)

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from quantkit.capacity.question import parse_tokens
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
@@ -17,6 +16,7 @@ from quantkit.models import kv_types
 from quantkit.models.files import gguf_file, hub
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
+from quantkit.options import parse_tokens
 from quantkit.quantize.progress import Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
 from quantkit.serving.chat.session import Conversation, Session
@@ -77,7 +77,7 @@ def start(
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
     if name == "llama.cpp":
-        cache, threads = kv_dtype or "float16", settings.threads
+        cache, threads = kv_dtype or "float16", settings.threads or 0
         engine: Any = LlamaCppChat(source, path, context, given, cache, device.type, threads)
     else:
         if settings.threads:

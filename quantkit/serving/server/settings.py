@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from typing import Literal
 
-from quantkit.capacity.question import parse_tokens
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models import kv_types
-from quantkit.options import option
+from quantkit.options import option, parse_tokens
 from quantkit.serving.bench.settings import require_numbers
 
 
@@ -34,7 +34,9 @@ class Settings:
         0.9, "Share of the device's memory for weights and cache; of a CPU's what is free."
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: the engine's own choice.")
-    dtype: str = option("auto", "float32, bfloat16 or float16; auto: as stored.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision of the weights and activations. auto: the checkpoint's own."
+    )
     start_timeout: float = option(900.0, "Seconds until the server must be healthy.")
     trust_remote_code: bool = False
     api_key: str | None = field(default=None, repr=False)

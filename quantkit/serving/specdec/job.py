@@ -78,7 +78,7 @@ def compare(
     }
     recorded |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
     recorded |= {"dtype": pair.precision, "device": str(device), "threads": torch.get_num_threads()}
-    del recorded["k"], recorded["engine"]
+    del recorded["k"], recorded["engine"], recorded["prompt_text"]
     return {"schema": SCHEMA, "target": target.source, "settings": recorded, "drafts": measured}
 
 

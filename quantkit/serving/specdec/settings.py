@@ -33,6 +33,7 @@ class Settings:
         "auto", "Precision of all models. auto: the target's where the hardware has it."
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
+    threads: int | None = option(None, "CPU threads. (default: all cores)")
 
     @property
     def ks(self) -> tuple[int, ...]:
