@@ -55,7 +55,7 @@ def test_an_endpoint_elsewhere_needs_remote(refuse):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["attention", "MODEL", "--batch", "1,2"], "'1,2' is not a valid int"),
+        (["attention", "MODEL", "--batch", "1,2"], "--batch"),
         (["attention", "MODEL", "--quality", "result.json"], "no such option: --quality"),
         (["attention", "MODEL", "MODEL"], "unexpected extra argument"),
         (["batching", "MODEL", "--policies", "eager"], "unknown policy: eager"),

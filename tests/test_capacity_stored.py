@@ -309,7 +309,7 @@ def test_a_float_gguf_file_is_planned_as_its_checkpoint(tmp_path, family):
     changes = gemma if family.startswith("gemma") else {"sliding_window": None} if family == "mistral" else {}
     folder = save_model(tmp_path / family, family, **changes)
     path = gguf_files.export(folder, tmp_path / "model.gguf")
-    question = forecast.Question(ctx="100")
+    question = forecast.Question(ctx=100)
     whole, found = (forecast.of_source(source.read(str(place)), question) for place in (folder, path))
     assert found["parameters"]["basis"] == "the GGUF header" and not found["parameters"]["quantized"]
     for row in (found, whole):  # BLOOM's configuration has no context

@@ -104,7 +104,7 @@ def test_thoughts_are_part_of_the_answer(begin, model):
 
 
 def test_raw_text_and_a_context_that_is_full(begin):
-    session = begin(raw=True, tokens=400, ctx="200")
+    session = begin(raw=True, tokens=400, ctx=200)
     assert session.engine.facts.context == 256  # llama.cpp rounds up
     session.conversation.messages.append({"role": "user", "content": "Lily"})
     with pytest.raises(QuantkitError, match="no room for an answer in a context of 256"):
@@ -171,7 +171,7 @@ def test_a_text_begins_with_one_bos(tiny_model, tmp_path, template, begun, adds)
     pytest.importorskip("xllamacpp")
     keys = {"tokenizer.ggml.add_bos_token": adds, "tokenizer.chat_template": template}
     path = gguf_files.export(tiny_model("llama"), tmp_path / "m.gguf", extra=keys)
-    session = start(str(path), Settings(ctx="64", threads=1, tokens=1))
+    session = start(str(path), Settings(ctx=64, threads=1, tokens=1))
     made = session.say("x", silent)
     session.engine.close()
     assert made.prompt_tokens == 2 + (begun or adds)

@@ -53,12 +53,12 @@ def test_lengths_to_what_is_short_then_sequences_then_lengths_again(demo, monkey
 
 
 def test_what_was_asked_for_stays(demo):
-    found, notes = room(demo, WEIGHTS + 512 * TOKEN, ctx="256")
+    found, notes = room(demo, WEIGHTS + 512 * TOKEN, ctx=256)
     assert (found.ctx, found.parallel) == (256, 2)
-    found, notes = room(demo, WEIGHTS + 2048 * TOKEN, ctx="256", parallel=8)
+    found, notes = room(demo, WEIGHTS + 2048 * TOKEN, ctx=256, parallel=8)
     assert (found.ctx, found.parallel, notes) == (256, 8, ())
     with pytest.raises(QuantkitError) as refused:
-        room(demo, WEIGHTS + 2047 * TOKEN, ctx="256", parallel=8)
+        room(demo, WEIGHTS + 2047 * TOKEN, ctx=256, parallel=8)
     assert refused.value.exit_code == RESOURCES and "a cache of 6.29 MB do not fit" in refused.value.message
 
 
@@ -82,10 +82,10 @@ def test_the_cache_in_another_precision(demo):
 
 
 def test_a_model_of_which_nothing_is_known():
-    found, _ = room(None, 10**9, ctx="1024", parallel=2)
+    found, _ = room(None, 10**9, ctx=1024, parallel=2)
     assert (found.ctx, found.parallel, found.cache_bytes, found.cache_tokens) == (1024, 2, None, 2048)
 
 
 def test_more_than_the_model_was_made_for_is_noted(demo):
-    found, notes = room(demo, 10**9, ctx="1024", parallel=2)
+    found, notes = room(demo, 10**9, ctx=1024, parallel=2)
     assert notes == ("1,024 tokens are more than the 512 that the model was made for",)

@@ -28,10 +28,10 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
     question.check()
     method = formats.named(question.format) if question.format else None
     settings, parameters = source.settings, source.parameters
-    tokens = question.tokens or TOKENS
+    tokens = question.ctx or TOKENS
     caches, cache, notes = None, {"bytes_per_sequence": None, "unsupported": NO_LAYERS}, list(source.notes)
     if settings is not None:
-        tokens = question.tokens or min(TOKENS, settings.context or TOKENS)
+        tokens = question.ctx or min(TOKENS, settings.context or TOKENS)
         if settings.context and tokens > settings.context:
             notes.append(f"{tokens:,} tokens are more than the model's {settings.context:,}")
         try:

@@ -26,8 +26,10 @@ class Question:
     vram: float | None = option(None, "Memory of the device in GiB.")
     bandwidth: float | None = option(None, "Memory bandwidth of the device in GB/s.")
     tflops: float | None = option(None, "Dense 16-bit TFLOPS of the device.")
-    ctx: str | None = option(
-        None, "Tokens per sequence, such as 8192 or 32k (32,768). (default: 4096, or the model's limit)"
+    ctx: int | None = option(
+        None,
+        "Tokens per sequence, such as 8192 or 32k (32,768). (default: 4096, or the model's limit)",
+        parser=parse_tokens,
     )
     batch: int = option(1, "Sequences at once.")
     kv_dtype: str = option(
@@ -56,12 +58,7 @@ class Question:
                 raise QuantkitError(f"--{name} {value:g} makes no sense", "give a positive number", USAGE)
         if self.gpus and not self.one:
             raise QuantkitError("--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
-        _ = self.tokens, self.kv_bytes, self.device
-
-    @property
-    def tokens(self) -> int | None:
-        """Return the tokens of a sequence; None without --ctx."""
-        return None if self.ctx is None else parse_tokens(self.ctx)
+        _ = self.kv_bytes, self.device
 
     @property
     def kv_bytes(self) -> Fraction:

@@ -14,31 +14,20 @@ from quantkit.cli import flags
 from quantkit.serving.bench.settings import Asked, Attention, Batching, Server, Settings
 
 EPILOG = """Examples:
-
   quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
-
   quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
-
   quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
-
   quantkit bench ./model --batch 1,2,4,8,16,32 --plot roofline.svg     (with the roofline)
-
   quantkit bench ./model.gguf --engine llama.cpp,transformers --json"""
 EPILOGS = {
     "attention": """Examples:
-
   quantkit bench attention ./model
-
   quantkit bench attention ./model --implementations eager,sdpa --prompt-tokens 256,1024,4096""",
     "batching": """Examples:
-
   quantkit bench batching ./model
-
   quantkit bench batching ./model --policies static,continuous --requests 64 --rate 4""",
     "server": """Examples:
-
   quantkit bench server http://127.0.0.1:8000
-
   quantkit bench server https://example.com --allow-remote --concurrency 1,8""",
 }
 PANELS = {  # of every command those that it has

@@ -77,7 +77,7 @@ def build(name: str) -> Any:
     else:
         app = typer.Typer(add_completion=False)
         function, epilog = _parts(module, name)
-        app.command(name, epilog=epilog)(function)
+        app.command(name, epilog=epilog.replace("\n  ", "\n\n  "))(function)  # a paragraph an example
     if ranks.wanted() > 1:
         _guard(app, name)
     running.add_verbose(app)
@@ -135,7 +135,10 @@ class Command(TyperCommand):
         """Run the command, if its device and its number of threads are possible."""
         from quantkit.options import check_machine
 
-        check_machine(ctx.params.get("device"), ctx.params.get("threads"))
+        threads = ctx.params.get("threads")
+        check_machine(ctx.params.get("device"), threads)
+        if threads:  # torch reads the variable when it is imported
+            os.environ["OMP_NUM_THREADS"] = str(threads)
         return super().invoke(ctx)
 
 

@@ -11,9 +11,7 @@ from quantkit.cli import flags
 from quantkit.errors import QuantkitError, name_all
 
 EPILOG = """Examples:
-
   quantkit doctor
-
   quantkit doctor --json     (to attach to a bug report)"""
 
 

@@ -12,19 +12,12 @@ from quantkit.cli import flags, ranks
 from quantkit.options import parse_tokens
 
 EPILOG = """Examples:
-
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt
-
   quantkit eval ./model --as nf4 --as int8 --text test.txt     (nothing is written)
-
   quantkit eval ./model ./model-gptq-w4g128 --text test.txt --kv-dtype q8_0     (and the cache quantized)
-
   quantkit eval ./model ./model-w8a8 --text test.txt --weights-only     (the loss of weights alone)
-
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
-
   quantkit eval ./model ./candidate --text test.txt --html report.html --plot plot.svg
-
   quantkit eval ./model ./candidate --text test.txt --max-ppl-increase 2% --max-kld 0.05
 
 Exit code 7: a gate failed."""
@@ -159,9 +152,8 @@ def command(
             from quantkit.evaluation.comparison.table import markdown, report
             from quantkit.evaluation.tasks import Tasks
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device, use_threads
+            from quantkit.models.machine.device import choose_device
 
-        use_threads(threads)
         checkpoints = [
             open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)

@@ -11,13 +11,9 @@ import typer
 from quantkit.cli import flags, streams
 
 EPILOG = """Examples:
-
   quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
-
   quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
-
   quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
-
   echo "The sea" | quantkit generate ./model -p - --json"""
 
 
@@ -59,7 +55,7 @@ def command(
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device, use_threads
+            from quantkit.models.machine.device import choose_device
 
         settings = generate.Settings(tokens, temperature, seed, top_k, top_p, prompt=text, chat=chat)
         settings.check()
@@ -67,7 +63,6 @@ def command(
             open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
             for position, model in enumerate(models)
         ]
-        use_threads(threads)
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoints[0], place)
         comparable = generate.comparable(checkpoints)

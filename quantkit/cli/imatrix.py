@@ -12,11 +12,8 @@ from quantkit.cli import flags, running
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
-
   quantkit imatrix ./model
-
   quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
-
   llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
 FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options that a forward pass uses

@@ -11,13 +11,9 @@ from quantkit.cli import flags
 from quantkit.errors import QuantkitError, count
 
 EPILOG = """Examples:
-
   quantkit inspect ./model-gptq-w4g128
-
   quantkit inspect org/name                   (a hub id: its headers only)
-
   quantkit inspect ./model.gguf --deep        (reads every value, too)
-
   quantkit inspect ./model ./model-gptq-w4g128     (largest differences)"""
 
 
@@ -47,7 +43,7 @@ def command(
     if deep and broken:
         made["integrity"]["notes"] = ["values were not read: the checkpoint is damaged"]
     elif deep or other is not None:
-        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet, threads))
+        made = _with_values(sources, found, deep, (offline, trust_remote_code, quiet))
         broken = _problems(found)
     if not as_json:
         (show.print_comparison if "models" in made else show.print_record)(made)
@@ -68,19 +64,17 @@ def _with_values(
     sources: list[tuple[str, str | None]],
     found: list[dict[str, Any]],
     deep: bool,
-    options: tuple[bool, bool, bool, int | None],
+    options: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
     """Return the record of one checkpoint after checking its values, or of the comparison of two.
 
-    options: offline, trust_remote_code, quiet and threads.
+    options: offline, trust_remote_code and quiet.
     """
     from quantkit.cli.progress import listener
     from quantkit.inspection import values
     from quantkit.models.files.open import open_checkpoint
-    from quantkit.models.machine.device import use_threads
 
-    offline, trust_remote_code, quiet, threads = options
-    use_threads(threads)
+    offline, trust_remote_code, quiet = options
     try:
         opened = [open_checkpoint(*source, offline, trust_remote_code) for source in sources]
     except QuantkitError as error:

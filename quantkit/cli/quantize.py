@@ -33,22 +33,16 @@ SETTINGS = Annotated[
     ),
 ]
 RUN_EPILOG = """Examples:
-
   quantkit run gptq-w4 ./model
-
   quantkit run recipe.yaml org/name --set quant.bits=3 --set quant.sym=false
-
   quantkit run recipe.yaml --resume     (after an interruption)"""
 
 
 def epilog(method: str) -> str:
     """Return the examples in the help of a method's command."""
     return f"""Examples:
-
   quantkit {method} ./model
-
   quantkit {method} org/name -o ./out --calibration text.txt --seqlen 2048
-
   quantkit {method} ./model --resume     (after an interruption)"""
 
 

@@ -10,9 +10,7 @@ import typer
 from quantkit.errors import USAGE, QuantkitError
 
 EPILOG = """Examples:
-
   quantkit report result.json -o report.html     (of quantkit eval … --json > result.json)
-
   quantkit report monday.json tuesday.json -o report.html --png     (same text, same first model)"""
 
 

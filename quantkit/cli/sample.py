@@ -12,11 +12,8 @@ import typer
 from quantkit.cli import flags
 
 EPILOG = """Examples:
-
   quantkit sample ./model                                   (writes model-own.jsonl)
-
   quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
-
   quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl"""
 
 
@@ -52,14 +49,13 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation import generate, self_text
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import choose_device, use_threads
+            from quantkit.models.machine.device import choose_device
             from quantkit.quantize.job import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
         self_text.check_output(output, overwrite)
         checkpoint = open_checkpoint(model, revision, offline, trust_remote_code)
         settings = self_text.Settings(samples, seqlen, seed, batch_size)
-        use_threads(threads)
         place = choose_device(device)
         precision = generate.shared_dtype(dtype, checkpoint, place)
         settings.check(checkpoint)

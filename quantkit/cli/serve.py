@@ -12,17 +12,11 @@ from quantkit.cli import flags
 from quantkit.serving.server.settings import Settings
 
 EPILOG = """Examples:
-
   quantkit serve ./model                       (the engine follows from the layout and from what is here)
-
   quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
-
   quantkit serve ./model --print               (the engine's own command, and nothing is started)
-
   quantkit serve ./model --check --port 0      (start, ask for one completion, stop: for CI)
-
   QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
-
   quantkit serve ./model -- --log-level info   (what follows -- is the engine's)"""
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
 EXTRA = Annotated[

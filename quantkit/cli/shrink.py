@@ -6,11 +6,8 @@ from quantkit.cli import distill, flags
 from quantkit.distillation.options import SmallerOptions
 
 EPILOG = """Examples:
-
   quantkit shrink ./model --blocks 24                        (writes ./model-b24)
-
   quantkit shrink ./model --blocks 24 --dry-run
-
   quantkit shrink ./model --blocks 24 --calibration mine.txt --samples 4096
 
 Never worse: a training that does not lower the divergence from the teacher on held-out text is not kept, and

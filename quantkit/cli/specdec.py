@@ -11,15 +11,10 @@ from quantkit.cli import flags
 from quantkit.serving.specdec.settings import Settings
 
 EPILOG = """Examples:
-
   quantkit specdec ./model ./model-nf4
-
   quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
-
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
-
   quantkit specdec model-Q8_0.gguf model-Q2_K.gguf     (in llama.cpp)
-
   quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
 TARGET = Annotated[str, typer.Argument(help="The checkpoint whose text is wanted.")]
 DRAFTS = Annotated[
@@ -45,11 +40,9 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.models.machine.device import use_threads
             from quantkit.serving.specdec import job, show
             from quantkit.serving.specdec.settings import LOOKUP
 
-        use_threads(settings.threads)
         trusted = values["offline"], values["trust_remote_code"]
         own = open_checkpoint(target, values["revision"], *trusted)
         guesses = [None if draft == LOOKUP else open_checkpoint(draft, None, *trusted) for draft in drafts]

@@ -11,11 +11,8 @@ from quantkit.cli import flags
 from quantkit.errors import VERIFICATION, QuantkitError, count
 
 EPILOG = """Examples:
-
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
-
   quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
-
   quantkit verify ./model-Q4_K_M.gguf --json"""
 
 
@@ -36,9 +33,6 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.inspection import verify
-            from quantkit.models.machine.device import use_threads
-
-        use_threads(threads)
         found = verify.verify(path, base, progress.counting, trust_remote_code)
     if not as_json:
         _show(found)

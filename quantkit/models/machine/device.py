@@ -48,12 +48,6 @@ def choose_device(requested: str) -> torch.device:
     return device
 
 
-def use_threads(threads: int | None) -> None:
-    """Let torch compute with so many CPU threads; None leaves its own number."""
-    if threads:
-        torch.set_num_threads(threads)
-
-
 def choose_dtype(requested: str, stored: str, device: torch.device) -> str:
     """Return the requested type; `auto`: the checkpoint's own 16-bit type if the hardware computes in it,
     else float32.

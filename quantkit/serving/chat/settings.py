@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.options import option
+from quantkit.options import option, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,10 @@ class Settings:
         "Sample from the likeliest tokens that together have this probability. (default: as recommended)",
     )
     seed: int = option(0, "Seed of the first answer; each further answer takes the next number.")
-    ctx: str | None = option(
-        None, "Tokens of the conversation at most, such as 8192 or 32k. (default: the model's, at most 8192)"
+    ctx: int | None = option(
+        None,
+        "Tokens of the conversation at most, such as 8192 or 32k. (default: the model's, at most 8192)",
+        parser=parse_tokens,
     )
     template: Path | None = option(None, "Use the chat template of this Jinja file.")
     raw: bool = option(False, "No roles, no template: the model continues your text.")

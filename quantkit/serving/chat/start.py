@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
@@ -16,7 +14,6 @@ from quantkit.models import kv_types
 from quantkit.models.files import gguf_file, hub
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.options import parse_tokens
 from quantkit.quantize.progress import Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
 from quantkit.serving.chat.session import Conversation, Session
@@ -41,7 +38,6 @@ def start(
     the memory, or has no chat template."""
     progress = progress or Progress()
     settings.check()
-    limit = parse_tokens(settings.ctx) if settings.ctx is not None else None
     kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
     sampling(replace(settings, temperature=settings.temperature or 1.0), {})
     progress.phase(f"loading {source}")
@@ -73,15 +69,13 @@ def start(
     if not (settings.raw or given or stored):
         hint = "add --template FILE, or --raw to continue text without roles"
         raise QuantkitError(f"{source} has no chat template", hint, USAGE)
-    context = limit or min(made_for or CONTEXT, CONTEXT)
+    context = settings.ctx or min(made_for or CONTEXT, CONTEXT)
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
     if name == "llama.cpp":
         cache, threads = kv_dtype or "float16", settings.threads or 0
         engine: Any = LlamaCppChat(source, path, context, given, cache, device.type, threads)
     else:
-        if settings.threads:
-            torch.set_num_threads(settings.threads)
         dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
         engine = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
     numbers = {k: v for k, v in known.items() if isinstance(v, int | float) and not isinstance(v, bool)}

@@ -21,10 +21,11 @@ class Settings:
     )
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: all.")
     port: int = option(8000, "Port to listen at; 0: a free one.")
-    ctx: str | None = option(
+    ctx: int | None = option(
         None,
         "Tokens of a sequence, such as 8192 or 32k. (default: the model's, on a CPU at most 8192, and what "
         "fits)",
+        parser=parse_tokens,
     )
     parallel: int | None = option(None, "Sequences at once. (default: the engine's usual, if they fit)")
     kv_dtype: str | None = option(
@@ -43,11 +44,6 @@ class Settings:
     extra: tuple[str, ...] = ()
 
     @property
-    def tokens(self) -> int | None:
-        """Return the tokens of a sequence. Raises QuantkitError for another text than a number."""
-        return None if self.ctx is None else parse_tokens(self.ctx)
-
-    @property
     def cache(self) -> str | None:
         """Return the precision of the cache, by `kv_types`. Raises QuantkitError for an unknown one."""
         return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
@@ -60,7 +56,7 @@ class Settings:
         require(0 < share <= 1, f"--memory-fraction {share:g} makes no sense", "above 0, at most 1", USAGE)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
-        _ = self.tokens, self.cache  # which raise
+        _ = self.cache  # which raises
 
     @property
     def reached_at(self) -> str:

@@ -53,7 +53,7 @@ def fit(
     engine allocates all sequences at their full length in advance, rather than in pages. notes: for the user,
     appended to. Raises QuantkitError (exit code 5) where not even the least fits.
     """
-    found, requested = source and source.settings, settings.tokens
+    found, requested = source and source.settings, settings.ctx
     limit = found.context if found else None
     if requested and limit and requested > limit:
         notes.append(f"{requested:,} tokens are more than the {limit:,} that the model was made for")
