@@ -23,15 +23,21 @@ def on_files(files: Any, config: Any) -> Any:
     pages, guides = {}, {}
     for page in sorted(files.documentation_pages(), key=lambda page: len(page.src_uri)):
         title = page.content_string.partition("\n")[0]
-        guides = {name: page.src_uri for name in re.findall(r"quantkit (\w+)", title)} | guides
+        guides = {name: page.src_uri for name in re.findall(r"quantkit (\w+(?: attention| batching)?)", title)} | guides
     for name, command in root.commands.items():
-        pages[name] = f"# quantkit {name}\n\n" + section(command, context, guides.get(name, ""))
+        place = name.replace(" ", "-")
+        pages[place] = f"# quantkit {name}
+
+" + section(command, context, guides.get(name, ""))
     pages["exit-codes"] = exit_codes()
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
     reference = next(row["Reference"] for row in config.nav if "Reference" in row)
     codes = {"Exit codes": f"reference/{[*pages][-1]}.md"}
-    reference[:0] = [{"Commands": [{name: f"reference/{name}.md"} for name in root.commands]}, codes]
+    reference[:0] = [
+        {"Commands": [{name: f"reference/{name.replace(' ', '-')}.md"} for name in root.commands]},
+        codes,
+    ]
     return files
 
 
@@ -66,7 +72,7 @@ def table(parameters: Sequence[Any], context: Any) -> str:
 
 def examples(epilog: str) -> str:
     """Return the examples in a command's epilog as a block of code, then the epilog's other lines."""
-    lines = [line for line in epilog.splitlines() if line and line != "Examples:"]
+    lines = [line for line in epilog.splitlines() if line and line not in ("Examples:", "Subcommands:")]
     indented = "\n".join(line.strip() for line in lines if line.startswith(" "))
     block = f"**Examples**\n\n```\n{indented}\n```\n\n" if indented else ""
     return (block + "\n".join(line for line in lines if not line.startswith(" "))).strip()
