@@ -91,7 +91,7 @@ class RunOptions:
     """How a job runs. `auto` and None are decided and recorded before anything is loaded."""
 
     exclude: tuple[str, ...] = option(
-        (), "Keep linears whose name matches this regular expression in 16 bit. Repeatable."
+        (), "Keep linears in 16 bit whose name matches this regular expression. Repeatable."
     )
     override: tuple[str, ...] = option(
         (),
@@ -100,15 +100,15 @@ class RunOptions:
     )
     experts: Literal["shrink", "routed", "all"] = option(
         "shrink",
-        "Tokens that each expert is calibrated on. routed: the tokens routed to the expert. shrink: the "
+        "Tokens that calibrate each expert. routed: the tokens that are routed to the expert. shrink: the "
         "same, mixed with all tokens of the layer if they are few. all: all tokens of the layer.",
     )
     allow_unread: bool = option(
         False,
-        "Write experts in a layout that only quantkit reads, such as int8.",
+        "Allow experts in a layout that only quantkit reads, such as int8.",
     )
     allow_requantize: bool = option(
-        False, "Quantize a checkpoint that is already quantized. The errors add up."
+        False, "Allow a checkpoint that is already quantized as the source. The errors add up."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
@@ -118,13 +118,14 @@ class RunOptions:
     batch_size: int | None = option(None, "Sequences per forward pass. (default: about 4096 tokens)")
     sequential: Literal["auto", "suspend", "repeat"] = option(
         "auto",
-        "suspend: one forward pass per block that pauses at each site (faster). repeat: one pass up to "
-        "each site (less memory). auto decides by free memory.",
+        "How the inputs of each site (linears with the same input) are collected. suspend: one forward pass "
+        "for each block, which pauses at each site; faster. repeat: one pass up to each site; less memory. "
+        "auto: by free memory.",
     )
     states: Literal["auto", "device", "host", "disk"] = option(
         "auto",
-        "Where hidden states of the calibration tokens are kept: in GPU memory, in host memory, or in a "
-        "file. auto decides by free memory. The output is the same.",
+        "Where the hidden states of the calibration tokens are kept: GPU memory (device), host memory or a "
+        "file. auto: by free memory. The output is the same.",
     )
     max_memory: str | None = option(
         None,
@@ -132,4 +133,4 @@ class RunOptions:
         "limits of a container or ulimit)",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
-    max_shard_gb: float = option(5.0, "Largest weight file, in GB.")
+    max_shard_gb: float = option(5.0, "Largest size of a weight file, in GB.")

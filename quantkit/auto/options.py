@@ -20,30 +20,32 @@ class AutoOptions:
 
     bpw: float | None = option(
         None,
-        "Most bits per weight with scales, on average over the linears of the blocks, and in a GGUF file "
-        "embedding and output matrix as well.",
+        "Largest average of bits per weight, scales included, over the linears of the blocks; in a GGUF file "
+        "also over embedding and output matrix.",
     )
-    max_size: str | None = option(None, "Largest size of all files on disk: 4GB, 700MB, 3.5GiB.")
+    max_size: str | None = option(None, "Largest size of all files on disk, such as 4GB, 700MB or 3.5GiB.")
     max_kld: float | None = option(
-        None, "Largest KL divergence from the original, in nats per token; the smallest such result."
+        None, "Largest KL divergence from the original, in nats per token: find the smallest such model."
     )
     engine: Literal["any", "llama.cpp", "transformers", "vllm"] = option(
         "any",
-        "Engine that loads the result. llama.cpp: a GGUF file of any block types; vllm: 4 and 8 bits; "
-        "transformers: 2 to 8 bits, with compressed-tensors; any: the gptq layout in common widths.",
+        "Engine that loads the result. llama.cpp: a GGUF file. vllm: 4 and 8 bits. transformers: 2 to 8 bits "
+        "as compressed-tensors. any: 2, 3, 4 and 8 bits in the gptq layout.",
     )
     sym: bool = option(
         True, "Symmetric grids; with --engine any also a zero point per group, better at 2 and 3 bits."
     )
     solver: str = option(
         "gptq",
-        "Solver of the result and of the compared preset. yaqa also feeds errors back by gradients: less "
-        "divergence in several times the time. The search itself uses gptq.",
+        "Solver of the result and of the preset that it is compared with. yaqa: error feedback that also "
+        "uses gradients of the model's loss: less loss, in several times the time. The search uses gptq.",
         names=SEARCHED_BY,
     )
     target: str = composing.shared("target")
-    search_tokens: int = option(4096, "Calibration tokens to measure divergences on.")
-    search_streams: int = option(64, "Most streams of hidden states in memory.")
+    search_tokens: int = option(4096, "Calibration tokens that the search measures divergences on.")
+    search_streams: int = option(
+        64, "Largest number of hidden-state streams in memory, one for each tried choice of bits."
+    )
 
     text: Path | None = option(
         None,
@@ -54,12 +56,14 @@ class AutoOptions:
         "Tokens of a window of --text, such as 2048 or 4k. (default: 2048, at most the model's context)",
         parser=parse_tokens,
     )
-    limit: int | None = option(None, "Number of tokens of --text to use.")
+    limit: int | None = option(None, "Use the first N tokens of --text.")
     sensitivities: Path | None = option(
-        None, "Table of sensitivities for further budgets: read if the file exists, else written."
+        None,
+        "File of measured sensitivities, to search further budgets faster: read if it exists, else written.",
     )
     recipe_out: Path | None = option(
-        None, "Write the result as a recipe as well: quantkit run FILE makes the same bytes without a search."
+        None,
+        "Write the result as a recipe, too: quantkit run FILE then makes the same model without a search.",
     )
 
     def check(self) -> None:

@@ -18,10 +18,10 @@ class Question:
     """Device, sequences and calibration of a plan."""
 
     gpu: str | None = option(
-        None, "Known device: a100-40g, rtx-3090, l4, m3-max, cpu … (a wrong name lists all)."
+        None, "Device, such as a100-40g, rtx-3090, l4, m3-max or cpu. A wrong name lists all."
     )
     gpus: int | None = option(
-        None, "Number of such devices, counted as one: an upper bound for tensor parallelism."
+        None, "Number of such devices, counted as one large device: the best case of tensor parallelism."
     )
     vram: float | None = option(None, "Memory of the device in GiB.")
     bandwidth: float | None = option(None, "Memory bandwidth of the device in GB/s.")
@@ -40,11 +40,11 @@ class Question:
     )
     format: str | None = option(
         None,
-        "Format of requests_that_fit and roofline in --json: bf16, int8, nf4, gptq, awq, a GGUF file type, "
-        "or stored. (default: stored for a quantized model, else bf16)",
+        "With --json: format of the weights that requests_that_fit and roofline are for: bf16, int8, nf4, "
+        "gptq, awq, a GGUF file type or stored. (default: stored for a quantized model, else bf16)",
     )
-    samples: int = option(128, "Calibration sequences.")
-    seqlen: int = option(512, "Tokens per calibration sequence.")
+    samples: int = option(128, "Number of calibration sequences of a job.")
+    seqlen: int = option(512, "Tokens per calibration sequence of a job.")
 
     def check(self) -> None:
         """Raise QuantkitError for values that are invalid for every model."""

@@ -27,14 +27,14 @@ TEACHER = Annotated[str, typer.Argument(help="The original model: checkpoint fol
 STUDENT = Annotated[
     str,
     typer.Argument(
-        help="The model that quantkit made from the teacher, in any layout; its codes do not change."
+        help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms are trained."
     ),
 ]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # options of a run that training has
 HELP = {  # help that differs from that of other jobs
     "calibration": "Training text, an eighth of which is held out: a .txt, .jsonl or .parquet file, or a hub "
     "dataset as for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
-    "dtype": "Precision of the forward passes; trained values are float32. (auto: float32)",
+    "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
 }
 FIXED = (
     "dry_run", "resume", "overwrite", "eval_text", "revision", "offline", "trust_remote_code", "as_json",

@@ -62,46 +62,53 @@ def command(
             "context)",
         ),
     ] = None,
-    stride: Annotated[int | None, typer.Option(help="Tokens between windows. (default: ctx)")] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens from the start of a window to the start of the next. (default: --ctx, no overlap)"
+        ),
+    ] = None,
     limit: Annotated[int | None, typer.Option(help="Use the first N tokens of the text.")] = None,
     tasks: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Run these tasks of lm-evaluation-harness, separated by commas (extra: tasks). cloze comes "
-            "with quantkit, the data of other tasks from the hub.",
+            help="Tasks of lm-evaluation-harness, separated by commas; needs pip install 'quantkit[tasks]'. "
+            "The task cloze comes with quantkit; the data of others is downloaded from the hub.",
         ),
     ] = None,
-    task_limit: Annotated[int | None, typer.Option(help="Use the first N examples of every task.")] = None,
+    task_limit: Annotated[
+        int | None, typer.Option(help="Run the first N examples of every task only.")
+    ] = None,
     metrics: Annotated[
         str | None,
         typer.Option(
             metavar="LIST",
-            help="Metrics among ppl, dppl, kld, top1 and floor, separated by commas. Without kld and top1 "
-            "the head runs half as often. (default: all)",
+            help="Metrics, separated by commas: ppl, dppl, kld, top1, floor. Without kld and top1, less is "
+            "computed. (default: all)",
         ),
     ] = None,
     max_ppl_increase: Annotated[
         str | None,
         typer.Option(
             metavar="LIMIT",
-            help="2%: of the first model's perplexity; 0.5: a difference of perplexities.",
+            help="Largest increase of perplexity over the first model: 2%, or a difference such as 0.5.",
             rich_help_panel=GATES,
         ),
     ] = None,
     max_kld: Annotated[
         str | None,
-        typer.Option(metavar="LIMIT", help="Mean KL divergence in nats.", rich_help_panel=GATES),
+        typer.Option(metavar="LIMIT", help="Largest mean KL divergence, in nats.", rich_help_panel=GATES),
     ] = None,
     min_top1: Annotated[
         str | None,
-        typer.Option(metavar="LIMIT", help="Top-1 agreement, 0.9 or 90%.", rich_help_panel=GATES),
+        typer.Option(metavar="LIMIT", help="Smallest top-1 agreement: 0.9 or 90%.", rich_help_panel=GATES),
     ] = None,
     summary: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Append gates and table as Markdown, for example to $GITHUB_STEP_SUMMARY.",
+            help="Append gates and table as Markdown to this file, such as $GITHUB_STEP_SUMMARY.",
         ),
     ] = None,
     html: flags.HTML = None,

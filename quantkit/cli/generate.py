@@ -19,8 +19,8 @@ EPILOG = """Examples:
 
 def command(
     models: flags.MODELS,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="The text to continue; - reads stdin.")],
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="New tokens at most.")] = 64,
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")],
+    tokens: Annotated[int, typer.Option("--tokens", "-n", help="New tokens, at most.")] = 64,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,

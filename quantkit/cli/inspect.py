@@ -21,10 +21,10 @@ def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
     other: Annotated[
         str | None,
-        typer.Argument(metavar="[PATH2]", help="Second checkpoint, compared weight by weight."),
+        typer.Argument(metavar="[PATH2]", help="Second checkpoint, to compare weight by weight."),
     ] = None,
     deep: Annotated[
-        bool, typer.Option("--deep", help="Read every value: decode all weights, find NaN and infinities.")
+        bool, typer.Option("--deep", help="Read and decode all weights, and report NaN and infinities.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the first hub id.")] = None,
     threads: flags.THREADS = None,

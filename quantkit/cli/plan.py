@@ -29,7 +29,7 @@ PARAMS = Annotated[
     str | None,
     typer.Option(
         metavar="COUNT",
-        help="Parameters instead of a model: 175B, 1.5e9, or 30B-A3B with 3B active ones.",
+        help="Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are active.",
     ),
 ]
 FIXED = ("revision", "offline", "as_json", "quiet")

@@ -29,7 +29,7 @@ RECIPE = Annotated[
 SETTINGS = Annotated[
     list[str],
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Any key of the recipe, such as quant.bits=3. Repeatable."
+        "--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as quant.bits=3. Repeatable."
     ),
 ]
 RUN_EPILOG = """Examples:

@@ -34,7 +34,7 @@ NAME = Annotated[
 METHOD = Annotated[
     str,
     typer.Argument(
-        help="The method whose options to write.", autocompletion=flags.completion(methods.available)
+        help="Method whose options are written.", autocompletion=flags.completion(methods.available)
     ),
 ]
 FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write. (default: METHOD.yaml)")]

@@ -16,10 +16,13 @@ EPILOG = """Examples:
 
 def command(
     results: Annotated[
-        list[Path], typer.Argument(help="Files of quantkit eval --json; one protocol and one first model.")
+        list[Path],
+        typer.Argument(
+            help="Results of quantkit eval --json, all with the same text, options and first model."
+        ),
     ],
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The page: one file, no script, nothing from a network.")
+        Path, typer.Option("--output", "-o", help="HTML page to write: one file, without scripts.")
     ] = Path("report.html"),
     png: Annotated[bool, typer.Option("--png", help="Write the plots next to the page.")] = False,
     quiet: Annotated[

@@ -23,11 +23,11 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Sequences to write.")] = 128,
+    samples: Annotated[int, typer.Option(help="Number of sequences to write.")] = 128,
     seqlen: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[
-        int, typer.Option(help="Sequences written at once: more are faster and take more memory.")
+        int, typer.Option(help="Sequences generated at once. More are faster and need more memory.")
     ] = 32,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -35,7 +35,7 @@ def command(
     ] = "auto",
     device: flags.DEVICE = "auto",
     threads: flags.THREADS = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an older text.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     revision: flags.REVISION = None,
     offline: flags.OFFLINE = False,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,

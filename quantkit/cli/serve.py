@@ -27,14 +27,14 @@ API_KEY = Annotated[
     typer.Option(
         envvar="QUANTKIT_API_KEY",
         show_envvar=True,
-        help="Key that requests must bring. Other users of the machine see flags, not variables.",
+        help="API key that requests must contain. Other users of this machine can read flags, not variables.",
     ),
 ]
 PRINT = Annotated[
     bool, typer.Option("--print", help="Print the engine's command on one line, and start nothing.")
 ]
 CHECK = Annotated[
-    bool, typer.Option("--check", help="Stop after the first completion: exit code 0 if there was one.")
+    bool, typer.Option("--check", help="Stop after one completion. Exit code 0: the server answered.")
 ]
 
 

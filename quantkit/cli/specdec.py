@@ -16,12 +16,14 @@ EPILOG = """Examples:
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
   quantkit specdec model-Q8_0.gguf model-Q2_K.gguf     (in llama.cpp)
   quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
-TARGET = Annotated[str, typer.Argument(help="The checkpoint whose text is wanted.")]
+TARGET = Annotated[
+    str, typer.Argument(help="The model to make faster: checkpoint folder, GGUF file or hub id.")
+]
 DRAFTS = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="DRAFT…",
-        help="Checkpoints of the same vocabulary: a compressed copy of the target or a smaller model; or "
+        help="Draft models with the same vocabulary: a compressed copy of the target, a smaller model, or "
         "prompt-lookup, which copies from the text so far.",
     ),
 ]

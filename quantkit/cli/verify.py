@@ -20,7 +20,10 @@ def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
     base: Annotated[
         str | None,
-        typer.Option(metavar="MODEL", help="Original model: measure every linear's error again."),
+        typer.Option(
+            metavar="MODEL",
+            help="Original model: measure the error of every linear again and compare with the manifest.",
+        ),
     ] = None,
     threads: flags.THREADS = None,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,

@@ -14,15 +14,21 @@ from quantkit.options import option
 class DistillOptions:
     """Options of a compressed student."""
 
-    epochs: int = option(2, "Passes over the text in the stage end to end; 0 skips the stage.")
+    epochs: int = option(
+        2, "Passes over the training text in the second stage (end to end); 0 skips the stage."
+    )
     block_epochs: int = option(
-        1, "Passes over the text for each block, in the stage before; 0 skips the stage."
+        1, "Passes over the training text in the first stage (block by block); 0 skips the stage."
     )
     lr: float = option(
-        0.002, "Peak learning rate of the stage end to end, relative to the size of the trained values."
+        0.002, "Peak learning rate of the second stage, relative to the size of the trained values."
     )
-    block_lr: float = option(0.002, "Peak learning rate of the stage block by block.")
-    temperature: float = option(1.0, "Temperature of the loss end to end. Decisions use temperature 1.")
+    block_lr: float = option(
+        0.002, "Peak learning rate of the first stage, relative to the size of the trained values."
+    )
+    temperature: float = option(
+        1.0, "Temperature of the loss of the second stage: above 1, unlikely tokens count for more."
+    )
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
@@ -43,16 +49,16 @@ class SmallerOptions:
 
     blocks: int = option(
         dataclasses.MISSING,
-        "Decoder blocks of the student: the most important blocks of the teacher are kept.",
+        "Number of decoder blocks to keep: the most important ones.",
     )
     epochs: int = option(3, "Passes over the training text.")
-    steps: int | None = option(None, "Training steps; replaces --epochs.")
+    steps: int | None = option(None, "Number of training steps, instead of --epochs.")
     lr: float = option(
-        1e-3, "Peak learning rate of AdamW: linear warm-up in a tenth of the steps, then a cosine to 0."
+        1e-3, "Peak learning rate of AdamW. A tenth of the steps is a linear warm-up; a cosine to 0 follows."
     )
     temperature: float = option(2.0, "Temperature of the loss: above 1, unlikely tokens count for more.")
     hidden_weight: float = option(
-        1.0, "Weight of the relative squared distance between the inputs of both heads."
+        1.0, "Weight, in the loss, of the distance between the last hidden states of student and teacher."
     )
 
     def check(self) -> None:

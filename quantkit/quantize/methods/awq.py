@@ -30,24 +30,22 @@ class Options:
 
     bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
-    sym: bool = option(False, "Symmetric grid. No: a zero point for each group.", negated=True)
+    sym: bool = option(False, "Symmetric grid: no zero point for each group.", negated=True)
     candidates: int = option(
-        20, "Exponents from 0 to 1 that are tried for the column scales of each site: the best is kept."
+        20, "Number of strengths of scaling, from none to full, that are tried for each site."
     )
     search_scale: bool = option(
         True,
-        "rtn: search the scale of each group for the least squared error of the outputs, except of q and k. "
-        "No: fit the largest weight.",
+        "rtn: search the scale of each group, except of q and k, for the least squared error of the outputs. "
+        "--no-search-scale fits the largest weight.",
     )
-    solver: str = option(
-        "rtn",
-        "rtn rounds the scaled weights to nearest; gptq adds error feedback, yaqa also by gradients.",
-        names=composing.SOLVERS,
-    )
+    solver: str = composing.shared("solver", "rtn")
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
-    layout: Literal["awq", "compressed-tensors"] = option("awq", "Layout on disk, which decides the clients.")
+    layout: Literal["awq", "compressed-tensors"] = option(
+        "awq", "Layout on disk. awq: most clients. compressed-tensors: vLLM and SGLang."
+    )
 
 
 def suffix(options: Options) -> str:

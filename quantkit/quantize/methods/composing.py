@@ -27,39 +27,57 @@ TRANSFORMS = ("awq", "auto", *ROTATIONS)
 SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
 
 
-REWRITE = "Function-preserving rewrite before rounding. "
+REWRITE = "Rewrite the model before rounding, without changing its function. "
 ROTATE = (
-    "rotate: rotate hidden states and attention values, a tied head becomes a tensor of its own; rotate-v: "
-    "attention values only; "
+    "rotate: rotate hidden states and attention values; a tied head becomes a tensor of its own. rotate-v: "
+    "rotate attention values only. "
 )
 OPTIONS = {  # of several methods: name -> default, help, names
-    "damp": (0.01, "gptq, yaqa: this share of the mean Hessian diagonal is added to it.", ()),
-    "refine": (2, "gptq, yaqa: cycles of coordinate descent on codes and scales after the sweep.", ()),
+    "damp": (
+        0.01,
+        "gptq, yaqa: share of the mean of the Hessian's diagonal that is added to the diagonal.",
+        (),
+    ),
+    "refine": (
+        2,
+        "gptq, yaqa: rounds of coordinate descent on codes and scales after the error feedback.",
+        (),
+    ),
+    "solver": (
+        "gptq",
+        "rtn: round to nearest, in seconds and without calibration text. gptq: error feedback on calibration "
+        "text, less loss at the same size. yaqa: error feedback that also uses gradients of the model's "
+        "loss, the least loss, in several times the time.",
+        SOLVERS,
+    ),
+    "act_order": ("group", "gptq, yaqa: quantize columns with large inputs first, inside each group.", ()),
     "target": (
         "own",
-        "gptq: target of a linear's output. own: its output on the quantized model's inputs; original: the "
-        "original model's output, which compensates earlier losses: less divergence, twice the time.",
+        "gptq: the output that a quantized linear approximates. own: the output of its original weights on "
+        "the quantized model's inputs. original: the original model's output, which compensates the errors "
+        "of earlier linears: less loss, twice the time.",
         TARGETS,
     ),
     "transform": (
         "auto",
-        f"{REWRITE}auto: scale columns, and divide the producers of their inputs, where --solver gptq then "
-        f"loses less; awq: the same by the loss of round to nearest; {ROTATE}rotate+auto: both; none.",
+        f"{REWRITE}auto: scale columns up, and their inputs down, if --solver gptq then loses less. awq: the "
+        f"same, judged by the loss of round to nearest. {ROTATE}rotate+auto: both. none: no rewrite.",
         ("none", *TRANSFORMS),
     ),
     "smoothing": (
         "smooth",
-        f"{REWRITE}smooth: divide channels of large inputs, and multiply the columns that read them, as far "
-        f"as the loss of both roundings falls; {ROTATE}rotate+smooth: both; none.",
+        f"{REWRITE}smooth: scale large inputs down, and the columns that read them up, if rounding both then "
+        f"loses less. {ROTATE}rotate+smooth: both. none: no rewrite; --solver rtn then needs no calibration "
+        "text.",
         ("none", *SMOOTHED),
     ),
 }
 
 
-def shared(name: str) -> Any:
-    """Return the field of an option that several methods share."""
-    default, help, names = OPTIONS[name]
-    return option(default, help, names=names)
+def shared(name: str, default: Any = None) -> Any:
+    """Return the field of an option that several methods share. default: if the usual one does not fit."""
+    usual, help, names = OPTIONS[name]
+    return option(usual if default is None else default, help, names=names)
 
 
 def check(options: Any) -> None:

@@ -27,24 +27,19 @@ class Options:
 
     format: str = option(
         "nvfp4",
-        "nvfp4: an e4m3 scale for 16 weights, 4.5 bits in all; mxfp4: a power of two for 32, 4.25 bits, "
-        "which loses more.",
+        "nvfp4: a float8 scale for 16 weights, 4.5 bits per weight. mxfp4: a power of two for 32 weights, "
+        "4.25 bits per weight, more loss.",
         names=tuple(FORMATS),
     )
     activations: bool = option(
         False,
-        "Round the inputs of linears to 4 bits as well: more tokens a second in large batches, more loss. By "
-        "default only weights are 4 bit.",
+        "Round the inputs of linears to 4 bits, too: more tokens per second in large batches, more loss.",
     )
     search_scale: bool = option(
-        True, "Search the scale of each group for the least squared error. No: fit its largest weight."
+        True,
+        "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
     )
-    solver: str = option(
-        "gptq",
-        "yaqa also uses gradients of the model's loss: less loss at the same bytes, in several times the "
-        "time. rtn rounds to nearest: no calibration, seconds, worse.",
-        names=composing.SOLVERS,
-    )
+    solver: str = composing.shared("solver")
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     transform: str = composing.shared("transform")

@@ -29,34 +29,27 @@ class Options:
 
     block: int = option(
         0,
-        "128: a scale for each square of 128 rows and columns, and for 128 columns of each token; 0: one for "
-        "each row, and for each token.",
+        "0: one scale for each row of weights and for each token. 128: one scale for each square of 128 rows "
+        "and columns, and for each 128 values of a token.",
     )
     static: bool = option(
         False,
-        "Store one scale for the inputs of each linear, found in calibration text, instead of scaling every "
-        "token by itself: faster in some engines, and worse.",
+        "Store one scale for the inputs of each linear, measured on calibration text, instead of one scale "
+        "for each token while running: faster in some engines, more loss.",
     )
-    solver: str = option(
-        "rtn",
-        "rtn rounds to nearest, without calibration; gptq adds error feedback, yaqa also by gradients: less "
-        "loss at the same bytes.",
-        names=composing.SOLVERS,
-    )
+    solver: str = composing.shared("solver", "rtn")
     search_scale: bool = option(
         False,
-        "rtn: search each scale for the least squared error, in fifteen times the time; other solvers always "
-        "do. No: fit the largest weight.",
+        "rtn: search each scale for the least squared error, in fifteen times the time, instead of fitting "
+        "the largest weight. Other solvers always search.",
         negated=True,
     )
     kv_cache: bool = option(
         False,
-        "Store scales of keys and values, from calibration text: engines then keep the KV cache in 8 bit "
-        "floats.",
+        "Store scales of keys and values, measured on calibration text. Engines can then keep the KV cache "
+        "in 8 bit floats.",
     )
-    act_order: Literal["none", "group"] = option(
-        "group", "gptq, yaqa: quantize columns with large inputs first, inside their row or block."
-    )
+    act_order: Literal["none", "group"] = composing.shared("act_order")
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")

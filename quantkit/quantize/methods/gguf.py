@@ -50,41 +50,42 @@ class Options:
 
     type: tuple[str, ...] = option(
         ("Q4_K_M",),
-        f"File type, as llama-quantize calls them: {', '.join(FILE_TYPES)}. Repeatable: with --solver rtn "
-        "all are made in one pass over the source.",
+        f"File type: {', '.join(FILE_TYPES)}. Repeatable: --solver rtn makes all of them in one pass.",
         short="-t",
         names=FILE_TYPES,
     )
     solver: str = option(
         "gptq",
-        "gptq adds error feedback on calibration text: half the loss, same bytes; yaqa also by gradients, in "
-        "several times the time; rtn is llama-quantize's own encoder.",
+        "rtn: llama-quantize's own encoder. gptq: error feedback on calibration text, half the loss at the "
+        "same size. yaqa: error feedback that also uses gradients of the model's loss, the least loss, in "
+        "several times the time.",
         names=composing.SOLVERS,
     )
     imatrix: str = option(
         "auto",
-        "rtn: importance of each input column. auto: gathered from the calibration text; none; FILE: "
-        "an importance matrix of llama.cpp or quantkit.",
+        "rtn: importance of each input column. auto: measured on the calibration text. none: no importance. "
+        "FILE: an importance matrix from llama.cpp or quantkit imatrix.",
     )
     tensor_type: tuple[str, ...] = option(
         (),
-        "REGEX=TYPE: the type of tensors whose GGUF name matches, such as 'ffn_down=Q6_K'. Repeatable, the "
-        "first match counts.",
+        "REGEX=TYPE: use this type for tensors whose GGUF name matches, such as 'ffn_down=Q6_K'. "
+        "Repeatable; the first match counts.",
     )
     output_tensor_type: str | None = option(
         None,
-        "Type of the output matrix and of a tied embedding. (default: the mixture's)",
+        "Type of the output matrix, tied embeddings included. (default: as the file type says)",
         names=BLOCKS,
     )
     token_embedding_type: str | None = option(
-        None, "Type of the token embedding. (default: the mixture's)", names=BLOCKS
+        None, "Type of the token embedding. (default: as the file type says)", names=BLOCKS
     )
-    pure: bool = option(False, "One type for all matrices instead of a mixture.")
+    pure: bool = option(False, "Use one type for all matrices. Most file types mix several types.")
     strict: bool = option(
-        False, "Refuse tensors that no block of the wanted type fits, instead of another type."
+        False, "Refuse a tensor that cannot have the requested type, instead of using another type."
     )
     pre_tokenizer: str | None = option(
-        None, "llama.cpp's name of the pre-tokenizer, which cuts text into words. (default: recognised)"
+        None,
+        "llama.cpp's name of the pre-tokenizer, the rule that splits text into words. (default: detected)",
     )
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")

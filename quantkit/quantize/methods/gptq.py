@@ -26,32 +26,32 @@ WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), GPTQ_PUBLISHED, sample=1 / 8)
 class Options:
     """Flags of `quantkit gptq`."""
 
-    bits: int = option(4, "Bits per weight, 2 to 8: 4 and 8 have the fastest kernels, 5 to 7 the fewest.")
+    bits: int = option(4, "Bits per weight, 2 to 8. 4 and 8 run fastest; few clients run 5 to 7.")
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
-    sym: bool = option(True, "Symmetric grid, or a zero point per group (some kernels want symmetric).")
+    sym: bool = option(
+        True,
+        "Symmetric grid, which some kernels need. --no-sym stores a zero point for each group: less loss.",
+    )
     act_order: Literal["none", "group", "full"] = option(
         "group",
-        "Quantize columns with large inputs first: inside the groups, which leaves no trace on disk, "
-        "or across them (desc_act; slower kernels, fewer clients).",
+        "Quantize columns with large inputs first. group: inside each group; the files look the same. full: "
+        "across groups (desc_act); slower kernels and fewer clients.",
     )
     search_scale: bool = option(
-        True, "Search the scale of each group for the least squared error. No: fit its largest weight."
+        True,
+        "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
     )
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
-    solver: str = option(
-        "gptq",
-        "yaqa also uses gradients of the model's loss: less loss at the same bytes, in several times the "
-        "time. rtn rounds to nearest: no calibration, seconds, worse; the baseline.",
-        names=composing.SOLVERS,
-    )
+    solver: str = composing.shared("solver")
     transform: str = composing.shared("transform")
     layout: Literal["gptq", "compressed-tensors"] = option(
-        "gptq", "Layout on disk: gptq loads in most clients; compressed-tensors is vLLM's own."
+        "gptq", "Layout on disk. gptq: most clients. compressed-tensors: vLLM and SGLang."
     )
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
-        "gptq", "gptq loads everywhere; gptq_v2 holds zero points of 0, but old clients misread it silently."
+        "gptq",
+        "gptq: loads everywhere. gptq_v2: also stores zero points of 0, but old clients read it wrong.",
     )
 
 

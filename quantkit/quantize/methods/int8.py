@@ -27,8 +27,8 @@ class Options:
 
     threshold: float = option(
         6.0,
-        "A column whose activations reach this in any token is computed in 16 bit; 0 for none. With "
-        "--calibration the number of such columns is reported for every linear.",
+        "Compute a column in 16 bit if its input reaches this value in any token; 0 for none. With "
+        "--calibration, quantkit reports the number of such columns of each linear.",
     )
 
 

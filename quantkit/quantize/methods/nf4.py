@@ -23,15 +23,8 @@ class Options:
     """Flags of `quantkit nf4`."""
 
     double_quant: bool = option(True, "Store the scales in 8 bits: 4.13 bits per weight instead of 4.5.")
-    solver: str = option(
-        "rtn",
-        "rtn rounds to nearest, without calibration; gptq loses about half as much at the same bytes; yaqa "
-        "less still, also by gradients, in several times the time.",
-        names=composing.SOLVERS,
-    )
-    act_order: Literal["none", "group"] = option(
-        "group", "gptq, yaqa: quantize columns with large inputs first, inside their blocks."
-    )
+    solver: str = composing.shared("solver", "rtn")
+    act_order: Literal["none", "group"] = composing.shared("act_order")
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     transform: str = composing.shared("transform")

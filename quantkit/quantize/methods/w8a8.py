@@ -27,18 +27,12 @@ class Options:
     """Flags of `quantkit w8a8`."""
 
     transform: str = composing.shared("smoothing")
-    solver: str = option(
-        "gptq",
-        "gptq adds error feedback, yaqa also by gradients; rtn rounds to nearest, and with --transform none "
-        "needs no calibration.",
-        names=composing.SOLVERS,
-    )
+    solver: str = composing.shared("solver")
     search_scale: bool = option(
-        True, "Search the scale of each row for the least squared error. No: fit its largest weight."
+        True,
+        "Search each row's scale for the least squared error. --no-search-scale fits the largest weight.",
     )
-    act_order: Literal["none", "group"] = option(
-        "group", "gptq, yaqa: quantize columns with large inputs first; no trace of it is stored."
-    )
+    act_order: Literal["none", "group"] = composing.shared("act_order")
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")

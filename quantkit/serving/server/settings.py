@@ -17,28 +17,32 @@ class Settings:
     """Flags; for None the engine or the plan decides. extra: further arguments for the engine."""
 
     engine: str | None = option(
-        None, "vllm, llama.cpp or transformers. (default: the first that loads the layout and is installed)"
+        None, "vllm, llama.cpp or transformers. (default: the first that is installed and loads the model)"
     )
-    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0: all.")
-    port: int = option(8000, "Port to listen at; 0: a free one.")
+    host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all networks.")
+    port: int = option(8000, "Port to listen at; 0 chooses a free port.")
     ctx: int | None = option(
         None,
-        "Tokens of a sequence, such as 8192 or 32k. (default: the model's, on a CPU at most 8192, and what "
-        "fits)",
+        "Tokens of a sequence, at most, such as 8192 or 32k. (default: the model's context as far as memory "
+        "suffices; at most 8192 on a CPU)",
         parser=parse_tokens,
     )
-    parallel: int | None = option(None, "Sequences at once. (default: the engine's usual, if they fit)")
+    parallel: int | None = option(
+        None, "Sequences at once, at most. (default: the engine's own default, if they fit in memory)"
+    )
     kv_dtype: str | None = option(
-        None, "Precision of the KV cache: fp16, bf16, fp8, q8_0, q4_0, as the engine has it."
+        None,
+        "Precision of the KV cache: fp16, bf16, fp8, q8_0 or q4_0; not every engine has all. (default: the "
+        "engine's)",
     )
     memory_fraction: float = option(
-        0.9, "Share of the device's memory for weights and cache; of a CPU's what is free."
+        0.9, "Share of the device's memory for weights and KV cache; on a CPU, share of the free memory."
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto: the engine's own choice.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of the weights and activations. auto: the checkpoint's own."
     )
-    start_timeout: float = option(900.0, "Seconds until the server must be healthy.")
+    start_timeout: float = option(900.0, "Seconds after which a server that does not answer yet is stopped.")
     trust_remote_code: bool = False
     api_key: str | None = field(default=None, repr=False)
     extra: tuple[str, ...] = ()

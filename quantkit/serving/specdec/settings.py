@@ -18,19 +18,21 @@ MOST = 64  # tokens drafted at once
 class Settings:
     """Flags. temperature 0: the likeliest token."""
 
-    k: str = option("1,2,4,8", "Tokens drafted for each pass: numbers, separated by commas.")
+    k: str = option("1,2,4,8", "Numbers of tokens to draft for each pass of the target, separated by commas.")
     prompt_text: Path | None = option(
         None, "UTF-8 text file from which the prompts are cut. (default: the shipped text)"
     )
     prompts: int = option(8, "Number of prompts.")
     prompt_tokens: int = option(64, "Tokens of each prompt.")
-    tokens: int = option(64, "New tokens of each prompt, at most.", short="-n")
-    repeats: int = option(3, "Runs of each prompt and k; the median counts.")
-    temperature: float = option(0.0, "0: the likeliest token. Above: sample.")
+    tokens: int = option(64, "New tokens after each prompt, at most.", short="-n")
+    repeats: int = option(3, "Runs for each prompt and each number of --k; the median counts.")
+    temperature: float = option(0.0, "0: always the most likely token. Above: sample; higher is more random.")
     seed: int = option(0, "Seed of prompts and sampling.")
-    engine: Literal["auto", "transformers", "llama.cpp"] = option("auto", "auto: llama.cpp for GGUF files.")
+    engine: Literal["auto", "transformers", "llama.cpp"] = option(
+        "auto", "Engine that runs the models. auto: llama.cpp for GGUF files if installed, else transformers."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision of all models. auto: the target's where the hardware has it."
+        "auto", "Precision of all models. auto: the target's own if the hardware supports it."
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
     threads: int | None = option(None, "CPU threads. (default: all cores)")
