@@ -23,12 +23,12 @@ def on_files(files: Any, config: Any) -> Any:
     pages, guides = {}, {}
     for page in sorted(files.documentation_pages(), key=lambda page: len(page.src_uri)):
         title = page.content_string.partition("\n")[0]
-        guides = {name: page.src_uri for name in re.findall(r"quantkit (\w+(?: attention| batching)?)", title)} | guides
+        guides = {
+            name: page.src_uri for name in re.findall(r"quantkit (\w+(?: attention| batching)?)", title)
+        } | guides
     for name, command in root.commands.items():
         place = name.replace(" ", "-")
-        pages[place] = f"# quantkit {name}
-
-" + section(command, context, guides.get(name, ""))
+        pages[place] = f"# quantkit {name}\n\n" + section(command, context, guides.get(name, ""))
     pages["exit-codes"] = exit_codes()
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))

@@ -27,7 +27,7 @@ TEACHER = Annotated[str, typer.Argument(help="The original model: checkpoint fol
 STUDENT = Annotated[
     str,
     typer.Argument(
-        help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms are trained."
+        help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
     ),
 ]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # options of a run that training has
