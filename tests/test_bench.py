@@ -308,7 +308,7 @@ def test_bad_input_is_refused_before_anything_runs(refuse, demo_model, arguments
 def test_what_is_not_there_is_refused(refuse, quantkit, demo_model):
     assert "no such folder" in refuse(3, "bench", "./nothing")[0]
     assert "cannot be read" in refuse(3, "bench", demo_model, "--quality", "nothing.json")[0]
-    assert refuse(2, "bench")[0] == "missing argument 'models...'"
+    assert refuse(2, "bench")[0] == "missing argument 'models'"
 
 
 def test_lists_and_threads(monkeypatch):

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -104,14 +104,17 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
         no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
         names = [name] if short or not no else []
         names += [short] if short else []
-        offered = field.metadata["names"]
+        offered, help = field.metadata["names"], field.metadata["help"]
+        parser = field.metadata.get("parser")
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types cut names off
         described = typer.Option(
             *names,
-            help=field.metadata["help"],
+            help=help,
             rich_help_panel=section.capitalize(),
             autocompletion=completion(lambda offered=offered: offered) if offered else None,
-            parser=(parser := field.metadata.get("parser")),
-            metavar="TOKENS" if parser else None,
+            parser=parser,
+            metavar="TOKENS" if parser else "CHOICE" if named else None,
         )
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(parameter(field.name, Annotated[kind, described], default))

@@ -50,7 +50,11 @@ OPTIONS = {  # of several methods: name -> default, help, names
         "loss, the least loss, in several times the time.",
         SOLVERS,
     ),
-    "act_order": ("group", "gptq, yaqa: quantize columns with large inputs first, inside each group.", ()),
+    "act_order": (
+        "group",
+        "gptq, yaqa: order of columns. none: as stored. group: large inputs first inside each group.",
+        (),
+    ),
     "target": (
         "own",
         "gptq: the output that a quantized linear approximates. own: the output of its original weights on "

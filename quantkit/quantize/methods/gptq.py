@@ -34,8 +34,8 @@ class Options:
     )
     act_order: Literal["none", "group", "full"] = option(
         "group",
-        "Quantize columns with large inputs first. group: inside each group; the files look the same. full: "
-        "across groups (desc_act); slower kernels and fewer clients.",
+        "Order of columns. none: as stored. group: large inputs first inside each group; less loss, and the "
+        "files look the same. full: large inputs first across groups (desc_act); slower, for fewer clients.",
     )
     search_scale: bool = option(
         True,
