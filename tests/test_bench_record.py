@@ -177,6 +177,7 @@ def test_a_report_becomes_a_page_and_plots(tmp_path):
     for suffix in (".svg", ".png"):
         Outputs(html=tmp_path / "page.html", plot=tmp_path / f"plot{suffix}").write(figures, made.page)
     text = (tmp_path / "page.html").read_text()
-    assert "<td>&lt;two&gt;</td>" in text and text.count('<svg class="plot"') == 4 and "note" in text
+    assert '<td data-label="b">&lt;two&gt;</td>' in text and "note" in text
+    assert text.count('<svg class="plot"') == 4
     assert "prefers-color-scheme" in (tmp_path / "plot.svg").read_text()
     assert (tmp_path / "plot-second.png").read_bytes().startswith(b"\x89PNG")

@@ -1,10 +1,8 @@
-"""quantkit report: the page in a parser and in a browser, and the command around it."""
+"""quantkit report: the page in a parser, and the command around it."""
 
-import copy
 import html.parser
 import json
 import re
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -171,43 +169,6 @@ def test_eval_writes_the_same_page_at_once(run, tiny_model, tmp_path):
     assert code == 7 and (tmp_path / "e.html").read_text() == table.report(record).page()
     assert [path.name for path in tmp_path.glob("p*.svg")] == ["p.svg"]
     assert (tmp_path / "p.svg").read_text() == drawing.document(figures.quality(record))
-
-
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-@pytest.mark.parametrize(("width", "dark"), [(390, True), (1280, False)])
-def test_in_a_browser(tmp_path, width, dark):
-    """As wide as a phone and a desk: nothing sticks out, one drawing of each, the scheme's colours."""
-    record = copy.deepcopy(records.many())
-    record["models"][1]["source"] = "a/" + "x" * 200
-    record["pareto"]["models"] = [m["source"] for m in record["models"]]
-    probe = """<script>addEventListener("load", () => {
-      const view = frames[0], inside = view.document, style = view.getComputedStyle(inside.body)
-      const drawn = [...inside.querySelectorAll("svg.plot")].filter(plot => plot.clientWidth > 0)
-      document.body.dataset.found = JSON.stringify([inside.documentElement.scrollWidth, view.innerWidth,
-        drawn.length, style.backgroundColor, style.color,
-        view.getComputedStyle(drawn[0].querySelector('use[style*="--s"]')).fill])})</script>"""
-    inside = html.escape(table.report(record).page())  # no window is as narrow as a phone: a frame is
-    path = tmp_path / "frame.html"
-    path.write_text(
-        "<style>:root{color-scheme:light dark}</style>"
-        f'<iframe width="{width}" height="3000" style="border:0" srcdoc="{inside}"></iframe>{probe}'
-    )
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri()]
-    command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    found = re.search('data-found="([^"]*)"', done.stdout)
-    assert found, done.stderr[-2000:]
-    scroll, inner, drawn, paper, ink, dot = json.loads(html.unescape(found[1]))
-    assert inner == width and scroll <= width
-    assert drawn == len(figures.figures(record))
-    colours = {
-        "light": ("rgb(255, 255, 255)", "rgb(27, 31, 36)"),
-        "dark": ("rgb(20, 24, 29)", "rgb(230, 233, 236)"),
-    }
-    assert (paper, ink) == colours["dark" if dark else "light"]
-    palette = [tuple(bytes.fromhex(colour[1:])) for colour in (drawing.DARK if dark else drawing.LIGHT)]
-    assert dot in (paper, *(f"rgb{rgb}" for rgb in palette))
 
 
 def test_a_page_never_takes_the_place_of_something_else(quantkit, tmp_path):

@@ -10,6 +10,11 @@ from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import megabytes
 
 NOTHING = "–"
+UNITS = {  # on the page, of numbers whose header and cells name none
+    "kv bits": "bits/value",
+    "quantized": "bits/weight",
+    **dict.fromkeys(("KL divergence", "KL median", "KL 99 %", "KL max"), "nats/token"),
+}
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
 UNREADABLE = 1e4  # larger values are written with an exponent
 
@@ -18,15 +23,14 @@ UNREADABLE = 1e4  # larger values are written with an exponent
 class Column:
     """A column: its header, the meaning of the header, and the cell of a model's record.
 
-    needs: the metric that must have been measured; None for a column of every table. floor: whether the
-    noise floor has a cell.
+    needs: the metric that must have been measured, which the noise floor has, too; None for a column of
+    every table.
     """
 
     header: str
     meaning: str
     cell: Callable[[dict], str]
     needs: str | None = None
-    floor: bool = True
 
 
 def number(value: float | None) -> str:
@@ -64,18 +68,16 @@ KV = Column(
     "kv bits",
     "bits per value of a quantized key/value cache, scales included",
     lambda model: bits(model["kv"] and 8 * model["kv"]["bytes_per_value"]) if "kv" in model else NOTHING,
-    floor=False,
 )
 COLUMNS = (  # the most important first: narrow terminals cut a table in two
-    Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes), floor=False),
-    Column("bits/weight", "over the whole model", _at("size.bits_per_weight", bits), floor=False),
+    Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes)),
+    Column("bits/weight", "over the whole model", _at("size.bits_per_weight", bits)),
     Column(
         "quantized",
         "bits per weight of all quantized tensors, embeddings and scales included",
         _at("size.bits_per_quantized_weight", bits),
-        floor=False,
     ),
-    Column("perplexity", "± standard error", _at("metrics.ppl", estimate), floor=False),
+    Column("perplexity", "± standard error", _at("metrics.ppl", estimate)),
     Column(
         "Δ perplexity",
         "from the first model, ± standard error of paired tokens",
@@ -109,7 +111,6 @@ def columns(record: dict) -> list[Column]:
         "front",
         f"on the Pareto front: no other model is as small with as low a {loss}",
         lambda model: "yes" if model["source"] in front else "",
-        floor=False,
     )
     tasks = dict.fromkeys(  # each metric of each task that any model has
         (task, metric)
@@ -124,11 +125,11 @@ def columns(record: dict) -> list[Column]:
 
 def _task(key: tuple[str, str]) -> Column:
     task, metric = key
-
-    def cell(model: dict) -> str:
-        return estimate((model["tasks"] or {}).get(task, {}).get(metric))
-
-    return Column(f"{task} {metric}", "of lm-evaluation-harness, ± standard error", cell, floor=False)
+    return Column(
+        f"{task} {metric}",
+        "of lm-evaluation-harness, ± standard error",
+        lambda model: estimate((model["tasks"] or {}).get(task, {}).get(metric)),
+    )
 
 
 def rows(record: dict) -> list[list[str]]:
@@ -140,7 +141,7 @@ def rows(record: dict) -> list[list[str]]:
         for model, label in zip(models, named, strict=True)
     ]
     if floor := record["noise_floor"]:
-        cells = [column.cell(floor) if column.floor else "" for column in columns(record)]
+        cells = [column.cell(floor) if column.needs else "" for column in columns(record)]
         found.append(["(noise floor)", *cells])
     return found
 

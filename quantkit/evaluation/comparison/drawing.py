@@ -62,8 +62,8 @@ def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.S)
     text = re.sub(r"<[^>]*>\s*", _tidy, text)
     for name, point in _noted(figure):
-        text = text.replace(f'<g id="{name}">', f"<g><title>{_escape(point.note)}</title>")
-    label = _escape(figure.title)
+        text = text.replace(f'<g id="{name}">', f"<g><title>{html.escape(shown(point.note))}</title>")
+    label = html.escape(shown(figure.title))
     return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{label}" ', 1)
 
 
@@ -183,7 +183,3 @@ def shown(text: str) -> str:
     return "".join(
         c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
     )
-
-
-def _escape(text: str) -> str:
-    return html.escape(shown(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from quantkit.evaluation.comparison.columns import LOSS_NAMES, estimate, label_by_source, number
@@ -9,6 +10,7 @@ from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import megabytes
 
 KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
+LEAST_BAR = 0.04  # of the points' range, below which a mark hides an error bar
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot. key: a word for file names. front: corners of the Pareto front, from small to large."""
+    """A plot. key: a word for file names. bars: a sentence on the error bars. front: corners of the Pareto
+    front, from small to large."""
 
     key: str
     title: str
@@ -68,6 +71,19 @@ class Figure:
     series: tuple[Series, ...]
     lines: tuple[Line, ...] = ()
     front: tuple[tuple[float, float], ...] = ()
+    bars: str = ""
+
+    def described(self) -> str:
+        """Return the caption, with the sentence on error bars if one is longer than a mark of a point."""
+        scale = math.log if self.y.log else float
+        points = [point for series in self.series for point in series.points]
+        bars = [(scale(p.low), scale(p.high)) for p in points if p.low is not None and p.high is not None]
+        if not bars:
+            return self.caption
+        drawn = [p.y for p in points] + [line.value for line in self.lines if line.axis == "y"]
+        spread = scale(max(drawn)) - scale(min(drawn))
+        seen = any(high - low > LEAST_BAR * spread for low, high in bars)
+        return f"{self.caption} {self.bars}" if seen else self.caption
 
 
 def figures(record: dict) -> list[Figure]:
@@ -95,7 +111,8 @@ def quality(record: dict) -> Figure | None:
             text = f"{name}: {megabytes(size)}, " + (
                 f"KL divergence {number(value)}" if kld else f"perplexity {estimate(model['metrics']['ppl'])}"
             )
-            point = Point(size, value, *_bar(value, stderr, kld), text)
+            ends = (max(value - stderr, value / 10), value + stderr) if stderr else ()
+            point = Point(size, value, *ends, note=text)
             hollow = model["source"] not in front
             series.append(Series(name, (point,), position, False, hollow))
     floor = look_up(record["noise_floor"] or {}, loss)
@@ -103,8 +120,8 @@ def quality(record: dict) -> Figure | None:
         lines.append(Line(f"noise floor, {record['noise_floor']['dtype']}", "y", floor))
     corners = sorted((s.points[0].x, s.points[0].y) for s in series if not s.hollow)
     caption = f"Filled: on the Pareto front, no other model is as small with as low a {LOSS_NAMES[loss]}."
-    if any(one.points[0].high is not None for one in series):
-        caption += " Bars: one standard error" + ("." if kld else " of the difference to the first model.")
+    if any(one.hollow for one in series):
+        caption += " Ring: not on the front."
     if absent:
         caption += f" Not drawn: {', '.join(absent)}."
     return Figure(
@@ -116,11 +133,5 @@ def quality(record: dict) -> Figure | None:
         series=tuple(series),
         lines=tuple(lines),
         front=tuple(corners),
+        bars="Bars: one standard error" + ("." if kld else " of the difference to the first model."),
     )
-
-
-def _bar(value: float, stderr: float | None, log: bool) -> tuple[float | None, float | None]:
-    """Return the ends of an error bar; on a logarithmic axis above 0."""
-    if stderr is None:
-        return None, None
-    return max(value - stderr, value / 10) if log else value - stderr, value + stderr

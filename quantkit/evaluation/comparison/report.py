@@ -21,11 +21,14 @@ Rows = Sequence[Sequence[str]]
 @dataclass(frozen=True)
 class Table:
     """A table. groups: rows of cells, each group under its heading, which may be empty. meanings: of
-    columns."""
+    columns; units: of numbers whose header and cells name none; both are on the page. explained: whether a
+    terminal prints the meanings."""
 
     headers: Sequence[str]
     groups: Sequence[tuple[str, Rows]]
     meanings: Mapping[str, str] = field(default_factory=dict)
+    units: Mapping[str, str] = field(default_factory=dict)
+    explained: bool = False
 
     def print(self, console: Console) -> None:
         """Print the table, on a narrow console as several."""
@@ -41,6 +44,8 @@ class Table:
                     if any(cells[index] for index in kept[1:]):  # some rows say little
                         drawn.add_row(*(Text(printable(cells[index])) for index in kept))
             console.print(drawn)
+        if self.explained:
+            print_line(console, "; ".join(f"{name}: {meaning}" for name, meaning in self.meanings.items()))
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,15 @@ class Report:
     def page(self) -> str:
         """Return one HTML file with everything in it. How it looks is in report.html; names are escaped."""
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
-        from markupsafe import Markup
 
         from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
-
-        def shown(value: object) -> object:
-            """Return text without control characters."""
-            return drawing.shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
         environment = Environment(
             loader=FileSystemLoader(Path(__file__).parent),
             autoescape=True,
             undefined=StrictUndefined,
             trim_blocks=True,
-            finalize=shown,
+            finalize=lambda value: drawing.shown(value) if type(value) is str else value,
         )
         return environment.get_template("report.html").render(drawing=drawing, title=self.title, report=self)
 

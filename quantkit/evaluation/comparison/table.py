@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from quantkit.evaluation.comparison.columns import (
+    UNITS,
     columns,
     floor_note,
     label_by_source,
@@ -22,13 +23,14 @@ def report(record: dict) -> Report:
     meanings = {column.header: column.meaning for column in columns(record)}
     notes = [(line, "") for line in (protocol(record), floor_note(record)) if line]
     notes += [(f"gate {line}", "red" if line.startswith("FAILED") else "") for line in verdicts(record)]
-    data = {name: str(value) for name, value in record["data"].items()} | (record["tasks"] or {})
+    data = record["data"]
+    hashes = {"SHA-256 of the text": data["sha256"], "SHA-256 of the tokenizer": data["tokenizer"]}
     return Report(
         title=f"{base} against {others}" if candidates else base,
-        tables=[Table(["model", *meanings], [("", rows(record))], meanings)],
+        tables=[Table(["model", *meanings], [("", rows(record))], meanings, UNITS)],
         notes=notes,
         figures=figures(record),
-        more={"Protocol": data, "Environment": record["env"]},
+        more={"Environment": record["env"] | hashes | (record["tasks"] or {})},
     )
 
 

@@ -35,12 +35,8 @@ def engine(model: Record) -> str:
     return "decoded" if used["note"] else used["name"]
 
 
-def _quality(name: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
-    return lambda model: write((model["quality"] or {}).get(name))
-
-
 def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
-    """Return the cell of the value at a path of a point; a dash where an engine reports none."""
+    """Return the cell of the value at a path of a model or a point; a dash where there is none."""
 
     def cell(point: Record) -> str:
         name, _, key = path.partition(".")
@@ -51,29 +47,21 @@ def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
 
 
 MODEL = {  # columns of a model: their meaning, and the cell
-    "engine": (
-        "and whose kernels multiply; decoded: the weights are codes on disk, but not as they run",
-        engine,
-    ),
+    "engine": ("whose kernels multiply; decoded: the weights are codes on disk, not as they run", engine),
     "size": ("bytes of all tensors, as stored", lambda model: megabytes(model["size"]["weight_bytes"])),
     "bits": ("bits per weight, over the whole model", lambda model: bits(model["size"]["bits_per_weight"])),
-    "KL div.": ("KL divergence from the first model of --quality", _quality("kld", number)),
-    "ppl": ("perplexity of --quality", _quality("perplexity", bits)),
+    "KL div.": ("KL divergence from the first model of --quality", _at("quality.kld", number)),
+    "ppl": ("perplexity of --quality", _at("quality.perplexity", bits)),
 }
+UNITS = {"bits": "per weight", "KL div.": "nats/token", "decode/s": "tokens", "prefill/s": "tokens"}
 POINT = {  # columns of a point that ran
-    "decode/s": ("new tokens a second after the first, all sequences (median)", _at("decode.median", figure)),
+    "decode/s": ("new tokens a second after the first, all sequences", _at("decode.median", figure)),
     "ratio": ("decode/s as a multiple of the first model's, in this run", _at("ratio", "{:.2f}×".format)),
     "±": ("median deviation of decode/s between runs", _at("decode.mad", "{:.0%}".format)),
-    "prefill/s": ("prompt tokens a second, all sequences (median)", _at("prefill.median", figure)),
-    "first ms": (
-        "milliseconds until every sequence has its first token (median)",
-        _at("first_token.median", milliseconds),
-    ),
-    "token ms": (
-        "milliseconds from a sequence's token to its next (median)",
-        _at("latency.median", milliseconds),
-    ),
-    "p90": ("milliseconds that nine of ten such steps stay below", _at("latency.p90", milliseconds)),
+    "prefill/s": ("prompt tokens a second, all sequences", _at("prefill.median", figure)),
+    "first ms": ("milliseconds to every sequence's first token", _at("first_token.median", milliseconds)),
+    "token ms": ("milliseconds from a sequence's token to its next", _at("latency.median", milliseconds)),
+    "p90 ms": ("milliseconds that nine of ten such steps stay below", _at("latency.p90", milliseconds)),
     "KV": ("bytes of keys and values at the end of a run", _at("kv_bytes", size)),
     "peak": ("most bytes of memory in a run: see the foot", _at("peak_bytes", size)),
 }
@@ -84,6 +72,7 @@ def report(record: Record, quiet: bool = False) -> Report:
     models, asked = record["models"], record["settings"]
     absent = set() if record["quality"] else {"KL div.", "ppl"}
     absent |= set() if len(models) > 1 else {"ratio"}
+    absent |= set() if asked["rounds"] * asked["repeats"] > 1 else {"±"}
     columns = {name: column for name, column in (MODEL | POINT).items() if name not in absent}
     groups = []
     for index, point in enumerate(models[0]["points"]):
@@ -98,8 +87,8 @@ def report(record: Record, quiet: bool = False) -> Report:
     drawn = [by_batch(record, prompt) for prompt in asked["prompt"]] if len(asked["batch"]) > 1 else []
     drawn += [against(record)] if len(models) > 1 else []
     return Report(
-        title=f"The cost of {', '.join(labels) if len(labels) < 4 else f'{len(labels)} models'}",
-        tables=[Table(["model", *columns], groups, meanings)],
+        title=f"Speed and memory of {', '.join(labels) if len(labels) < 4 else f'{len(labels)} models'}",
+        tables=[Table(["model", *columns], groups, meanings, UNITS)],
         notes=notes,
         figures=[made for made in drawn if made.series],
         more={"Environment": record["env"]},
@@ -129,10 +118,11 @@ def protocol(record: Record) -> Iterator[str]:
     """Yield the conditions of the figures, and those of each model: the foot of the table."""
     asked = record["settings"]
     runs = count(asked["rounds"], "round") + f" of {count(asked['repeats'], 'run')}"
+    medians = "; medians, ± is the median deviation" if asked["rounds"] * asked["repeats"] > 1 else ""
     yield (
         f"prompts of random tokens (seed {asked['seed']}), {asked['tokens']} new tokens each, greedy, end of "
         f"text ignored; {runs} after {asked['warmup']} to warm up, models in turn, "
-        f"{count(asked['threads'], 'thread')}; medians, ± is the median deviation"
+        f"{count(asked['threads'], 'thread')}{medians}"
     )
     for model in record["models"]:
         if loaded := model["load"]:
@@ -208,7 +198,7 @@ def _ran(model: Record, **at: int) -> Iterator[Record]:
 def by_batch(record: Record, prompt: int) -> Figure:
     """Return throughput over batch, measured, under the roofline."""
     batches = record["settings"]["batch"]
-    series, lines = [], []
+    series, lines, roofs = [], [], ""
     for index, model in enumerate(record["models"]):
         points = []
         for point in _ran(model, prompt=prompt):
@@ -224,15 +214,17 @@ def by_batch(record: Record, prompt: int) -> Figure:
             xs = np.geomspace(batches[0], batches[-1], STEPS).tolist()
             curve = tuple(Point(x, x / roof.seconds(x)) for x in xs)
             series.append(Series(model["label"], curve, index, joined=True, bare=True))
+            roofs = " Dashed: the roofline, the most that the measured bandwidth and FLOPS allow."
         for name in ("measured", "predicted") if len(record["models"]) == 1 else ():
             best = found[name]["optimal_batch"] if found[name] else 0
             if batches[0] <= best <= batches[-1]:
                 lines.append(Line(f"{name} b* {figure(best)}", "x", best))
+    knees = " b*: the batch from which more sequences cost time." if lines else ""
     return Figure(
         key=f"batch-{prompt}",
         title=f"Throughput by batch, {prompt} prompt tokens",
-        caption="Bars: least and most of all runs. Dashed: the roofline of each, which reads the weights and "
-        "the cache once a step and multiplies by them.",
+        caption="Marks: the median of all runs." + roofs + knees,
+        bars="Bars: slowest and fastest run.",
         x=Axis("sequences at once", "whole", log=True, ticks=tuple(batches)),
         y=Axis(DECODE, log=True),
         series=tuple(series),
@@ -245,6 +237,8 @@ def against(record: Record) -> Figure:
     known = any(model["quality"] and model["quality"]["kld"] for model in record["models"])
     first = record["models"][0]["points"][0]
     series = []
+    equal = [m["label"] for m in record["models"] if known and m["quality"] and not m["quality"]["kld"]]
+    zero = f" Not drawn: {name_all(equal)} (KL divergence 0)." if equal else ""
     for index, model in enumerate(record["models"]):
         loss = (model["quality"] or {}).get("kld") if known else model["size"]["weight_bytes"]
         for point in _ran(model, batch=first["batch"], prompt=first["prompt"]) if loss else ():
@@ -254,7 +248,7 @@ def against(record: Record) -> Figure:
     return Figure(
         key="quality" if known else "size",
         title="Quality against speed" if known else "Size against speed",
-        caption=f"Batch {first['batch']}, {first['prompt']} prompt tokens. The best is on the lower right.",
+        caption=f"Batch {first['batch']}, {first['prompt']} prompt tokens. Best: lower right.{zero}",
         x=Axis(DECODE, log=True),
         y=Axis("KL divergence, nats per token", log=True) if known else Axis("size of all tensors", "bytes"),
         series=tuple(series),

@@ -6,12 +6,20 @@ import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from quantkit.evaluation.comparison.columns import NOTHING
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import figure, size
 
 Record = dict[str, Any]
-HEADERS = ("attention", "N", "prefill ms", "±", "×", "memory", "token ms")
+MEANINGS = {
+    "N": "tokens of the prompt",
+    "prefill ms": "milliseconds until the prompt is processed (median)",
+    "±": "half the range of the runs, as a share of the median",
+    "ratio": "prefill speed as a multiple of the first row's, at the same N",
+    "memory": "peak of torch's allocations in the prefill, above the loaded model",
+    "token ms": "milliseconds of each new token after the prompt (median)",
+}
 
 
 def report(record: Record) -> Report:
@@ -19,31 +27,34 @@ def report(record: Record) -> Report:
     settings, context = record["settings"], record["context"]
     limit = f", made for {context:,} tokens" if context else ""
     setup = f"{record['dtype']} on {record['device']}, batch {settings['batch'][0]}, prompts of N tokens"
+    medians = f"medians of {settings['repeats']} runs in turn after a warm-up, ± half their range"
+    medians = medians if settings["repeats"] > 1 else "one run after a warm-up"
     lengths = sorted({row["length"] for row in record["rows"]})
+    groups = [("", list(_rows(record, length))) for length in lengths]
     return Report(
-        title=f"Attention of {record['model']}",
+        title=f"Speed and memory of attention in {record['model']}",
         facts={
             "model": f"{record['model']}{limit}; weights {size(record['weight_bytes'])}, {record['weights']}",
-            "measured": f"{setup}; medians of {settings['repeats']} runs in turn after a warm-up, ± half "
-            "their range",
-            "memory": "peak of torch's allocations in the prefill, above the loaded model",
+            "measured": f"{setup}; {medians}",
+            "memory": MEANINGS["memory"],
         },
-        tables=[Table(HEADERS, [("", list(_rows(record, length))) for length in lengths])],
+        tables=[Table(["attention", *MEANINGS], groups, MEANINGS, {"N": "tokens"})],
         notes=list(_kernels(record)),
         figures=_figures(record, lengths),
     )
 
 
 def _rows(record: Record, length: int) -> Iterator[list[str]]:
-    """Yield the cells of a length; × is the speed against the first implementation that ran."""
+    """Yield the cells of a length; ratio: to the speed of the first implementation that ran."""
     ran = [row for row in record["rows"] if row["length"] == length and not row["refused"]]
     for row in ran:
         middle, first = statistics.median(row["seconds"]), statistics.median(ran[0]["seconds"])
         half = (max(row["seconds"]) - min(row["seconds"])) / 2 / middle
-        memory = "–" if row["prefill_bytes"] is None else size(row["prefill_bytes"])
+        spread = f"{half:.0%}" if len(row["seconds"]) > 1 else NOTHING
+        memory = NOTHING if row["prefill_bytes"] is None else size(row["prefill_bytes"])
         step = figure(1e3 * statistics.median(row["step_seconds"]))
-        yield [row["attention"], f"{length:,}", figure(1e3 * middle), f"{half:.0%}",
-               f"{first / middle:.2f}", memory, step]  # fmt: skip
+        yield [row["attention"], f"{length:,}", figure(1e3 * middle), spread,
+               f"{first / middle:.2f}×", memory, step]  # fmt: skip
 
 
 def _kernels(record: Record) -> Iterator[tuple[str, str]]:
@@ -68,10 +79,13 @@ def _figures(record: Record, lengths: list[int]) -> list[Figure]:
         times += [Series(name, tuple(points), place, joined=True)] if points else []
         memory += [Series(name, tuple(counted), place, joined=True)] if counted else []
     x = Axis("tokens of the prompt", "whole", log=True, ticks=tuple(lengths))
-    bars = "Bars: least and most of all runs."
-    y = Axis("bytes above the model", "bytes", log=True)
+    y = Axis("bytes above the loaded model", "bytes", log=True)
+    bars = "Bars: fastest and slowest run."
+    seconds = Axis("seconds", log=True)
     made = [
-        Figure("time", "Time of the prefill", bars, x, Axis("seconds", log=True), tuple(times)),
-        Figure("memory", "Memory of the prefill", "The most that was allocated.", x, y, tuple(memory)),
+        Figure("time", "Time of the prefill", "The median of all runs.", x, seconds, tuple(times), bars=bars),
+        Figure(
+            "memory", "Memory of the prefill", "The most that was allocated at once.", x, y, tuple(memory)
+        ),
     ]
     return [one for one in made if one.series]

@@ -6,19 +6,29 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from quantkit.evaluation.comparison.columns import NOTHING
 from quantkit.evaluation.comparison.figures import Axis, Figure, Point, Series
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import figure
 
 Record = dict[str, Any]
 IDLE_MACHINE = 0.5  # share of time that is computed below which the trace measures waiting
-HEADERS = ("batching", "tok/s", "±", "×", "p50", "p90", "p99", "1st p50", "p99", "padded", "idle", "KV used",
-           "reserved")  # fmt: skip
-MEANINGS = (
-    "p50, p90, p99: seconds from arrival to the answer; 1st: to the first token. padded: share of padding in "
-    "the prompts; idle: share of finished sequences in decoding. KV: tokens in the cache, and slots reserved "
-    "for them, averaged over the computed time"
-)
+MEANINGS = {
+    "tok/s": "new tokens a second, from the first arrival to the last answer",
+    "±": "half the range of the rounds, as a share of the median",
+    "ratio": "tok/s as a multiple of the first row's",
+    "p50": "seconds from arrival to the answer, median",
+    "p90": "90th percentile",
+    "p99": "99th percentile",
+    "1st p50": "seconds from arrival to the first token, median",
+    "1st p99": "99th percentile",
+    "padded": "share of padding in the prompts",
+    "idle": "share of finished sequences in decoding",
+    "KV used": "tokens in the cache, averaged over the computed time",
+    "reserved": "slots reserved for tokens in the cache, averaged over the computed time",
+}
+SECONDS = ("p50", "p90", "p99", "1st p50", "1st p99")
+UNITS = {"KV used": "tokens", "reserved": "tokens", **dict.fromkeys(SECONDS, "s")}
 
 
 def report(record: Record) -> Report:
@@ -26,15 +36,17 @@ def report(record: Record) -> Report:
     settings = record["settings"]
     setup = f"{record['dtype']} on {record['device']}, {settings['batch'][0]} sequences at once"
     done = [outcome for outcome in record["outcomes"] if outcome["figures"]]
+    medians = f"the median of {settings['repeats']} rounds after a warm-up, ± half their range"
+    medians = medians if settings["repeats"] > 1 else "one round after a warm-up"
+    rows = [_cells(outcome) for outcome in done]
     return Report(
-        title=f"Batching of {record['model']}",
+        title=f"Speed and latency of batching with {record['model']}",
         facts={
             "model": f"{record['model']}, {record['weights']}, {record['attention']} attention",
             "trace": f"{describe(record['trace'])}; Poisson arrivals at {settings['rate']:g}/s",
-            "measured": f"{setup}; the median of {settings['repeats']} rounds after a warm-up, ± half their "
-            "range; waiting by a virtual clock",
+            "measured": f"{setup}; {medians}; waiting by a virtual clock",
         },
-        tables=[Table(HEADERS, [("", [_cells(outcome) for outcome in done])])],
+        tables=[Table(["batching", *MEANINGS], [("", rows)], MEANINGS, UNITS, explained=True)],
         notes=list(_notes(record, done)),
         figures=[_latencies(done)],
     )
@@ -57,8 +69,8 @@ def _cells(outcome: Record) -> list[str]:
     return [
         outcome["strategy"],
         figure(found["tokens_per_second"]),
-        f"{half:.0%}",
-        f"{outcome['ratio']:.2f}",
+        f"{half:.0%}" if len(speeds) > 1 else NOTHING,
+        f"{outcome['ratio']:.2f}×",
         *(figure(found["latency"][name]) for name in ("p50", "p90", "p99")),
         *(figure(found["first_token"][name]) for name in ("p50", "p99")),
         f"{found['padded']:.1%}",
@@ -72,7 +84,6 @@ def _notes(record: Record, done: Sequence[Record]) -> Iterator[tuple[str, str]]:
     for outcome in record["outcomes"]:
         if outcome["refused"]:
             yield f"{outcome['strategy']} refused: {outcome['refused']}", "yellow"
-    yield MEANINGS, ""
     if slack := [outcome["strategy"] for outcome in done if outcome["figures"]["busy"] < IDLE_MACHINE]:
         less = "computed less than half of the time: a higher --rate shows the machine's own tokens/s"
         yield f"{', '.join(slack)} {less}", "yellow"
@@ -87,9 +98,9 @@ def _latencies(done: Sequence[Record]) -> Figure:
         series.append(Series(outcome["strategy"], tuple(points), place, joined=True))
     return Figure(
         key="latency",
-        title="Requests answered",
-        caption="The share of requests that were answered within a time after they came.",
+        title="Answered requests",
+        caption="Share of the requests that are answered within so many seconds after their arrival.",
         x=Axis("seconds after arrival"),
-        y=Axis("% of requests"),
+        y=Axis("answered requests, %"),
         series=tuple(series),
     )
