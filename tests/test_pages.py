@@ -60,7 +60,7 @@ def compared() -> str:
 
 
 def benched() -> str:
-    settings = Settings(batch="1,2,4", prompt="8", tokens=5, repeats=2, rounds=1)
+    settings = Settings(batch="1,2,4", prompt_tokens="8", tokens=5, repeats=2, rounds=1)
     quality = {"reference": "base", "text": "book.txt", "tokens": 100, "ctx": 8, "models": []}
     names = ("org/base", "out/Llama-3.2-1B-Instruct-gptq-w4g128", "c.gguf")
     rows = [measured(name, settings, lambda batch, number: 0.004 + 0.001 * batch) for name in names]

@@ -53,7 +53,7 @@ MODEL = {  # columns of a model: their meaning, and the cell
     "KL div.": ("KL divergence from the first model of --quality", _at("quality.kld", number)),
     "ppl": ("perplexity of --quality", _at("quality.perplexity", bits)),
 }
-UNITS = {"bits": "per weight", "KL div.": "nats/token", "decode/s": "tokens", "prefill/s": "tokens"}
+UNITS = {"KL div.": "nats/token", "decode/s": "tokens", "prefill/s": "tokens", "p90": "ms"}
 POINT = {  # columns of a point that ran
     "decode/s": ("new tokens a second after the first, all sequences", _at("decode.median", figure)),
     "ratio": ("decode/s as a multiple of the first model's, in this run", _at("ratio", "{:.2f}×".format)),
@@ -61,7 +61,7 @@ POINT = {  # columns of a point that ran
     "prefill/s": ("prompt tokens a second, all sequences", _at("prefill.median", figure)),
     "first ms": ("milliseconds to every sequence's first token", _at("first_token.median", milliseconds)),
     "token ms": ("milliseconds from a sequence's token to its next", _at("latency.median", milliseconds)),
-    "p90 ms": ("milliseconds that nine of ten such steps stay below", _at("latency.p90", milliseconds)),
+    "p90": ("milliseconds that nine of ten such steps stay below", _at("latency.p90", milliseconds)),
     "KV": ("bytes of keys and values at the end of a run", _at("kv_bytes", size)),
     "peak": ("most bytes of memory in a run: see the foot", _at("peak_bytes", size)),
 }

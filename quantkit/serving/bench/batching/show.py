@@ -14,9 +14,9 @@ from quantkit.tables import figure
 Record = dict[str, Any]
 IDLE_MACHINE = 0.5  # share of time that is computed below which the trace measures waiting
 MEANINGS = {
-    "tok/s": "new tokens a second, from the first arrival to the last answer",
-    "±": "half the range of the rounds, as a share of the median",
-    "ratio": "tok/s as a multiple of the first row's",
+    "tok/s": "new tokens a second",
+    "±": "half the range of the rounds",
+    "ratio": "tok/s over the first row's",
     "p50": "seconds from arrival to the answer, median",
     "p90": "90th percentile",
     "p99": "99th percentile",
@@ -25,7 +25,7 @@ MEANINGS = {
     "padded": "share of padding in the prompts",
     "idle": "share of finished sequences in decoding",
     "KV used": "tokens in the cache, averaged over the computed time",
-    "reserved": "slots reserved for tokens in the cache, averaged over the computed time",
+    "reserved": "slots of the cache reserved for tokens",
 }
 SECONDS = ("p50", "p90", "p99", "1st p50", "1st p99")
 UNITS = {"KV used": "tokens", "reserved": "tokens", **dict.fromkeys(SECONDS, "s")}
