@@ -30,24 +30,20 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from quantkit.grids.grid import Grid, QuantizedWeight
-    from quantkit.layouts import Width
+    from quantkit.grids.grid import QuantizedWeight
 
 NAME = "compressed-tensors"
-MIXED = "mixed-precision"  # its name for config groups of several forms
 
 
 @dataclass(frozen=True)
 class CompressedTensorsLayout(Layout):
-    """form: how linears are written; others: how those are that it does not hold, if there are such. cache:
-    `k_scale` and `v_scale`, bfloat16 `[1]`, are written of each attention, by which keys and values become
-    8-bit floats in an engine's cache.
+    """form: how linears are written. cache: `k_scale` and `v_scale`, bfloat16 `[1]`, are written of each
+    attention, by which keys and values become 8-bit floats in an engine's cache.
 
     targets: what a stored configuration says, and scheme what it says of one linear (see `at`).
     """
 
     form: Form = PackQuantized()
-    others: tuple[Form, ...] = ()
     targets: schemes.Targets = ()
     scheme: schemes.Scheme | None = None
     cache: bool = False
@@ -57,7 +53,7 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def floats(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(part for form in (self.form, *self.others) for part in form.floats))
+        return self.form.floats
 
     @property
     def label(self) -> str:
@@ -69,16 +65,15 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def rounds_inputs(self) -> bool:
-        """True if any target of a stored configuration, or any form, quantizes inputs."""
+        """True if any target of a stored configuration, or a new one's form, quantizes inputs."""
         if self.targets:
             return any(scheme.activations for _, scheme in self.targets)
-        return any(form.activations() for form in (self.form, *self.others))
+        return bool(self.form.activations())
 
     @property
     def needs(self) -> frozenset[str]:
         """Statistics of inputs that are stored."""
-        own = frozenset({"cache"} if self.cache else ())
-        return own.union(*(form.needs for form in (self.form, *self.others)))
+        return self.form.needs | ({"cache"} if self.cache else set())
 
     def at(self, linear: str) -> CompressedTensorsLayout:
         """Return a copy with the scheme of one linear, where a stored configuration gives it one."""
@@ -87,15 +82,11 @@ class CompressedTensorsLayout(Layout):
         scheme = schemes.find(self.targets, linear)
         return replace(self, scheme=scheme, form=scheme.form)
 
-    def form_of(self, grid: Grid | Width) -> Form:
-        """Return the form for weights on a grid."""
-        return next((form for form in (self.form, *self.others) if form.holds(grid)), self.form)
-
     def check(self, spec: LinearSpec) -> str | None:
         """Return why the form cannot hold a linear; None when it can."""
         if spec.conv1d:
             return 'its target "Linear" misses Conv1D: use the gptq layout'
-        return self.form_of(spec.grid).check(spec)
+        return self.form.check(spec)
 
     def check_experts(self, linears: int) -> str | None:
         """Return why no client reads experts in the form; None where one does."""
@@ -103,12 +94,12 @@ class CompressedTensorsLayout(Layout):
 
     def tensors(self, spec: LinearSpec) -> Table:
         """Return the tensors of one linear, in its form."""
-        return self.form_of(spec.grid).tensors(spec)
+        return self.form.tensors(spec)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return the tensors of one linear, in its form."""
         assert weight.column_group is None, "columns reordered across groups are not written"
-        return self.form_of(weight.grid).encode(weight)
+        return self.form.encode(weight)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Invert `encode` exactly, and what else llm-compressor's presets make.
@@ -137,10 +128,10 @@ class CompressedTensorsLayout(Layout):
         """Return the form in the stored configuration; for a linear just encoded, the form of its tensors."""
         if self.scheme:
             return self.form
-        for form in (self.form, *self.others):
-            fits = set(tensors) <= {*form.SUFFIXES} and form.CODES[0] in tensors
-            if fits and stored_as(tensors[form.CODES[0]])[0] == form.CODES[1]:
-                return form.fitting(tensors)
+        part, dtype = self.form.CODES
+        fits = set(tensors) <= {*self.form.SUFFIXES} and part in tensors
+        if fits and stored_as(tensors[part])[0] == dtype:
+            return self.form.fitting(tensors)
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
     def module(
@@ -172,7 +163,7 @@ class CompressedTensorsLayout(Layout):
         clients prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for
         that."""
         packed = [spec for spec in specs if spec.grid]
-        forms = {name: self.form_of(s.grid).of(s) for s in packed for name in s.spellings}
+        forms = {name: self.form.of(s) for s in packed for name in s.spellings}
         groups: dict[Form, list[str]] = {self.form: ["Linear"]} if self.form in forms.values() else {}
         for name, form in forms.items():
             if form != self.form:
@@ -184,10 +175,9 @@ class CompressedTensorsLayout(Layout):
                 groups[form].append(name)
         kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         towers = [rf"re:{re.escape(name)}(\.|$)" for name in beside]
-        written = {form.NAME for form in groups} or {self.form.NAME}
         return {
             "quant_method": NAME,
-            "format": written.pop() if len(written) == 1 else MIXED,
+            "format": self.form.NAME,
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": schemes.FLOAT8_CACHE if self.cache else None,

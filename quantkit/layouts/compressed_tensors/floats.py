@@ -13,7 +13,7 @@ from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, de
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.grids.grid import Grid, QuantizedWeight
+    from quantkit.grids.grid import QuantizedWeight
 
 FP4_MOST = 448.0 * 6.0  # that e4m3 times e2m1 can be
 MX_BIAS = 127
@@ -52,10 +52,6 @@ class FloatQuantized(Form):
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"peak"} if self.static else ())
-
-    def holds(self, grid: Grid | Width) -> bool:
-        """Return whether a grid holds 8-bit floats, or is a Width of 8 bits."""
-        return type(grid).__name__ in ("Float8Grid", "Width") and grid.bits == 8
 
     def tensors(self, spec: LinearSpec) -> Table:
         """Return the two or three tensors of one linear."""
@@ -151,10 +147,6 @@ class MxFp4Packed(Form):
         """Return 4-bit floats by its groups."""
         known = weights.is_fp4 and (weights.strategy, weights.group_size) == (cls.STRATEGY, cls.GROUP)
         return cls(bool(inputs)) if known else None
-
-    def holds(self, grid: Grid | Width) -> bool:
-        """Return whether a grid has groups of this size and 4 bits."""
-        return (grid.bits, grid.group_size) == (4, self.GROUP)
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return why rows are not whole groups; None where they are."""

@@ -54,9 +54,9 @@ def described(
 class Form:
     """The tensors and configuration of a linear. A frozen dataclass with the options of its method.
 
-    A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `holds(grid)`,
-    whether weights on this grid are written so; `tensors`, `encode` and `decode`, as layouts do; and
-    `weights()` of its config group. Linears of equal forms are one config group.
+    A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `tensors`,
+    `encode` and `decode`, as layouts do; and `weights()` of its config group. Linears of equal forms are one
+    config group.
 
     NAME: the `format` of a config group; LABEL: what `inspect` calls it. SUFFIXES: the tensors of a linear
     that it may store. CODES: the one that holds codes, and its type. optional: those that may be there.

@@ -12,7 +12,7 @@ from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, de
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantkit.grids.grid import Grid, QuantizedWeight
+    from quantkit.grids.grid import QuantizedWeight
 
 WIDTHS = range(2, 9)  # bits of packed integers
 HALF = 128  # integers of 8 bits are stored without a sign in memory, with one on disk
@@ -44,10 +44,6 @@ class PackQuantized(Form):
         """Return the form of integers by rows or groups; None for other weights."""
         known = weights.kind == "int" and weights.bits in WIDTHS and weights.strategy in ("channel", "group")
         return cls(weights.bits, weights.group_size or -1, weights.symmetric) if known else None
-
-    def holds(self, grid: Grid | Width) -> bool:
-        """Return True: any grid of the method."""
-        return True
 
     def of(self, spec: LinearSpec) -> PackQuantized:
         """Return a copy with bits and group size as the configuration names them."""
@@ -142,10 +138,6 @@ class IntQuantized(Form):
         numbers = weights.bits, weights.kind, weights.symmetric, weights.strategy
         known = numbers == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
         return cls() if known else None
-
-    def holds(self, grid: Grid | Width) -> bool:
-        """Return whether a grid is symmetric with 8 bits; `check` demands whole rows."""
-        return type(grid).__name__ in ("AffineGrid", "Width") and grid.bits == 8 and grid.symmetric
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return why rows are not whole; None where they are."""
