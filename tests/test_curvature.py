@@ -9,7 +9,6 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import curvature
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.timings import Timings
 
 
@@ -34,7 +33,7 @@ def linears(skeleton, wanted=None):
 
 
 def gathered(skeleton, names, ids, folder):
-    return curvature.gather(skeleton, names, ids, Scratch(folder), Timings(), Progress())
+    return curvature.gather(skeleton, names, ids, folder, Timings(), Progress())
 
 
 def of_whole_model(folder, skeleton, names, ids):

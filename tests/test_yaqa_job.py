@@ -4,13 +4,14 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from quantkit.quantize import loop
 from quantkit.quantize.calibrate import curvature
 from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.solvers.yaqa import UNREACHED
-from quantkit.quantize.staging.blocks import Scratch
+from quantkit.quantize.staging.blocks import StagedBlocks
 
 OPTIONS = "--solver yaqa --group-size 32 --samples 4 --seqlen 16 --batch-size 2 --threads 1 -q".split()
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -37,15 +38,13 @@ def test_goes_on_with_the_gradients_of_the_run_before(tiny_model, quantkit, monk
 
 
 def test_a_file_that_was_changed_is_noticed(tmp_path):
-    scratch = Scratch(tmp_path)
-    scratch.write("one", {"a": torch.ones(3)})
-    assert not scratch.is_complete(["one"])
-    scratch.complete(["one"])
-    assert scratch.is_complete(["one"])
-    scratch.write("one", {"a": torch.zeros(3)})
-    assert not scratch.is_complete(["one"])
-    scratch.remove("one")
-    assert not scratch.is_complete(["one"])
+    staged = StagedBlocks(tmp_path)
+    staged.save(0, {"a": torch.ones(3)}, [])
+    assert StagedBlocks(tmp_path).is_done(0)
+    save_file({"a": torch.zeros(3)}, staged.path(0))
+    assert not StagedBlocks(tmp_path).is_done(0)
+    staged.forget(0)
+    assert not staged.is_done(0)
 
 
 def test_experts_that_no_gradient_reached_say_so(tiny_model, quantkit, tmp_path):

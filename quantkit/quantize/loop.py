@@ -33,7 +33,6 @@ from quantkit.quantize.outputs import Summary, finish
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solving import Solving, groups
-from quantkit.quantize.staging.blocks import Scratch
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
@@ -124,10 +123,8 @@ class _Loop:
         for row in self.job.specs:
             if row.block in left and row.grid:
                 left[row.block].append(row.local)
-        job, scratch = self.job, Scratch(self.job.staging.folder)
-        return curvature.gather(
-            self.skeleton, left, job.batches, scratch, self.timings, self.progress, self.place
-        )
+        folder, batches = self.job.staging.folder, self.job.batches
+        return curvature.gather(self.skeleton, left, batches, folder, self.timings, self.progress, self.place)
 
     def _done(self) -> list[bool]:
         """Return for each block whether an earlier run has staged it."""

@@ -14,9 +14,11 @@ resumed job computes with the same numbers.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,8 @@ from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, th
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.states import Place, Spill, States, embedded
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging.blocks import Scratch
+from quantkit.quantize.staging.blocks import StagedBlocks
+from quantkit.quantize.staging.folder import GRADIENTS
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # name of the stage
@@ -39,53 +42,58 @@ SEED = 0  # of the tokens that are drawn
 class Curvatures:
     """Curvatures of the linears of a job, by block, in files of the job's staging folder."""
 
-    def __init__(self, scratch: Scratch, device: torch.device):
-        self._scratch, self._device = scratch, device
+    def __init__(self, blocks: StagedBlocks, device: torch.device):
+        self._blocks, self._device = blocks, device
         self._loaded: tuple[int, dict[str, Tensor]] = -1, {}
 
     def of(self, block: int, local: str) -> Tensor | None:
         """Return G of one linear, float32 `[out, out]`, mean diagonal 1; None if no gradient reached it."""
         if self._loaded[0] != block:
-            self._loaded = block, self._scratch.read(_file(block))
+            self._loaded = block, self._blocks.read(block)
         found = self._loaded[1].get(local)
         return None if found is None else found.to(self._device).float()
 
     def done_with(self, block: int) -> None:
         """Delete the curvatures of a block."""
         self._loaded = -1, {}
-        self._scratch.remove(_file(block))
+        self._blocks.forget(block)
 
 
 def gather(
     skeleton: Skeleton,
     wanted: Mapping[int, Sequence[str]],
     batches: Sequence[Tensor],
-    scratch: Scratch,
+    folder: Path,
     timings: Timings,
     progress: Progress,
     place: Place | None = None,
 ) -> Curvatures:
     """Compute the curvatures of the linears `wanted`, by block, unless an earlier run has computed them all.
-    The skeleton is loaded, its blocks are not. place: where states and gradients wait.
+    The skeleton is loaded, its blocks are not. folder: of the staged job; place: where states and gradients
+    wait.
 
     Raises QuantkitError for a model that gradients do not flow back through.
     """
-    curvatures = Curvatures(scratch, skeleton.device)
-    if not wanted or scratch.is_complete(map(_file, wanted)):
+    staged = StagedBlocks(folder / GRADIENTS)
+    staged.lasting = False
+    curvatures = Curvatures(staged, skeleton.device)
+    if all(map(staged.is_done, wanted)):
         return curvatures
+    staged.folder.mkdir(exist_ok=True)
     progress.phase("gradients of the unquantized model")
     streams, skeleton.streams = skeleton.streams, False  # autograd keeps a block's weights until it is back
     try:
         with timings(STEPS):
             states = embedded(batches, skeleton.embed, skeleton.device, place)
-            _pass(skeleton, wanted, states, scratch, progress)
-        scratch.complete(map(_file, wanted))
+            _pass(skeleton, wanted, states, staged, progress)
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
         message = f"{skeleton.device} ran out of memory while gradients flowed back"
         raise QuantkitError(message, hint, RESOURCES) from error
     finally:
         skeleton.streams = streams
+        if not all(map(staged.is_done, wanted)):
+            shutil.rmtree(staged.folder)
     return curvatures
 
 
@@ -93,7 +101,7 @@ def _pass(
     skeleton: Skeleton,
     wanted: Mapping[int, Sequence[str]],
     states: States,
-    scratch: Scratch,
+    staged: StagedBlocks,
     progress: Progress,
 ) -> None:
     """Run forward, then back to the first block that is wanted, and write the curvatures of each block."""
@@ -104,7 +112,7 @@ def _pass(
     for index, _ in walk.blocks(skeleton, lambda index: decoded):
         progress.counting(STEPS, index, total)
         if index >= first:
-            entered[index] = Spill(scratch.folder)
+            entered[index] = Spill(staged.folder)
             for hidden in states:
                 entered[index].append(hidden)
         states.advance(skeleton.outputs(index, states))
@@ -114,7 +122,7 @@ def _pass(
         run = partial(skeleton.trace_block, index, values={})
         sums = _back(run, block, entered.pop(index), states, wanted.get(index, ()))
         found = {name: _stored(name, part) for name, part in sums.items() if part.tokens}
-        scratch.write(_file(index), found)
+        staged.save(index, found, [])
     progress.counting(STEPS, total, total)
 
 
@@ -193,7 +201,3 @@ def _stored(name: str, sums: Statistics) -> Tensor:
 def _unfit(block: nn.Module, reason: str) -> QuantkitError:
     message = f"gradients do not flow back through {type(block).__name__}: {reason}"
     return QuantkitError(message, "use --solver gptq, which needs no gradients", UNSUPPORTED)
-
-
-def _file(block: int) -> str:
-    return f"curvature-{block:05d}"

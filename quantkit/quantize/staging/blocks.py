@@ -3,8 +3,6 @@
 `block-00000.safetensors` holds a block's tensors, but for those that did not wait in memory, which lie in
 `part-00000-0000.safetensors` and so on; `block-00000.json` records its linears and the
 files' sha256. The last of these to appear is the first: a block is whole or is not there.
-
-Temporary files of a job lie next to them (`Scratch`).
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -70,6 +67,10 @@ class StagedBlocks:
         """Return places of a block's tensors, by stored name."""
         headers = map(safetensors_folder.read_header, [*self._parts(index), self.path(index)])
         return {name: info for header in headers for name, info in header.items()}
+
+    def read(self, index: int) -> dict[str, Tensor]:
+        """Return a block's tensors, by stored name."""
+        return {name: reading.tensor(info) for name, info in self.infos(index).items()}
 
     def forget(self, index: int) -> None:
         """Remove a block, whole or partial."""
@@ -151,48 +152,3 @@ def _files(record: dict | None) -> dict[str, str]:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-LIST = "scratch.json"
-
-
-class Scratch:
-    """Named files of tensors in `folder`, with a list of their hashes, written when all are complete.
-
-    The list shows files that were changed or lost since.
-    """
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._list = folder / LIST
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
-
-    def write(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Write tensors of the host under a name."""
-        save(self._path(name), tensors, lasting=False)
-
-    def read(self, name: str) -> dict[str, Tensor]:
-        """Return all tensors of a file."""
-        return {
-            key: reading.tensor(info)
-            for key, info in safetensors_folder.read_header(self._path(name)).items()
-        }
-
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        self._path(name).unlink(missing_ok=True)
-
-    def complete(self, names: Iterable[str]) -> None:
-        """Write the list of these files."""
-        sums = {name: _sha256(self._path(name)) for name in names}
-        write_text(self._list, json.dumps(sums, indent=2), lasting=False)
-
-    def is_complete(self, names: Iterable[str]) -> bool:
-        """Return whether these files are as they were when listed."""
-        try:
-            listed = json.loads(self._list.read_text())
-            return all(listed.get(name) == _sha256(self._path(name)) for name in names)
-        except (OSError, ValueError):
-            return False
