@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require
 from quantkit.layouts import DTYPE_BYTES
 from quantkit.models.files import untrusted
 
@@ -44,13 +44,7 @@ class TensorInfo:
 
 def natural(name: str) -> list:
     """Return a sort key that puts block 2 before block 10."""
-    return [_number(part) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
-
-
-def _number(digits: str) -> tuple[int, str]:
-    """Return a key that sorts as the number does, however many digits it has."""
-    digits = digits.lstrip("0")
-    return len(digits), digits
+    return [part.zfill(LONGEST_TENSOR) if k % 2 else part for k, part in enumerate(re.split(r"(\d+)", name))]
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
@@ -147,8 +141,7 @@ def read_json(path: Path) -> dict:
         raise _unreadable(path, error) from error
     except ValueError as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
-    if not isinstance(content, dict):
-        raise QuantkitError(f"{path} is not a JSON object", hint="download it again")
+    require(isinstance(content, dict), f"{path} is not a JSON object", "download it again")
     return content
 
 
@@ -280,33 +273,20 @@ def write_file(path: Path, infos: Iterable[TensorInfo], data: Data = raw) -> Non
             out.writelines(data(info))
 
 
-def shards(infos: Iterable[TensorInfo], shard_bytes: int) -> list[list[TensorInfo]]:
-    """Split tensors, in natural order of their names, into files of at most `shard_bytes`.
-
-    A single tensor larger than that gets a file of its own.
-    """
-    groups: list[list[TensorInfo]] = [[]]
-    size = 0
-    for info in sorted(infos, key=lambda info: natural(info.name)):
-        if groups[-1] and size + info.nbytes > shard_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(info)
-        size += info.nbytes
-    return groups
-
-
 def write_folder(folder: Path, infos: Iterable[TensorInfo], shard_bytes: int, data: Data = raw) -> None:
-    """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index."""
-    groups = shards(infos, shard_bytes)
-    if len(groups) == 1:
-        write_file(folder / SINGLE, groups[0], data)
-        return
-    weight_map = {}
-    for number, group in enumerate(groups, start=1):
-        name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        write_file(folder / name, group, data)
-        weight_map.update({info.name: name for info in group})
-    total = sum(info.nbytes for group in groups for info in group)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index: tensors in natural
+    order of their names, in files of at most `shard_bytes`. A larger tensor gets a file of its own."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    by_name = {info.name: info for info in sorted(infos, key=lambda info: natural(info.name))}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=lambda info: info.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_bytes,
+    )
+    for name, group in split.filename_to_tensors.items():
+        write_file(folder / name, [by_name[one] for one in group], data)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
