@@ -197,8 +197,8 @@ def test_what_exists_stays_unless_overwritten(quantkit, tiny_model, small, tmp_p
     done = quantkit("imatrix", "tiny", *small, "-o", "tiny/model.safetensors", "-q", "--overwrite")
     assert "holds the source" in refused(done, 2)
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == weights
-    for output in ("tiny", "text.txt/out.gguf"):
-        assert "cannot be a file" in refused(quantkit("imatrix", "tiny", *small, "-o", output, "-q"), 2)
+    for output, said in (("tiny", "holds the source"), ("text.txt/out.gguf", "cannot be a new file")):
+        assert said in refused(quantkit("imatrix", "tiny", *small, "-o", output, "-q"), 2)
 
 
 def test_models_that_have_none(quantkit, tiny_model, small, tmp_path):

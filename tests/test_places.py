@@ -31,7 +31,7 @@ def model(tmp_path):
         ("n" * 300, "File name too long"),
         ("n" * 250, "File name too long"),
         (os.fsdecode(b"\xffout"), "is no UTF-8 name"),
-        ("text.txt/out", "cannot be a new folder|cannot be a file"),
+        ("text.txt/out", "cannot be a new file or folder"),
         ("link", "is no plain file or folder|link exists"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf import imatrix, tensors
@@ -101,13 +101,9 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
 
 
 def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None:
-    if output.name not in ("", ".."):
-        may_replace.check_place(output)
-    above = next(path for path in output.absolute().parents if path.exists())
-    if output.resolve() in {info.file.resolve() for info in checkpoint.infos.values()}:
-        raise QuantkitError(f"{output} holds the source", "choose another --output", USAGE)
-    if output.is_dir() or not above.is_dir():
-        raise QuantkitError(f"{output} cannot be a file", "choose another --output", USAGE)
+    may_replace.check_place(output)
+    for path in {info.file for info in checkpoint.infos.values()}:
+        may_replace.check_source(output, path)
     may_replace.check(output, True, overwrite)
 
 

@@ -26,10 +26,11 @@ from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitErr
 from quantkit.models.files import safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.blocks import LIST, StagedBlocks, save, sync, write_text
+from quantkit.quantize.staging.blocks import StagedBlocks, save, sync, write_text
 from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
+GRADIENTS = "curvature"  # folder of what `calibrate/curvature.py` gathers
 MOST = 1 << 20  # sequences of a batch, or threads
 
 
@@ -80,13 +81,7 @@ class Staging(StagedBlocks):
         if self.follows:
             return
         self._replaces = overwrite
-        if self.output.name not in ("", ".."):
-            may_replace.check_place(self.output)
-        above = next(path for path in self.output.absolute().parents if path.exists())
-        if self.output.name in ("", "..") or not above.is_dir():
-            raise QuantkitError(
-                f"{self.output} cannot be a new folder", hint="choose another --output", exit_code=USAGE
-            )
+        may_replace.check_place(self.output)
         may_replace.check(self.output, self.one_file, overwrite)
         may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
         if self.folder.exists() and not (resume or overwrite):
@@ -115,7 +110,7 @@ class Staging(StagedBlocks):
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            gathered = (self.folder / LIST).exists()  # gradients, which are most of the work
+            gathered = (self.folder / GRADIENTS).exists()  # gradients, which are most of the work
             if isinstance(error, DamagedError) or not (self.there() or self.rest() or gathered):
                 self.discard()  # nothing in it is worth keeping
             raise

@@ -16,7 +16,7 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError, full_disk, name_all
+from quantkit.errors import USAGE, QuantkitError, full_disk, name_all, require
 from quantkit.models.files import untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 
@@ -38,9 +38,9 @@ WRITTEN = (  # by writers of checkpoints
 )
 WEIGHTS = "*.safetensors", "pytorch_model*.bin"
 STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
-    *(".tmp*", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*", "scratch.*"),
+    *(".tmp*", "lock", "fingerprint.json*", "block-*", "part-*", "rest.*"),
     *("output*", "replaced"),
-    *("curvature-*", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "best.*"),
+    *("curvature", "entering-*", "targets.*", "cut", "cutting", "cut.*", "self-text.*", "best.*"),
 )
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
@@ -52,11 +52,12 @@ def check_place(output: Path) -> None:
     try:
         output.name.encode()
         above = next(path for path in output.absolute().parents if path.exists())
-        with suppress(FileNotFoundError, NotADirectoryError):  # but not for a name that is too long
+        possible = output.name not in ("", "..") and above.is_dir()
+        require(possible, f"{output} cannot be a new file or folder", ELSEWHERE, USAGE)
+        with suppress(FileNotFoundError):  # but not for a name that is too long
             (above / f"{output.name}{LONGEST_ENDING}").lstat()
-        if above.is_dir():
-            with tempfile.TemporaryFile(dir=above):
-                pass
+        with tempfile.TemporaryFile(dir=above):
+            pass
     except UnicodeEncodeError as error:
         raise QuantkitError(f"{output} is no UTF-8 name", ELSEWHERE, USAGE) from error
     except OSError as error:
