@@ -85,11 +85,6 @@ class Width:
     symmetric: bool = True
 
 
-def table_bytes(table: Table) -> int:
-    """Return bytes of all tensors of a table."""
-    return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in table.values())
-
-
 class OutOfReach(LookupError):
     """Raised for values of a tensor of which only the header was fetched."""
 
@@ -155,7 +150,7 @@ class Layout(ABC):
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Return bytes that one quantized linear takes on disk."""
-        return table_bytes(self.tensors(spec))
+        return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in self.tensors(spec).values())
 
     @abstractmethod
     def encode(self, weight: QuantizedWeight) -> dict[str, torch.Tensor]:

@@ -59,11 +59,10 @@ class Checkpoint:
     rewritten: Mapping[str, Rewrite] = field(default_factory=dict, repr=False)
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
-    def having_seen(self, files: Mapping[Path, State]) -> Checkpoint:
-        """Return the checkpoint with the states of its own files, for `check_unchanged`."""
-        own = {info.file for info in self.infos.values()} | {self.folder, self.folder / CONFIG}
-        own |= {self.folder / INDEX, *self.companions()}
-        return replace(self, seen={path: state for path, state in files.items() if path in own})
+    def files(self) -> set[Path]:
+        """Return the paths of everything that is read of the checkpoint."""
+        own = {self.folder, self.folder / CONFIG, self.folder / INDEX}
+        return own | {info.file for info in self.infos.values()} | set(self.companions())
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """Return the same model with other tensors: a staged block is read so before the output exists."""
@@ -141,11 +140,6 @@ class Checkpoint:
     def plain_dtype(self, name: str) -> str | None:
         """Return the stored type of `name`, such as `BF16`; None if it is packed."""
         return None if self.is_quantized(name) else self.infos[name].dtype
-
-    def is_plain(self, name: str) -> bool:
-        """Return whether reading `name` gives its stored bytes."""
-        info = self.infos.get(name)
-        return type(info) is TensorInfo and info.dtype in reading.DTYPES and name not in self.rewritten
 
     def stored_as(self, name: str) -> list[str]:
         """Return names of the stored tensors that make `name`: itself, or the parts of a packed linear."""

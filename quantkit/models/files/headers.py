@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.layouts import quantization_of
 from quantkit.models.files import hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
@@ -207,8 +207,7 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
         found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=SECONDS)
     sizes = {file.rfilename: file.size for file in found.siblings or ()}
     files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
-    if CONFIG not in files:
-        raise QuantkitError(f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
+    require(CONFIG in files, f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
     problems: list[str] = []
 
     def fetch(name: str) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.errors import NOT_FOUND, QuantkitError, first_line, require
 from quantkit.models.files import untrusted
 from quantkit.models.files.safetensors_folder import INDEX, SINGLE
 
@@ -60,8 +60,7 @@ def local(source: str) -> Path | None:
             hint="give the folder that holds config.json, or a GGUF file",
             exit_code=NOT_FOUND,
         )
-    if source.endswith(".gguf"):
-        raise QuantkitError(f"no such file: {source}", "check the path", exit_code=NOT_FOUND)
+    require(not source.endswith(".gguf"), f"no such file: {source}", "check the path", NOT_FOUND)
     if not is_id(source):
         raise QuantkitError(
             f"no such folder: {source}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
     folder = hub.resolve(source, revision, offline)
-    seen = _look(folder)
+    seen = _states(folder.iterdir() if folder.is_dir() else [folder])
     if folder.is_file():
         from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 
@@ -37,7 +37,7 @@ def open_checkpoint(
     layout = layouts.detect(raw)
     if layout is None:
         untrusted.refuse_codes(infos.values())
-    return Checkpoint(
+    checkpoint = Checkpoint(
         source=source,
         folder=folder,
         raw_config=raw,
@@ -46,7 +46,8 @@ def open_checkpoint(
         layout=layout,
         trust_remote_code=trust_remote_code,
         _quantized=layouts.group_by_linear(layout, infos),
-    ).having_seen(seen)
+    )
+    return replace(checkpoint, seen={path: seen[path] for path in checkpoint.files() & seen.keys()})
 
 
 def _build_config(folder: Path, trust_remote_code: bool) -> transformers.PretrainedConfig:
@@ -88,24 +89,20 @@ def _choose_code(config: transformers.PretrainedConfig) -> None:
     config.output_attentions = config.output_hidden_states = False
 
 
-def _look(place: Path) -> dict[Path, State]:
-    """Return the state of every file of a folder, or of one file."""
-    files = place.iterdir() if place.is_dir() else [place]
-    return {path: _state(path) for path in files if path.is_file()}
-
-
-def _state(path: Path) -> State:
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+def _states(paths: Iterable[Path]) -> dict[Path, State]:
+    """Return the states of those of the paths that are files."""
+    found = ((path, path.stat()) for path in paths if path.is_file())
+    return {path: (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) for path, now in found}
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
     """Raise QuantkitError naming the files that are no longer as they were when it was opened: a job reads
     them for hours, and twice, and a result of two models would be no model."""
+    now = _states(checkpoint.seen)
     wrong = [
-        f"{path.name} {'changed' if path.exists() else 'gone'}"
+        f"{path.name} {'changed' if path in now else 'gone'}"
         for path, state in sorted(checkpoint.seen.items())
-        if not path.exists() or (path.is_file() and _state(path) != state)
+        if now.get(path) != state
     ]
     if wrong:
         raise QuantkitError(

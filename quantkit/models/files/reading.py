@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from quantkit import layouts
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.fp4 import MX_BLOCK, decode_mxfp4
-from quantkit.models.files.safetensors_folder import COPY_BYTES, TensorInfo
+from quantkit.models.files.safetensors_folder import TensorInfo
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for known, name in layouts.DTYPES.items()}
 Index = tuple[int | slice, ...]
@@ -37,18 +37,6 @@ def part(whole: TensorInfo, index: Index) -> Tensor:
     start, count, shape, rest = _run(whole.shape, index)
     found = octets(whole.file, whole.offset + start * dtype.itemsize, count * dtype.itemsize, whole.name)
     return found.view(dtype).view(shape)[rest]
-
-
-def equal(one: TensorInfo, other: TensorInfo) -> bool:
-    """Return whether two tensors have the same values: rows are read up to the first that differ, and none of
-    tensors that lie in one place."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if (one.file, one.offset) == (other.file, other.offset):
-        return True
-    rows = max(1, COPY_BYTES * one.shape[0] // max(1, one.nbytes))
-    pieces = ((slice(first, first + rows),) for first in range(0, one.shape[0], rows))
-    return all(torch.equal(part(one, piece), part(other, piece)) for piece in pieces)
 
 
 def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...], Index]:
@@ -75,15 +63,13 @@ def octets(file: Path, offset: int, nbytes: int, name: str) -> Tensor:
         source.seek(offset)
         while left:
             count = source.readinto(left)
-            if not count:
-                raise QuantkitError(f"{name} ends early in {file}", "download the file again")
+            require(count, f"{name} ends early in {file}", "download the file again")
             left = left[count:]
     return found
 
 
 def _dtype(name: str, stored: str) -> torch.dtype:
-    if stored not in DTYPES:
-        raise QuantkitError(f"{name} is stored as {stored}, a type that torch lacks", "convert it first")
+    require(stored in DTYPES, f"{name} is stored as {stored}, a type that torch lacks", "convert it first")
     return DTYPES[stored]
 
 

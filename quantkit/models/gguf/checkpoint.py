@@ -16,7 +16,7 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
@@ -252,8 +252,7 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
     """Raise QuantkitError unless the file holds the model's tensors, all of them and no others."""
     wanted = {target.name: target for target in targets}
     absent = [name for name in wanted if name not in stored]
-    if absent:
-        raise QuantkitError(f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
+    require(not absent, f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
     unknown = [name for name in stored if name not in wanted and name not in factors]
     if unknown:
         raise QuantkitError(
@@ -266,10 +265,7 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
         for name, target in wanted.items()
         if _matrix(stored[name].shape) != _matrix(target.shape)
     ]
-    if odd:
-        raise QuantkitError(
-            f"{path}: {name_all(odd)}", hint="metadata and tensors belong to different models"
-        )
+    require(not odd, f"{path}: {name_all(odd)}", "metadata and tensors belong to different models")
     types = [
         f"{name} ({stored[name].dtype})"
         for name, target in wanted.items()

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, require
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf import architectures, rope, variants
 from quantkit.models.gguf.architectures import (
@@ -155,10 +155,9 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
     absent = [f"{row.name}.{key}" for key in REQUIRED if key not in keys]
     absent += [name for name in ("token_embd.weight",) if name not in infos]
     absent += [f"{row.name}.{key}" for key in row.fields if key.endswith(NEEDED) and key not in keys]
-    if absent:
-        raise QuantkitError(
-            f"the GGUF file lacks {name_all(absent)}", "it holds no whole model; download it again"
-        )
+    require(
+        not absent, f"the GGUF file lacks {name_all(absent)}", "it holds no whole model; download it again"
+    )
     whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length", *EXPERTS)
     given = {key: keys[key] for key in whole if key in keys}
     odd = [f"{row.name}.{key}" for key, n in given.items() if type(n) is not int or not 0 < n < 1 << 31]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.errors import USAGE, QuantkitError, name_all, require
 from quantkit.models.gguf.file_types import (
     BLOCKS,
     FALLBACKS,
@@ -185,8 +185,7 @@ def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
     """Return `(text, REGEX, TYPE)` of `REGEX=TYPE`."""
     pattern, equals, type = text.rpartition("=")
     example = r"for example --tensor-type 'blk\.0\.ffn_down=Q8_0'"
-    if not pattern or not type:
-        raise QuantkitError(f"--tensor-type {text!r} is not REGEX=TYPE", example, USAGE)
+    require(pattern and type, f"--tensor-type {text!r} is not REGEX=TYPE", example, USAGE)
     try:
         return text, re.compile(pattern), parse_type(type, f"--tensor-type {text!r}")
     except re.error as error:

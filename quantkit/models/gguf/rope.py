@@ -26,7 +26,7 @@ LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weigh
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far, but for Llama 4
 LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
-LLAMA3_CONTEXT = 8192
+LLAMA3_CONTEXTS = 8192, *(1 << k for k in range(6, 21))  # the first is that of every model so far
 YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
 
@@ -201,7 +201,7 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
     """Return Llama 3's scaling if its usual numbers give these divisors, else LongRoPE with them at any
     length."""
     theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
-    for original in (LLAMA3_CONTEXT, *_original_lengths(divisors.double(), theta, factor)):
+    for original in LLAMA3_CONTEXTS:
         for bounds in (LLAMA3, LLAMA4):
             usual = {"rope_type": "llama3", "factor": factor, "original_max_position_embeddings": original}
             expected = _llama3(usual | bounds | {"rope_theta": theta}, dimensions)
@@ -215,15 +215,3 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
         "attention_factor": 1.0,
         "original_max_position_embeddings": keys["context_length"],
     }
-
-
-def _original_lengths(divisors: Tensor, theta: float, factor: float) -> list[int]:
-    """Return the original context that `_llama3` must have had, from a divisor that it blended."""
-    blended = ((divisors > 1) & (divisors < factor)).nonzero().flatten().tolist()
-    if not blended:
-        return []
-    index = blended[0]
-    wavelength = 2 * math.pi * theta ** (index / len(divisors))
-    share = (1 / divisors[index].item() - 1 / factor) / (1 - 1 / factor)
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    return [round(wavelength * (low + share * (high - low)))]

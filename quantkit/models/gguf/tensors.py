@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
-from quantkit.models.files import reading
 from quantkit.models.gguf import architectures, mixtures, rope
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.variants import kv_heads
@@ -196,9 +195,11 @@ def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool
     """Return whether both tensors are stored, with unlike values."""
     if name is None or other is None or name == other:
         return False
-    if checkpoint.is_plain(name) and checkpoint.is_plain(other):
-        return not reading.equal(checkpoint.infos[name], checkpoint.infos[other])
-    return not torch.equal(checkpoint.read(name), checkpoint.read(other))
+    one, two = checkpoint.infos.get(name), checkpoint.infos.get(other)
+    if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
+        return True
+    pieces = zip(checkpoint.data(one), checkpoint.data(two), strict=True)
+    return any(a != b for a, b in pieces)
 
 
 def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, one_of
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, one_of, require
 from quantkit.models.files import tokenizing, untrusted
 from quantkit.models.files.checkpoint import load_tokenizer
 from quantkit.models.files.safetensors_folder import read_json
@@ -122,8 +122,7 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
             what = f"{path} is no tokenizer: {first_line(error)}"
             raise QuantkitError(what, "download it again", NOT_FOUND) from error
     found = load_tokenizer(str(folder), folder)
-    if not found.is_fast:
-        raise QuantkitError(f"{folder}: its tokenizer has no tokenizer.json", "export one", UNSUPPORTED)
+    require(found.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "export one", UNSUPPORTED)
     return found.backend_tokenizer
 
 

@@ -10,7 +10,7 @@ import functools
 import os
 from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, require
 
 ANSWER = "QUANTKIT_PROCESSOR"
 CPUINFO = Path("/proc/cpuinfo")  # Linux alone; elsewhere nothing is known, and nothing is assumed
@@ -44,8 +44,7 @@ def cores() -> int:
 
 def _answer() -> str:
     answer = os.environ.get(ANSWER, "")
-    if answer not in ("", "poor", "capable"):
-        raise QuantkitError(f"{ANSWER} is {answer!r}", "it may be poor or capable", USAGE)
+    require(answer in ("", "poor", "capable"), f"{ANSWER} is {answer!r}", "it may be poor or capable", USAGE)
     return answer
 
 

@@ -24,10 +24,6 @@ class Execution:
     at_once: int = 1
 
     @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
     def torch_device(self) -> torch.device:
         return torch.device(self.device)
 

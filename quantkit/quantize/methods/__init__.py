@@ -28,7 +28,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -182,8 +182,7 @@ def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple
 def check_grid(bits: int, group_size: int, where: str = "") -> None:
     """Raise QuantkitError for an affine grid no layout has. `where`: the flag that asks for it, if it is
     neither --bits nor --group-size."""
-    if not 2 <= bits <= 8:
-        raise QuantkitError(f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
+    require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
     if group_size != -1 and group_size < 8:
         raise QuantkitError(
             f"{where or f'--group-size {group_size}'} makes no sense",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.options import option
 
 if TYPE_CHECKING:
@@ -86,10 +86,8 @@ def shared(name: str, default: Any = None) -> Any:
 
 def check(options: Any) -> None:
     """Raise QuantkitError for options of a method with error feedback that make no sense."""
-    if options.refine < 0:
-        raise QuantkitError(f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
-    if not 0 < options.damp < 1:
-        raise QuantkitError(f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
+    require(options.refine >= 0, f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
+    require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
     for name in ("solver", "target", "format"):
         if name in names and (value := getattr(options, name)) not in names[name]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.models.gguf.file_types import (
     BLOCKS,
     FILE_TYPES,
@@ -105,8 +105,7 @@ def stored_as(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError for options no model could be quantized with."""
-    if not options.type:
-        raise QuantkitError("no file type is given", "for example --type Q4_K_M", USAGE)
+    require(options.type, "no file type is given", "for example --type Q4_K_M", USAGE)
     for name in options.type:
         parse_file_type(name)
     composing.check(options)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, require
 from quantkit.models.files import untrusted
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import methods
@@ -270,8 +270,7 @@ def _settings(
     found = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        if not equals:
-            raise QuantkitError(f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
+        require(equals, f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
         key = leaves.get(name.strip().replace("-", "_"), name)
         key, value = old_names.renewed_key(method, key, _parse(f"{flag} {key}={text}", text))
         found[key] = value
