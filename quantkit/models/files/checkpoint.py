@@ -30,22 +30,12 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # files of one
 
 
 @dataclass(frozen=True)
-class Rewrite:
-    """A tensor that is computed from another: `values(exact, tensor)` of the stored tensor `source`, in its
-    precision, or in float32 if `exact`."""
-
-    source: str
-    values: Callable[[bool, torch.Tensor], torch.Tensor]
-    exact: bool = False
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder, opened: headers are read and checked, no tensor is loaded.
 
     `infos` maps stored names to places. `config` is the model's own configuration, without any
-    quantization. `layout` decodes quantized linears; None for a plain checkpoint. rewritten: tensors that are
-    read otherwise than they are stored, by name. seen: its files as they were before any was read.
+    quantization. `layout` decodes quantized linears; None for a plain checkpoint. seen: its files before any
+    was read.
     """
 
     source: str
@@ -56,7 +46,6 @@ class Checkpoint:
     layout: layouts.Layout | None
     trust_remote_code: bool = False
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
-    rewritten: Mapping[str, Rewrite] = field(default_factory=dict, repr=False)
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
     def files(self) -> set[Path]:
@@ -67,22 +56,12 @@ class Checkpoint:
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """Return the same model with other tensors: a staged block is read so before the output exists."""
         packed = layouts.group_by_linear(layout, infos)
-        return replace(self, infos=infos, layout=layout, _quantized=packed, rewritten=self._rewritten(infos))
+        return replace(self, infos=infos, layout=layout, _quantized=packed)
 
     def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
         """Return the same model with these tensors, which are not packed, instead of its own."""
         packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
-        found = self.infos | infos
-        return replace(self, infos=found, _quantized=packed, rewritten=self._rewritten(found))
-
-    def _rewritten(self, infos: Mapping[str, TensorInfo]) -> dict[str, Rewrite]:
-        """Return the rewritten tensors that lie where they did."""
-        return {name: one for name, one in self.rewritten.items() if self._is_rewritten(infos.get(name))}
-
-    def _is_rewritten(self, info: TensorInfo | None) -> bool:
-        """Return whether a tensor is computed from another, and not one of the same name in another file."""
-        known = self.infos.get(info.name) if info and info.name in self.rewritten else None
-        return known is not None and known.file == info.file
+        return replace(self, infos=self.infos | infos, _quantized=packed)
 
     @cached_property
     def names(self) -> list[str]:
@@ -107,8 +86,7 @@ class Checkpoint:
     @property
     def stored_bytes(self) -> int:
         """Return the bytes of all its tensors as they lie there, none counted twice."""
-        sources = {name: one.source for name, one in self.rewritten.items()}
-        return sum(i.nbytes for name, i in self.infos.items() if sources.get(name, name) == name)
+        return sum(info.nbytes for name, info in self.infos.items() if getattr(info, "of", name) == name)
 
     @property
     def disk_bytes(self) -> int:
@@ -162,15 +140,7 @@ class Checkpoint:
         return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one stored tensor, or the values that it is rewritten to, in `dtype` if given."""
-        rewrite = self.rewritten.get(name)
-        if rewrite is None:
-            return self._load(name, dtype)
-        values = rewrite.values(rewrite.exact, self._load(rewrite.source))
-        return values if dtype is None else values.to(dtype)
-
-    def _load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one stored tensor as it lies on disk."""
+        """Return one stored tensor, or the values that stand for it, in `dtype` if given."""
         info = self.infos[name]
         try:
             otherwise = isinstance(info, reading.OTHERWISE)
@@ -183,21 +153,10 @@ class Checkpoint:
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """Return the name, type, shape and bytes of an unchanged tensor in a safetensors file."""
-        if not self._is_rewritten(info):
-            return self._plain(info)
-        found = self._plain(self.infos[self.rewritten[info.name].source])
-        return TensorInfo(info.name, found.dtype, info.shape, info.file, info.offset, found.nbytes)
-
-    def _plain(self, info: TensorInfo) -> TensorInfo:
         return info
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes, piece by piece."""
-        if self._is_rewritten(info):
-            return iter([self.load(info.name).contiguous().view(torch.uint8).numpy().data])
-        return self._data(info)
-
-    def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         if isinstance(info, reading.OTHERWISE):
             return iter([self.load(info.name).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)

@@ -8,7 +8,7 @@ tensor's own bytes, whatever file they lie in.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -126,8 +126,20 @@ class Slice(TensorInfo):
     whole: tuple[int, ...] = ()
 
 
-def read(info: Slice | Mxfp4) -> Tensor:
-    """Return the values of a part; only bytes that lie together are read."""
+@dataclass(frozen=True)
+class Rewritten(TensorInfo):
+    """A tensor that is computed from the stored tensor `of`: `values(exact)` in its precision, or in float32
+    if `exact`."""
+
+    of: str
+    values: Callable[[bool], Tensor]
+    exact: bool = False
+
+
+def read(info: Slice | Mxfp4 | Rewritten) -> Tensor:
+    """Return the values of a tensor that lies otherwise; only bytes that lie together are read."""
+    if isinstance(info, Rewritten):
+        return info.values(info.exact)
     if isinstance(info, Mxfp4):
         return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
     if info.packed:
@@ -138,4 +150,4 @@ def read(info: Slice | Mxfp4) -> Tensor:
     return found.t() if info.transposed else found
 
 
-OTHERWISE = Slice, Mxfp4  # kinds of tensors that `read` reads
+OTHERWISE = Slice, Mxfp4, Rewritten  # kinds of tensors that `read` reads

@@ -64,8 +64,12 @@ class GgufCheckpoint(Checkpoint):
 
     def coded_bytes(self) -> dict[str, int]:
         """Return the bytes of every tensor that is stored in blocks of codes."""
-        stored = {name: info for name, info in self.infos.items() if info.file == self.folder}
+        stored = {name: info for name, info in self.infos.items() if self._is_own(info)}
         return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
+
+    def _is_own(self, info: TensorInfo) -> bool:
+        """Return whether a tensor lies in this file, and is read as it lies there."""
+        return info.file == self.folder and not isinstance(info, reading.OTHERWISE)
 
     def manifest(self) -> str | None:
         """Return the manifest that quantkit wrote into the file."""
@@ -108,14 +112,14 @@ class GgufCheckpoint(Checkpoint):
         """Return the size of the file."""
         return self.folder.stat().st_size
 
-    def _load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor's values, in the order and orientation that transformers stores.
 
         In 16 bit where the file has 16 bit, else float32, unless `dtype` says otherwise.
         """
         info = self.infos[name]
-        if info.file != self.folder:
-            return super()._load(name, dtype)
+        if not self._is_own(info):
+            return super().load(name, dtype)
         if name in self.pieces:
             return self._joined(name, info.shape, dtype)
         target = self.targets[name]
@@ -143,18 +147,18 @@ class GgufCheckpoint(Checkpoint):
         alone = scale is None or len(target.parameters) == 1 or name is None
         return scale if alone else scale[[target.parameters.index(name)]]
 
-    def _plain(self, info: TensorInfo) -> TensorInfo:
+    def plain(self, info: TensorInfo) -> TensorInfo:
         """Return a tensor's type, shape and bytes in a safetensors file: float32 for types that do not exist
         there."""
-        if info.file != self.folder:
+        if not self._is_own(info):
             return info
         dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
         return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
 
-    def _data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
+    def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes."""
-        if info.file != self.folder:
-            yield from super()._data(info)
+        if not self._is_own(info):
+            yield from super().data(info)
         else:
             yield self.load(info.name, DTYPES[info.dtype]).view(torch.uint8).numpy().data
 

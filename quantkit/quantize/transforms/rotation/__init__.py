@@ -4,7 +4,7 @@ Products with an orthogonal matrix spread outliers over all channels, and grids 
 arXiv:2404.00456; SpinQuant, arXiv:2405.16406, section 3). Both rotations are exact in the file: no client has
 to know of them.
 
-The source is read through the rotations (`Checkpoint.rewritten`), tensor by tensor, rounded to the precision
+The source is read through the rotations (`reading.Rewritten`), tensor by tensor, rounded to the precision
 of the stored tensor. Loop, solvers, outputs and memory are those of any other checkpoint.
 
 One block of each kind shows its stream and heads (`stream`). Before the job begins the whole model runs
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, count
-from quantkit.models.files.checkpoint import Checkpoint, Rewrite
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.reading import Rewritten
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.names import Names
 from quantkit.quantize.calibrate import walk
@@ -148,6 +149,15 @@ class _Finder:
         """Return the checkpoint read through the rotations. Raises NotRotatable if there is none."""
         checkpoint, names = self.skeleton.checkpoint, self.skeleton.names
         source, rewritten = checkpoint, {}
+
+        def rewrite(stored: str, of: str, name: str, edit: Edit, full: Callable[[str], str]) -> None:
+            values, info = (
+                partial(_values, source, names, of, name, edit, full),
+                source.plain(source.infos[of]),
+            )
+            place = info.dtype, info.shape, info.file, info.offset, info.nbytes
+            rewritten[stored] = Rewritten(stored, *place, of, values)
+
         for index, (heads, turning) in enumerate(self.kinds):
             shapes, made = _shapes(self.skeleton.blocks[index]), {}
             for one in heads:
@@ -157,14 +167,14 @@ class _Finder:
             full = partial(names.of_block, index)
             for local, edit in made.items():
                 stored = names.stored[full(local)]
-                rewritten[stored] = Rewrite(stored, partial(_values, source, names, full(local), edit, full))
+                rewrite(stored, stored, full(local), edit, full)
         if self.outside:
             checkpoint, outer = self.outside
             for stored, (name, of, edit) in outer.items():
-                rewritten[stored] = Rewrite(of, partial(_values, source, names, name, edit, str))
+                rewrite(stored, of, name, edit, str)
         if not rewritten:
             raise NotRotatable("no linear reads attention's values as they are")
-        found = replace(checkpoint, rewritten=rewritten)
+        found = replace(checkpoint, infos=checkpoint.infos | rewritten)
         untied = sum(info.nbytes for info in found.infos.values()) - found.stored_bytes
         record = {
             "residual": self.turns.width if self.residual else None,
@@ -181,9 +191,12 @@ class _Finder:
     def refuse_unlike(self, found: Rotated) -> None:
         """Raise NotRotatable unless the model computes the same before and after, in float32, block by
         block."""
-        exact = {name: replace(one, exact=True) for name, one in found.checkpoint.rewritten.items()}
+        infos = {
+            name: replace(info, exact=True) if isinstance(info, Rewritten) else info
+            for name, info in found.checkpoint.infos.items()
+        }
         logits = []
-        for checkpoint in (self.skeleton.checkpoint, replace(found.checkpoint, rewritten=exact)):
+        for checkpoint in (self.skeleton.checkpoint, replace(found.checkpoint, infos=infos)):
             skeleton = Skeleton(checkpoint, torch.float32, self.skeleton.device)
             skeleton.names.check_complete()
             skeleton.load_rest()
@@ -197,18 +210,19 @@ class _Finder:
 def _values(
     checkpoint: Checkpoint,
     names: Names,
+    of: str,
     name: str,
     edit: Edit,
     full: Callable[[str], str],
     exact: bool,
-    tensor: Tensor,
 ) -> Tensor:
-    """Return the new values of the model's parameter `name`, in its stored precision, or `exact` in float32.
-    full: turns names in the edit into names in the model."""
+    """Return the new values of the model's parameter `name`, made of the stored tensor `of`, in its
+    precision, or `exact` in float32. full: turns names in the edit into names in the model."""
 
     def get(other: str) -> Tensor:
         return checkpoint.read(names.stored[full(other)], torch.float32)
 
+    tensor = checkpoint.load(of)
     dtype = torch.float32 if exact else tensor.dtype
     if name in names.transposed:
         return edit.of(tensor.t(), get, dtype).t().contiguous()
