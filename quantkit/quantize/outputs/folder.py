@@ -125,49 +125,19 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def model_card(material: Material, manifest: dict, summary: Summary) -> str:
-    """Return the model card for the hub."""
-    name = Path(summary.output).name
+    """Return the model card for the hub, made of card.md.jinja."""
+    from jinja2 import StrictUndefined, Template
+
     local = Path(summary.source).exists() or not hub.is_id(summary.source)
-    source = Path(summary.source).name if local else summary.source
-    measured = "output" if material.output_errors else "weight"
-    made = manifest["job"]["calibration"]
-    lines = [
-        "---",
-        f"base_model: {source}",
-        "library_name: transformers",
-        "tags:",
-        f"- {material.config['quant_method']}",
-        "- quantkit",
-        "---",
-        "",
-        f"# {name}",
-        "",
-        f"{source}, compressed by quantkit {__version__}: {count(summary.linears, 'linear')} at "
-        f"{summary.bits_per_weight:.2f} bits per weight ({summary.bits_per_weight_model:.2f} over the whole "
-        f"model), {summary.source_bytes / 1e6:,.1f} MB to {summary.output_bytes / 1e6:,.1f} MB.",
-        "",
-        "| option | value |",
-        "| --- | --- |",
-        *(f"| {key} | {value} |" for key, value in manifest["job"]["options"].items()),
-        "",
-        f"Mean relative {measured} error of a linear: {summary.error:.3g}"
-        + (f" (round to nearest: {summary.rtn_error:.3g})." if summary.rtn_error is not None else "."),
-    ]
-    if made:
-        lines.append(
-            f"Calibrated on {made['samples']} sequences of {made['seqlen']} tokens of {made['source']} text "
-            f"(sha256 {made['sha256'][:16]}…)."
-        )
-    if summary.kept:
-        lines.append(f"Kept in 16 bit: {count(summary.kept, 'linear')}.")
-    if summary.copied:
-        copied = (f"`{name}` ({nbytes / 1e6:,.1f} MB)" for name, nbytes in summary.copied.items())
-        lines.append(f"Copied byte for byte: {', '.join(copied)}.")
-    if summary.fallbacks:
-        lines += ["", "Fallbacks:", "", *(f"- `{k}`: {v}" for k, v in summary.fallbacks.items())]
-    lines += [
-        "",
-        "`quantkit.json` holds every option, the error of every linear, and the hashes of source and text.",
-        f"Measure it yourself: `quantkit eval {source} {name} --text TEXT`.",
-    ]
-    return "\n".join(lines) + "\n"
+    text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
+    return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+        source=Path(summary.source).name if local else summary.source,
+        name=Path(summary.output).name,
+        summary=summary,
+        job=manifest["job"],
+        method=material.config["quant_method"],
+        measured="output" if material.output_errors else "weight",
+        version=__version__,
+        count=count,
+        megabytes=lambda nbytes: f"{nbytes / 1e6:,.1f} MB",
+    )
