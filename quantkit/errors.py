@@ -75,6 +75,14 @@ def require(condition: object, message: str, hint: str = "", exit_code: int = RU
         raise QuantkitError(message, hint, exit_code)
 
 
+def compiled(pattern: str, complaint: str, hint: str, exit_code: int = USAGE) -> re.Pattern:
+    """Compile a regular expression. Raises QuantkitError, `COMPLAINT is no regular expression: REASON`."""
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise QuantkitError(f"{complaint} is no regular expression: {error}", hint, exit_code) from error
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, or its type if it has no text.
 

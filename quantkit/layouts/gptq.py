@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.errors import RUNTIME, UNSUPPORTED, QuantkitError, compiled, require
 from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, fusions, spec_of_shape
 from quantkit.layouts._packing import WORD, column_groups, no_whole_words, pack_planes, unpack_planes, words
 
@@ -220,15 +220,10 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
     for pattern, values in stored.items():
         values = values if isinstance(values, dict) else {}
         known = {key: value for key, value in values.items() if key in ("bits", "group_size")}
-        try:
-            compiled = re.compile(pattern.removeprefix("+:").removeprefix("-:"))
-        except re.error as error:
-            raise QuantkitError(
-                f"quantization_config's dynamic holds {pattern!r}, which is no regular expression",
-                hint="download config.json again",
-            ) from error
+        whole, again = pattern.removeprefix("+:").removeprefix("-:"), "download config.json again"
+        found = compiled(whole, f"quantization_config's dynamic: {pattern!r}", again, RUNTIME)
         if not pattern.startswith("-:"):
-            rules.append((compiled, known))
+            rules.append((found, known))
     return tuple(rules)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
+from quantkit.errors import RUNTIME, UNSUPPORTED, QuantkitError, compiled, require
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp4Packed, NvFp4Packed
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
 from quantkit.layouts.compressed_tensors.integers import IntQuantized, PackQuantized
@@ -23,6 +23,7 @@ CLASSES = ("Linear", "Module")  # of an nn.Linear
 PATTERN = "re:"
 FLOAT8_CACHE = described(8, "float", "tensor")
 CACHE_KEYS = ("num_bits", "type", "strategy", "dynamic")  # of it, those that say what is computed
+MALFORMED, AGAIN = "quantization_config (compressed-tensors) is malformed", "download config.json again"
 PRESETS = "quantkit reads what llm-compressor's presets make: W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4"
 
 
@@ -89,10 +90,8 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
     named = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
     _well(named, f"targets of config group {name!r} are no list of names")
     for target in targets:
-        try:
-            re.compile(target.removeprefix(PATTERN) if target.startswith(PATTERN) else "")
-        except re.error as error:
-            _well(False, f"target {target!r} is no regular expression: {first_line(error)}")
+        if target.startswith(PATTERN):
+            compiled(target.removeprefix(PATTERN), f"{MALFORMED}: target {target!r}", AGAIN, RUNTIME)
     weights, inputs = numbers("weights", group.get("weights")), group.get("input_activations")
     activations = numbers("activations", inputs) if inputs else None
     if (found := FORMS[form].like(weights, activations)) is None:
@@ -141,5 +140,4 @@ def _unread(what: str, why: str) -> QuantkitError:
 
 
 def _well(formed: object, why: str) -> None:
-    message = f"quantization_config (compressed-tensors) is malformed: {why}"
-    require(formed, message, "download config.json again")
+    require(formed, f"{MALFORMED}: {why}", AGAIN)

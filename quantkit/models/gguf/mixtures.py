@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from quantkit.errors import USAGE, QuantkitError, name_all, require
+from quantkit.errors import USAGE, QuantkitError, compiled, name_all, require
 from quantkit.models.gguf.file_types import (
     BLOCKS,
     FALLBACKS,
@@ -186,12 +186,8 @@ def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
     pattern, equals, type = text.rpartition("=")
     example = r"for example --tensor-type 'blk\.0\.ffn_down=Q8_0'"
     require(pattern and type, f"--tensor-type {text!r} is not REGEX=TYPE", example, USAGE)
-    try:
-        return text, re.compile(pattern), parse_type(type, f"--tensor-type {text!r}")
-    except re.error as error:
-        raise QuantkitError(
-            f"--tensor-type {text!r} is no regular expression: {error}", example, USAGE
-        ) from error
+    flag = f"--tensor-type {text!r}"
+    return text, compiled(pattern, flag, example), parse_type(type, flag)
 
 
 class _Mixture:

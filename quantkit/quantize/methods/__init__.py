@@ -17,7 +17,6 @@ torch is imported inside `grid` and `build`, so that `--help` stays instant and 
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import pkgutil
 import re
@@ -28,7 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, one_of, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,11 +121,7 @@ def available() -> list[str]:
 
 def load(name: str) -> ModuleType:
     """Import the module of a method. Raises QuantkitError with similar names for an unknown one."""
-    if name not in available():
-        near = difflib.get_close_matches(name, available()) or available()
-        raise QuantkitError(
-            f"no method {name!r}", hint="did you mean " + " or ".join(near) + "?", exit_code=USAGE
-        )
+    one_of(name, available(), f"no method {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError, one_of, require
 from quantkit.options import option
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ def check(options: Any) -> None:
     require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
     for name in ("solver", "target", "format"):
-        if name in names and (value := getattr(options, name)) not in names[name]:
-            hint = f"choose {' or '.join(names[name])}"
-            raise QuantkitError(f"--{name} {value}: no such {name}", hint, USAGE)
+        if name in names:
+            one_of(value := getattr(options, name), names[name], f"--{name} {value}: no such {name}")
     if options.target == "original" and options.solver == "rtn":
         raise QuantkitError(
             "--target original is for --solver gptq: rounding to nearest has no target but the weight",

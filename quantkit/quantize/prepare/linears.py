@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, count, name_all
 from quantkit.layouts import Layout, LinearSpec, fusions
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
@@ -77,14 +77,7 @@ def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
 
 
 def _compile(text: str, flag: str) -> re.Pattern:
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise QuantkitError(
-            f"{flag} {text!r} is no regular expression: {error}",
-            hint=r"escape dots and parentheses, as in 'layers\.0\.'",
-            exit_code=USAGE,
-        ) from error
+    return compiled(text, f"{flag} {text!r}", r"escape dots and parentheses, as in 'layers\.0\.'")
 
 
 def parse_override(text: str) -> Override:
