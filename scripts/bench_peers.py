@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
-from common import DEMO, ROOT, Failed, outlier_twin, random_model, run_script, table, write_section
+from common import DEMO, ROOT, Failed, evaluated, outlier_twin, random_model, run_script, table, write_section
 
 SHAPE = {"hidden": 768, "inner": 2048, "heads": 12, "vocabulary": 32000}
 QUICK_SHAPE = {"hidden": 256, "inner": 512, "heads": 4, "vocabulary": 4096}
@@ -331,12 +331,7 @@ def add_flags(group) -> None:
     add = group.add_argument
     add("--text", type=Path, default=HELDOUT, help="measured on, beside the held-out text")
     add("--ours", action="append", default=[], metavar="NAME=METHOD,OPTION=VALUE", help="besides `OURS`")
-    add("--only-given", action="store_true", help="of quantkit, what --ours names")
     add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match")
-    add("--peers-only", action="store_true", help="run nothing of quantkit")
-    add("--models", action="append", choices=["demo", "twin"], help="for quantkit's rows (default: both)")
-    add("--rows", default="", metavar="REGEX", help="of quantkit's formats, those that match")
-    add("--store", type=Path, help="where the peers' rows are kept (default: the part's own)")
     add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
     add("--libraries", type=Path, help="a prebuilt llama.cpp, as ggml.py takes it")
     add("--write", action="store_true", help="put the tables where they belong")
@@ -368,32 +363,9 @@ class Store:
         self.path.write_text(f'{{"protocol": {protocol}, "rows": [\n  {lines}\n]}}\n')
 
 
-def divergences(base: Path, made: dict[tuple, Path], text: Path, limit: int) -> dict[tuple, dict]:
-    """KL divergence, bytes and bits per quantized weight of every checkpoint by its key."""
-    import torch
-
-    from quantkit.evaluation import evaluate
-    from quantkit.evaluation import windows as windows_of
-    from quantkit.models.files.open import open_checkpoint
-
-    torch.set_num_threads(1)
-    checkpoints = [open_checkpoint(str(path)) for path in (base, *made.values())]
-    windows = windows_of.load(checkpoints[0], text, CONTEXT, None, limit)
-    chosen = frozenset({"kld"})
-    found = evaluate.evaluate(checkpoints, windows, torch.float32, torch.device("cpu"), chosen=chosen)
-    return {
-        key: {
-            "kld": result.metrics.kld.mean,
-            "weight_bytes": result.size.weight_bytes,
-            "bits": result.size.bits_per_quantized_weight,
-        }
-        for key, result in zip(made, found.results[1:], strict=True)
-    }
-
-
 class Quality:
     """All cases on all models. bench: runs the jobs. STORE: where rows
-    of the peers, CASES, are kept, unless --store says so."""
+    of the peers, CASES, are kept."""
 
     NAME, CASES = "quality", PEERS
     STORE = ROOT / "scripts/peers/results.json"
@@ -428,10 +400,11 @@ class Quality:
                         made |= self.make(model, case, width)
             paths = {key: path for key, (path, _) in made.items()}
             for text in self.texts if made else ():
-                for key, found in divergences(base, paths, text, self.limit).items():
-                    row = made[key][1]
-                    row.setdefault("kld", {})[text.name] = round(found.pop("kld"), 6)
-                    row |= found
+                record = evaluated(base, paths.values(), text, CONTEXT, self.limit)
+                for key, found in zip(paths, record["models"][1:], strict=True):
+                    row, size = made[key][1], found["size"]
+                    row.setdefault("kld", {})[text.name] = round(found["metrics"]["kld"]["mean"], 6)
+                    row |= {"weight_bytes": size["weight_bytes"], "bits": size["bits_per_quantized_weight"]}
             yield from (row for _, row in made.values())
 
     def make(self, model: str, case: Case, width: Width) -> dict[tuple, tuple[Path, dict]]:
@@ -485,20 +458,14 @@ class Quality:
             self.store.add(row)
         return self.store.rows
 
-    def ours(self) -> list[dict]:
-        """Rows of quantkit, made anew each time."""
-        models = self.args.models or list(self.models)
-        return list(self.run(self.own_cases(), lambda model, *_: model in models))
-
     def own_cases(self) -> list[Case]:
-        given = dict(each.split("=", 1) for each in self.args.ours)
-        chosen = given if self.args.only_given else OURS | given
+        chosen = OURS | dict(each.split("=", 1) for each in self.args.ours)
         return [our_case(label, text) for label, text in chosen.items()]
 
     def show(self) -> None:
         """Run everything, print the tables or put them where they belong."""
         peers = self.peers()
-        ours = [] if self.args.peers_only else self.ours()
+        ours = list(self.run(self.own_cases(), lambda *_: True))  # made anew each time
         for key, error in self.failed.items():
             print(f"failed: {key}: {error}", file=sys.stderr)
         tools = {f"{row['tool']} {row['versions'].get(row['tool'], '')}".strip() for row in [*peers, *ours]}
@@ -531,7 +498,7 @@ class Formats(Quality):
     STORE = ROOT / "scripts/peers/formats.json"
 
     def own_cases(self) -> list[Case]:
-        return [case for case in FORMAT_OURS if re.search(self.args.rows, f"{case.label} {case.widths[0]}")]
+        return list(FORMAT_OURS)
 
     def sections(self, peers: list[dict], ours: list[dict], texts: list[str], note: str) -> dict[str, str]:
         """Format by format; ratios are ours to llm-compressor's."""

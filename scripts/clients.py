@@ -265,7 +265,7 @@ def generate(
     folders, results, paths, jobs = {}, {}, {}, []
     for cell in cells:
         ending = "as-is.json" if args.as_is else "json"
-        dtype = args.dtype or dtype_of(cell)
+        dtype = dtype_of(cell)
         path = root / "vllm" / f"{cell.name.replace(' ', '_')}.{dtype}.{ending}"
         try:
             folders[cell.name] = make(cell, root)
@@ -318,8 +318,8 @@ def vllm_section(every: list[Cell], args: argparse.Namespace, root: Path) -> str
         f"{table(header, rows)}\nDifferences of log probabilities in nats, over the {TOP} likeliest tokens "
     )
     text += f"of {len(IDS) - 1} positions; OK: a mean up to {SIXTEEN_BIT:g}, or to {share:.0%} of what "
-    text += f"compression changed. Measured with {versions(results)}, {args.dtype or 'float16'}"
-    if not args.dtype and any(dtype_of(cell) == "float32" for cell in cells):
+    text += f"compression changed. Measured with {versions(results)}, float16"
+    if any(dtype_of(cell) == "float32" for cell in cells):
         text += "; float32 in rows with rounded activations"
     text += ".\n"
     ran = [result for result in results.values() if "own_product" in result]
@@ -662,7 +662,6 @@ def main() -> None:
     add = parser.add_argument
     add("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)}; default: all")
     add("--python", help="of the client's environment (default: where clients-setup.sh makes it)")
-    add("--dtype", help="of vLLM; default: float32 where activations are rounded, else float16")
     add("--keep", type=Path, help="keep checkpoints and results here, and use what is there")
     add("--match", default="", help="only rows whose name, of served whose engine, contains this")
     add("--as-is", action="store_true", help="let vLLM refuse what this machine is no match for")

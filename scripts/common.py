@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -51,6 +52,13 @@ def quantkit(*arguments: object) -> str:
     command = [sys.executable, "-m", "quantkit", *map(str, arguments), "--quiet"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=env).stdout
+
+
+def evaluated(model: str | Path, made: Iterable[object], text: Path, ctx: int, limit: int | None) -> dict:
+    """The record of `quantkit eval` of a model and of what was made of it, with KL divergences."""
+    more = ["--limit", limit] if limit else []
+    asked = ["--text", text, "--ctx", ctx, *more, "--dtype", "float32", "--metrics", "kld", "--json"]
+    return json.loads(quantkit("eval", model, *made, *asked))
 
 
 def quantkit_logged(arguments: list[str], log: Path) -> None:

@@ -33,6 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+import common
 import torch
 from common import DEMO, ROOT, outlier_twin, quantkit, table, write_section
 
@@ -102,10 +103,8 @@ def quantize(
 
 
 def evaluated(model: str, places: Iterable[object], args: argparse.Namespace) -> dict:
-    """The record of `quantkit eval` of the model and of what was made of it."""
-    limit = ["--limit", args.limit] if args.limit else []
-    asked = ["--text", args.text, "--ctx", args.ctx, *limit, "--dtype", "float32", "--metrics", "kld"]
-    return json.loads(quantkit("eval", model, *places, *asked, "--json"))
+    """The record of the model and of what was made of it, on the text that was asked for."""
+    return common.evaluated(model, places, args.text, args.ctx, args.limit)
 
 
 def divergences(record: dict) -> list[float]:
