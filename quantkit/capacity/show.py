@@ -130,21 +130,6 @@ def _cache(record: Record) -> dict[str, str]:
         facts["layers"] = ", ".join(
             f"{number} {kind}{_window(windows.get(kind))}" for kind, number in kinds.items()
         )
-    if cache["what_if"]:
-        facts["what if"] = ", ".join(
-            f"{name.upper()} ({row['kv_heads']}) {gibibytes(row['bytes_per_sequence'])}"
-            for name, row in cache["what_if"].items()
-        )
-    pages = [
-        f"{gibibytes(row['most_wasted_bytes'])} in pages of {page}" for page, row in cache["paged"].items()
-    ]
-    facts["waste"] = f"at most {', '.join(pages)} tokens"
-    reserved = cache["reserved"]
-    if reserved["tokens"] > cache["tokens"]:
-        facts["waste"] += f"; {gibibytes(reserved['wasted_bytes'])} if {reserved['tokens']:,} are reserved"
-    if cache["attention_scores_bytes"]:
-        scores = gibibytes(cache["attention_scores_bytes"])
-        facts["attention"] = f"{scores} of scores per layer without FlashAttention"
     return facts
 
 
