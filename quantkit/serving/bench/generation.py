@@ -9,18 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from quantkit.serving.bench.machine import Clock
-
-
-class _Ticks(transformers.StoppingCriteria):
-    """Notes the time after every token, and never stops."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.times = clock, [clock()]
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        self.times.append(self.clock())
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+from quantkit.serving.engines.transformers import Clock, Ticks
 
 
 @torch.no_grad()
@@ -38,7 +27,7 @@ def run(
         max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, return_dict_in_generate=True
     )
     ids, mask = ids.to(model.device), mask.to(model.device)
-    ticks = _Ticks(clock)
+    ticks = Ticks(clock)
     stopping = transformers.StoppingCriteriaList([ticks])
     out = model.generate(ids, attention_mask=mask, generation_config=settings, stopping_criteria=stopping)
     seconds = [after - before for before, after in zip(ticks.times, ticks.times[1:], strict=False)]

@@ -7,12 +7,12 @@ A CPU reads in float32, for which its kernels are best.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
-from quantkit.models.machine.device import free_memory, is_accelerator, synchronize
+from quantkit.models.machine.device import free_memory, is_accelerator
+from quantkit.serving.engines.transformers import clock_of
 
 SIDES = {"cuda": 8192}  # of the matrices that are multiplied, by type of device
 SIDE = 1024
@@ -20,17 +20,6 @@ COLUMNS = 1024  # of the matrix that is read
 LEAST, MOST = 1 << 20, 1 << 30  # bytes that are read
 SECONDS = 0.3  # for each of both figures
 TRIALS = 5  # at least
-Clock = Callable[[], float]  # seconds
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Return a clock in seconds that waits for all the work on the device."""
-
-    def clock() -> float:
-        synchronize(device)
-        return time.perf_counter()
-
-    return clock
 
 
 def rates(device: torch.device, dtype: torch.dtype, read_bytes: int) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.capacity import Unsupported, formats, kv_cache
 from quantkit.capacity.source import Source
 from quantkit.capacity.source import read as read_source
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, require
 from quantkit.inspection import record
 from quantkit.models.files import headers, hub
 from quantkit.serving.bench.settings import Point, Settings
@@ -104,8 +104,7 @@ def open_subject(source: str, revision: str | None = None, offline: bool = False
     contents = headers.open_contents(str(path), None, True, strict=True)
     found: dict[str, Any] = record.describe(contents)
     model, quantization = found["model"], found["quantization"]
-    if not model["vocab_size"]:
-        raise QuantkitError(f"{source} has no vocab_size", "give a language model")
+    require(model["vocab_size"], f"{source} has no vocab_size", "give a language model")
     return Subject(
         source=source,
         path=path,

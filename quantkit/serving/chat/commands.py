@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.errors import USAGE, QuantkitError, name_all, require
 from quantkit.serving.chat.session import Session
 
 BLOCK = '"""'
@@ -61,13 +61,11 @@ def obey(line: str, session: Session) -> str:
             session.reset()
             return "started again"
         case "/system":
-            if talk.raw:
-                raise QuantkitError("raw text has no system message", "start without --raw", USAGE)
+            require(not talk.raw, "raw text has no system message", "start without --raw", USAGE)
             talk.system = rest
             return "the system message is set" if rest else "the system message is removed"
         case "/save":
-            if not rest:
-                raise QuantkitError("/save needs a file", "for example /save talk.jsonl", USAGE)
+            require(rest, "/save needs a file", "for example /save talk.jsonl", USAGE)
             talk.save(Path(rest))
             return f"saved to {rest}"
         case "/help":

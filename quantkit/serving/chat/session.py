@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.evaluation.sampling import Sampling
 from quantkit.text import chat
 
@@ -44,8 +44,7 @@ class Conversation:
 
         Raises QuantkitError for an empty conversation, another kind of file, and where it cannot be written.
         """
-        if not self.messages:
-            raise QuantkitError("the conversation is empty", "send a message first", USAGE)
+        require(self.messages, "the conversation is empty", "send a message first", USAGE)
         if path.suffix != ".jsonl":
             raise QuantkitError(f"{path} is not a .jsonl file", "for example /save talk.jsonl", USAGE)
         row = {"text" if self.raw else "messages": self.prompt()}
@@ -152,8 +151,7 @@ class Session:
     def again(self, stream: Stream) -> Answer:
         """Replace the last answer by another one. Raises QuantkitError where there is none."""
         *messages, last = self.conversation.messages or [{"role": "none"}]
-        if last["role"] != "assistant":
-            raise QuantkitError("there is no answer to replace", "send a message first", USAGE)
+        require(last["role"] == "assistant", "there is no answer to replace", "send a message first", USAGE)
         made = self._answer(messages, stream)
         if self.sampling.temperature:
             return made

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
 from quantkit.models import kv_types
@@ -21,6 +20,7 @@ from quantkit.serving.chat.settings import Settings
 from quantkit.serving.chat.transformers import TransformersChat
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.choose import choose_local
+from quantkit.text.sources import opened
 
 CONTEXT = 8192  # tokens at most by default: llama.cpp allocates memory for all of them
 RECOMMENDED = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}  # -> general.sampling.* of GGUF
@@ -65,7 +65,10 @@ def start(
         config = stored_config(checkpoint)
         if config and config.do_sample:
             known = {k: getattr(config, k, None) for k in RECOMMENDED}
-    given = _read(settings.template) if settings.template else None
+    given = None
+    if settings.template:
+        with opened(settings.template, "--template", "check the path") as file:
+            given = file.read()
     if not (settings.raw or given or stored):
         hint = "add --template FILE, or --raw to continue text without roles"
         raise QuantkitError(f"{source} has no chat template", hint, USAGE)
@@ -80,14 +83,6 @@ def start(
         engine = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
     numbers = {k: v for k, v in known.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     return Session(engine, Conversation(settings.system, settings.raw), sampling(settings, numbers))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        message = f"--template {path} cannot be read: {error}"
-        raise QuantkitError(message, "check the path", NOT_FOUND) from error
 
 
 def sampling(settings: Settings, recommended: Mapping[str, float]) -> Sampling:

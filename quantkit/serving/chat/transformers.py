@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from datetime import date
 from typing import Any
 
 import torch
+import transformers
 
 from quantkit.evaluation.generate import Streamer, decode
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
@@ -37,7 +37,7 @@ class TransformersChat:
         loaded = engine.load(checkpoint, dtype, device, context, decoded=decoded)
         self.facts = Facts(
             source=checkpoint.source,
-            engine=f"transformers {engine.version()}",
+            engine=f"transformers {transformers.__version__}",
             kernels=loaded.kernels,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
@@ -67,14 +67,14 @@ class TransformersChat:
             raise context_full(len(ids), self.facts.context)
         cache, cached, note = self._kept.begin(ids)
         limit, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
-        began, clock = time.monotonic(), engine.Clock(self._device, stopped)
+        ticks = engine.Ticks(engine.clock_of(self._device), stopped)
         try:
             out = generate(
                 self._model,
                 given,
                 replace(sampling, tokens=limit),
                 self._ends,
-                stopping_criteria=[clock],
+                stopping_criteria=[ticks],
                 streamer=Streamer(self._tokenizer, stream),
                 return_dict_in_generate=True,
                 **({"past_key_values": cache} if cache is not None else {}),
@@ -91,8 +91,8 @@ class TransformersChat:
             prompt_tokens=len(ids),
             cached_tokens=cached,
             generated_tokens=len(new),
-            prefill_seconds=clock.times[0] - began,
-            decode_seconds=clock.times[-1] - clock.times[0],
+            prefill_seconds=ticks.times[1] - ticks.times[0],
+            decode_seconds=ticks.times[-1] - ticks.times[1],
             stop="end" if ended else None,
             kv_bytes=engine.cache_bytes([out.get(name) for name in CACHES]),
             notes=(note,) if note else (),

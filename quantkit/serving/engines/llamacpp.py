@@ -145,25 +145,6 @@ class Session:
         self.stream({"prompt": given, "n_predict": tokens} | fields, receive, stopped)
         return "".join(parts), last["timings"], last["reason"] == "stop"
 
-    def complete_all(
-        self,
-        prompts: Sequence[Sequence[int]],
-        tokens: int,
-        arrived: Callable[[int, Mapping[str, float]], None],
-    ) -> None:
-        """Continue all prompts at once by exactly `tokens` tokens each, greedily and from the beginning.
-
-        arrived: called with the index of a prompt that has new tokens, and its timings so far.
-        Raises QuantkitError with llama.cpp's message.
-        """
-
-        def receive(chunk: Mapping[str, Any]) -> None:
-            for choice in chunk.get("choices", ()):
-                arrived(choice["index"], chunk["timings"])
-
-        exact = {"ignore_eos": True, "cache_prompt": False, "timings_per_token": True}
-        self.stream({"prompt": [list(ids) for ids in prompts], "n_predict": tokens} | exact, receive)
-
     def stream(
         self,
         request: dict[str, Any],

@@ -9,26 +9,19 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module, util
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import RESOURCES, QuantkitError, first_line
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, synchronize
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # warns at every product about the type of its inputs
-CLIENTS = {  # packages with the kernels of a layout
-    "bitsandbytes": "bitsandbytes",
-    "gptq": "gptqmodel",
-    "awq": "gptqmodel",
-    "compressed-tensors": "compressed_tensors",
-}
 
 
 @dataclass(frozen=True)
@@ -45,18 +38,6 @@ class Loaded:
     note: str
     weight_bytes: int
     attention: str
-
-
-def version() -> str:
-    """Return the version of transformers."""
-    return transformers.__version__
-
-
-def import_client(layout: str | None) -> None:
-    """Import the client of a layout, so that its memory and seconds are not counted as the model's."""
-    package = CLIENTS.get(layout or "")
-    if package and util.find_spec(package):
-        import_module(package)
 
 
 def load(
@@ -145,28 +126,27 @@ def _kernels(model: nn.Module) -> tuple[str, bool]:
     return (found.most_common(1)[0][0], True) if found else ("torch Linear", False)
 
 
-def set_attention(checkpoint: Checkpoint, model: nn.Module, attention: str) -> None:
-    """Set the attention implementation of a loaded model. Raises QuantkitError (exit code 4) with the reason
-    where the model has none of that name."""
-    try:
-        model.set_attn_implementation(attention)
-    except (ImportError, ValueError) as error:
-        hint = "eager and sdpa run everywhere"
-        raise QuantkitError(
-            f"{checkpoint.source} has no attention {attention!r}: {first_line(error)}", hint, UNSUPPORTED
-        ) from error
+Clock = Callable[[], float]  # seconds
 
 
-class Clock(transformers.StoppingCriteria):
-    """Clock that records the time of each token (`time.monotonic`), and ends the text once `stopped()`."""
+def clock_of(device: torch.device) -> Clock:
+    """Return a clock in seconds that waits for all the work on the device."""
 
-    def __init__(self, device: torch.device, stopped: Callable[[], bool] = lambda: False):
-        self.times: list[float] = []
-        self._device, self._stopped = device, stopped
+    def clock() -> float:
+        synchronize(device)
+        return time.perf_counter()
+
+    return clock
+
+
+class Ticks(transformers.StoppingCriteria):
+    """Records the time now and after each token, and ends the text once `stopped()`."""
+
+    def __init__(self, clock: Clock, stopped: Callable[[], bool] = lambda: False):
+        self.clock, self.times, self._stopped = clock, [clock()], stopped
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        synchronize(self._device)
-        self.times.append(time.monotonic())
+        self.times.append(self.clock())
         return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 

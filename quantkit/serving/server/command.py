@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room
@@ -106,8 +106,7 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
             "rename it",
         ),
     ):
-        if refused:
-            raise QuantkitError(f"transformers serve {why}", hint, UNSUPPORTED)
+        require(not refused, f"transformers serve {why}", hint, UNSUPPORTED)
     sibling = Path(sys.executable).with_name("transformers")
     script = str(sibling) if sibling.exists() else shutil.which("transformers")
     argv = [script] if script else [sys.executable, "-m", "transformers.cli.transformers"]

@@ -57,7 +57,7 @@ class Pair:
     (4).
     """
 
-    name = f"transformers {engine.version()}"
+    name = f"transformers {transformers.__version__}"
     reloads = False
 
     def __init__(

@@ -27,7 +27,6 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
 from quantkit.quantize.progress import Progress
-from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.bench.settings import Attention
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
@@ -107,7 +106,7 @@ class _Bench:
         self.batch = settings.batch
         self.refused: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
-        self.clock = clock_of(device)
+        self.clock = engine.clock_of(device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         # logits of the last token only where the model can, as in serving: all take more than attention does
         last = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -142,12 +141,11 @@ class _Bench:
             if name in self.refused:
                 continue
             try:
-                engine.set_attention(self.checkpoint, self.model, name)
+                self.model.set_attn_implementation(name)
                 with torch.no_grad():
                     work(name, ids, rows[name])
-            except (QuantkitError, *REFUSALS) as error:
-                reason = first_line(error.__cause__ or error)
-                self.refused[name] = textwrap.shorten(reason, REASON, placeholder=" …")
+            except REFUSALS as error:
+                self.refused[name] = textwrap.shorten(first_line(error), REASON, placeholder=" …")
                 gc.collect()
                 give_back(self.device)
 

@@ -15,10 +15,9 @@ import torch
 import transformers
 from torch import nn
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step
 from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.machine import Clock
+from quantkit.serving.engines.transformers import Clock
 
 MOST_TOKENS = 2048  # in one step: prompts beyond it are cut into pieces
 PAGE = 16  # tokens of a cache block
@@ -34,17 +33,14 @@ def serve(
 ) -> Replay:
     """Serve every request greedily, at most `size` at once, in cache blocks of `page` tokens.
 
-    clock: seconds, read when all the work on the device is done. Raises QuantkitError (exit code 4) where
-    this transformers has another loop, and transformers' own errors for models without a paged cache.
+    clock: seconds, read when all the work on the device is done. Raises transformers' own errors for models
+    without a paged cache, and AttributeError where this transformers has another loop.
     """
     manager, before = None, model.config._attn_implementation
     try:
         with torch.no_grad():
             manager = _manager(model, requests, size, page)
             return _loop(manager, requests, prompts, clock)
-    except AttributeError as error:
-        message = f"transformers {transformers.__version__} batches in another way: {error}"
-        raise QuantkitError(message, "transformers 5.23 is known to work", UNSUPPORTED) from error
     finally:
         if manager is not None:
             manager.batch_processor = None  # its end empties the device's caches

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, one_of
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.progress import Progress
 from quantkit.serving.bench.batching import continuous, padded, trace
 from quantkit.serving.bench.batching.accounting import Replay, figures
 from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.bench.settings import Batching
 from quantkit.serving.engines import transformers as engine
 
@@ -30,16 +29,14 @@ SCHEMA = "quantkit.bench-batching/2"
 WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a padded batch waits for company
 STRATEGIES = (*WAITS, "continuous")
 WARM_TOKENS = 4  # of every answer of the unmeasured round
-REFUSALS = (ImportError, RuntimeError, ValueError, MemoryError)
+# AttributeError: a transformers whose loop of continuous batching is another one
+REFUSALS = (ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
 
 
 def strategies(settings: Batching) -> tuple[str, ...]:
     """Return the strategies of --policies. Raises QuantkitError (exit code 2) for an unknown one."""
     names = settings.names("policies")
-    if unknown := [name for name in names if name not in STRATEGIES]:
-        hint = f"choose of {', '.join(STRATEGIES)}"
-        raise QuantkitError(f"unknown policy: {name_all(unknown)}", hint, USAGE)
-    return names
+    return tuple(one_of(name, STRATEGIES, f"unknown policy {name!r}") for name in names)
 
 
 def draw_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[list[int]]:
@@ -106,7 +103,7 @@ class _Bench:
     refused: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.size, self.clock = self.settings.batch, clock_of(self.device)
+        self.size, self.clock = self.settings.batch, engine.clock_of(self.device)
         vocabulary = self.model.config.get_text_config().vocab_size
         self.prompts = draw_prompts(self.requests, vocabulary, self.settings.seed)
 

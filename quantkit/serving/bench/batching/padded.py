@@ -14,7 +14,7 @@ from torch import nn
 from quantkit.serving.bench.batching.accounting import Replay, Served, Step
 from quantkit.serving.bench.batching.trace import Request
 from quantkit.serving.bench.generation import run
-from quantkit.serving.bench.machine import Clock
+from quantkit.serving.engines.transformers import Clock
 
 
 def next_batch(

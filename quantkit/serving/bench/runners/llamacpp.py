@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import require
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.settings import Point
 from quantkit.serving.bench.subjects import Job
@@ -39,10 +39,13 @@ class Runner:
         arrivals: list[list[tuple[float, int]]] = [[] for _ in prompts]
         began = time.perf_counter()
 
-        def arrived(index: int, timings: Mapping[str, float]) -> None:
-            arrivals[index].append((time.perf_counter(), int(timings["predicted_n"])))
+        def receive(chunk: Mapping[str, Any]) -> None:
+            for choice in chunk.get("choices", ()):
+                counted = int(chunk["timings"]["predicted_n"])
+                arrivals[choice["index"]].append((time.perf_counter(), counted))
 
-        self._session.complete_all([list(prompt) for prompt in prompts], tokens, arrived)
+        request = {"prompt": [list(prompt) for prompt in prompts], "n_predict": tokens, "ignore_eos": True}
+        self._session.stream(request | {"cache_prompt": False, "timings_per_token": True}, receive)
         padded = -(-(point.prompt + tokens) // PAD) * PAD  # laid out for every sequence before it begins
         kv = self._job.subject.cache_bytes(Point(point.batch, padded), 0, KV_BYTES)
         return timing(began, arrivals, point, tokens, kv)
@@ -76,8 +79,7 @@ def timing(
     first = max(rows[0][0] for rows in arrivals)
     last = max(rows[-1][0] for rows in arrivals)
     early = sum(max(count for moment, count in rows if moment <= first) for rows in arrivals)
-    if last == first:
-        raise QuantkitError("llama.cpp sent all tokens at once: there is no step to time", "add --tokens")
+    require(last != first, "llama.cpp sent all tokens at once: there is no step to time", "add --tokens")
     rows = arrivals[0]
     steps = [
         (after - before) / (count - counted)  # a character of several tokens arrives at once

@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module, util
 
 import torch
 import transformers
 
+from quantkit.evaluation.generate import shared_dtype
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.machine.device import choose_device, choose_dtype
+from quantkit.models.machine.device import choose_device
 from quantkit.serving.bench import generation
-from quantkit.serving.bench.machine import clock_of
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import transformers as engine
 
-STORED = {torch.bfloat16: "BF16", torch.float16: "F16"}
+CLIENTS = {  # packages with the kernels of a layout
+    "bitsandbytes": "bitsandbytes",
+    "gptq": "gptqmodel",
+    "awq": "gptqmodel",
+    "compressed-tensors": "compressed_tensors",
+}
 
 
 def prepare(job: Job) -> tuple[torch.device, int]:
     """Import the layout's client and the family's own code, which transformers imports on demand."""
-    if not job.settings.decoded:
-        engine.import_client(job.subject.stored)
+    package = CLIENTS.get(job.subject.stored or "")
+    if package and util.find_spec(package) and not job.settings.decoded:
+        import_module(package)  # its memory and seconds are not the model's
     checkpoint, dtype, device = _open(job)
     transformers.AutoModelForCausalLM._model_mapping.get(type(checkpoint.config), None)
     return device, dtype.itemsize
@@ -32,8 +39,7 @@ def _open(job: Job) -> tuple[Checkpoint, torch.dtype, torch.device]:
     """Return the checkpoint, its precision on this hardware and the device."""
     checkpoint = open_checkpoint(str(job.subject.path), trust_remote_code=job.settings.trust_remote_code)
     device = choose_device(job.settings.device)
-    stored = STORED.get(checkpoint.config.dtype, "F32")
-    return checkpoint, getattr(torch, choose_dtype(job.settings.dtype, stored, device)), device
+    return checkpoint, shared_dtype(job.settings.dtype, checkpoint, device), device
 
 
 class Runner:
@@ -44,9 +50,9 @@ class Runner:
         checkpoint, dtype, device = _open(job)
         longest = max(point.batch * (point.prompt + job.settings.tokens) for point in job.points)
         loaded = engine.load(checkpoint, dtype, device, longest, decoded=job.settings.decoded)
-        self._model, self._clock = loaded.model, clock_of(device)
+        self._model, self._clock = loaded.model, engine.clock_of(device)
         self.facts = Facts(
-            version=engine.version(),
+            version=transformers.__version__,
             weight_bytes=loaded.weight_bytes,
             kernels=loaded.kernels,
             packed=loaded.packed,
