@@ -92,7 +92,10 @@ class FolderSpace:
         """Return choices with equal units, as `quantkit gptq --bits B --group-size G` makes."""
         names = set.intersection(*({one.name for one in unit.candidates} for unit in units))
         equal = {name: {unit.name: name for unit in units} for name in sorted(names)}
-        return [Preset(_in_words(name), choice, self.values(units, choice)) for name, choice in equal.items()]
+        return [
+            Preset("{} bit g{}".format(*name.split(",")), choice, self.values(units, choice))
+            for name, choice in equal.items()
+        ]
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
         """Return the recipe of a choice: the commonest candidate, and overrides for the others."""
@@ -107,11 +110,6 @@ class FolderSpace:
         values = {"quant.layout": self.layout, "quant.bits": bits, "quant.group_size": group_size}
         values |= {} if self.symmetric else {"quant.sym": False}
         return values | ({"run.override": overrides} if overrides else {})
-
-
-def _in_words(name: str) -> str:
-    bits, group_size = name.split(",")
-    return f"{bits} bit g{group_size}"
 
 
 def _pattern(unit: Unit) -> str:

@@ -17,7 +17,7 @@ from quantkit.auto.engines import ENGINES, Space
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.solving import KEPT_IN
 from quantkit.auto.units import Preset, Unit, nbytes, usual
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
 from quantkit.models.machine.device import free_memory
@@ -195,8 +195,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     if not dry_run:
         may_replace.check(output, one_file, request.overwrite)
     units = space.units(prepared)
-    if not units:
-        raise QuantkitError("no linear is left to choose bits for", "narrow --exclude", USAGE)
+    require(units, "no linear is left to choose bits for", "narrow --exclude", USAGE)
     windows, held_out = _windows(request, prepared)
     kept = prepared.calibration.tokens[: len(prepared.calibration.tokens) - held_out]
     tokens, statistics = _apart(kept, request.options.search_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option, parse_tokens, size_bytes
 from quantkit.quantize.methods import composing
 
@@ -84,10 +84,6 @@ class AutoOptions:
                 raise QuantkitError(what, f"choose {' or '.join(names)}", USAGE)
         if self.max_size is not None:
             size_bytes(self.max_size, "--max-size")
-        if self.text and not self.text.is_file():
-            raise QuantkitError(
-                f"text {self.text} cannot be read: no such file", "check the path given to --text", NOT_FOUND
-            )
 
 
 @dataclass(frozen=True)

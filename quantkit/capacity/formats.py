@@ -139,12 +139,6 @@ def named(text: str) -> str:
     return spelled[one_of(text.lower(), spelled, f"unknown --format {text!r}", ALIASES)]
 
 
-def of_method(method: str) -> str:
-    """Return the format that a method writes with default options."""
-    module = methods.load(method)
-    return module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
-
-
 def computes(name: str) -> str:
     """Return the type in which engines multiply weights of this format, if the device has the type."""
     method = _packed().get(name)

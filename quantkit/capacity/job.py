@@ -72,8 +72,9 @@ def _record(
     seqlen: int,
 ) -> dict[str, Any]:
     """Return the JSON of one method's job."""
-    work, on_gpu = methods.load(method).WORK, device is not None and device.kind == "cuda"
-    weights = formats.weights(formats.of_method(method), parameters, settings)
+    module, on_gpu = methods.load(method), device is not None and device.kind == "cuda"
+    stored = module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
+    work, weights = module.WORK, formats.weights(stored, parameters, settings)
     if weights.reason:
         return NOTHING | {"reason": weights.reason}
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)

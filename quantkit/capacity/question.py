@@ -8,7 +8,7 @@ from functools import cached_property
 
 from quantkit.capacity import devices
 from quantkit.capacity.devices import Device
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models import kv_types
 from quantkit.options import MOST, option, parse_tokens
 
@@ -56,8 +56,7 @@ class Question:
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
                 raise QuantkitError(f"--{name} {value:g} makes no sense", "give a positive number", USAGE)
-        if self.gpus and not self.one:
-            raise QuantkitError("--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
+        require(not self.gpus or self.one, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
         _ = self.kv_bytes, self.device
 
     @property

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor
 from transformers.generation.streamers import TextStreamer
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, require
 from quantkit.evaluation import sampling
 from quantkit.evaluation.sampling import Sampling, ends_of_text
 from quantkit.evaluation.whole_model import load_model
@@ -42,8 +42,7 @@ class Settings(Sampling):
     def check(self) -> None:
         """Raise QuantkitError for values that make no sense."""
         super().check()
-        if not self.prompt:
-            raise QuantkitError("the prompt is empty", "give some text with -p", USAGE)
+        require(self.prompt, "the prompt is empty", "give some text with -p", USAGE)
 
 
 @dataclass(frozen=True)
@@ -178,10 +177,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
         asked = Conversation([{"role": "user", "content": settings.prompt}], "the prompt")
         text = ChatTemplate(tokenizer).render(asked, answer=True)
         ids = tokenizing.encode(tokenizer, text)
-    if not ids:
-        raise QuantkitError(
-            f"the prompt has no token in {checkpoint.source}", "give other text with -p", USAGE
-        )
+    require(ids, f"the prompt has no token in {checkpoint.source}", "give other text with -p", USAGE)
     return torch.tensor([ids])
 
 

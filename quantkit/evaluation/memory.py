@@ -69,13 +69,9 @@ def decide(
         return HERE, here
     if accelerated and there <= free and kept <= COMFORT * host:
         return Place("host"), there
-    remedies = ["a --device with more memory"]
+    remedy = "--dtype bfloat16, or a --device with more memory"
     if limit and not accelerated:
-        remedies = [f"--max-memory {-(-(limit.resident + there) // TENTH) / 10:g}GB"]
-    if there > free and dtype == torch.float32:
-        half, _ = need(checkpoints, torch.bfloat16, device, tokens, batch, compared, spilled=True)
-        remedies = (["--dtype bfloat16"] if half <= free else []) + remedies
-    remedy = ", or ".join(remedies)
+        remedy = f"--max-memory {-(-(limit.resident + there) // TENTH) / 10:g}GB"
     check_memory(there, free, remedy, device, limit, "the evaluation")
     folder = scratch_folder()
     check_disk(folder, kept)

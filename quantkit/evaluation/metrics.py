@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import one_of
 from quantkit.models.machine import distributed
 
 SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
@@ -83,16 +83,9 @@ class Metrics:
 
 
 def select(names: str | None) -> frozenset[str]:
-    """Return the metrics of a comma-separated list; None: all. Raises QuantkitError naming unknown ones."""
+    """Return the metrics of a comma-separated list; None: all. Raises QuantkitError for an unknown one."""
     chosen = SELECTABLE if names is None else tuple(name.strip() for name in names.split(","))
-    unknown = [name for name in chosen if name not in SELECTABLE]
-    if unknown:
-        raise QuantkitError(
-            f"--metrics {names!r}: no metric is called {', '.join(map(repr, unknown))}",
-            hint=f"choose from {', '.join(SELECTABLE)}",
-            exit_code=USAGE,
-        )
-    return frozenset(chosen)
+    return frozenset(one_of(name, SELECTABLE, f"--metrics: no metric is called {name!r}") for name in chosen)
 
 
 def summarize(scores: Scores, base: Scores | None, chosen: frozenset[str]) -> Metrics:

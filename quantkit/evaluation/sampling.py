@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, require
 from quantkit.models.files.checkpoint import Checkpoint
 
 
@@ -27,12 +27,10 @@ class Sampling:
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        if self.tokens < 1:
-            raise QuantkitError(f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
+        require(self.tokens >= 1, f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
         if not 0 <= self.temperature < float("inf"):
             raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
-        if self.top_k < 0:
-            raise QuantkitError(f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
+        require(self.top_k >= 0, f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
         if not 0 < self.top_p <= 1:
             raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
         if not self.temperature and (self.top_k or self.top_p < 1):

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation.sampling import Sampling, generation_config
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import atomic
@@ -142,8 +142,7 @@ def check_output(output: Path, overwrite: bool) -> None:
         return
     if output.is_symlink() or not output.is_file():
         raise QuantkitError(f"{output} is not a plain file", "choose another -o, such as own.jsonl", USAGE)
-    if not overwrite:
-        raise QuantkitError(f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)
+    require(overwrite, f"{output} exists", "choose another -o, or replace it with --overwrite", USAGE)
     with open(output, "rb") as file:
         first = file.read(9)
     if first not in (b'{"text": ', b""):

@@ -21,7 +21,9 @@ Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A checkpoint, or the model of a trial. name: the source in results. cache: quantized keys and values.
+    """A checkpoint, or the model of a trial. name: in results, such as
+    `./model as fp4,solver=rtn`, `./model, weights only`, `./model, kv q8_0`. cache: quantized keys and
+    values.
 
     weights_only: linears compute with decoded weights, whatever clients do to activations.
     """
@@ -46,7 +48,8 @@ class StreamedModel:
         scales = stored_scales(skeleton) if not (trial or weights_only) else {}
         chosen = kv_dtype or ("fp8" if scales else None)
         cache = KvCache(chosen, scales) if chosen else None
-        name = named(checkpoint, trial, kv_dtype, weights_only)
+        name = f"{checkpoint.source} as {trial.name}" if trial else checkpoint.source
+        name += ", weights only" * weights_only + (f", kv {kv_dtype}" if kv_dtype else "")
         return StreamedModel(name, skeleton, trial, cache, weights_only)
 
     def states(self, batches: Sequence[Tensor], listen: Listener, place: Place | None = None) -> States:
@@ -80,13 +83,3 @@ class StreamedModel:
     def chunk_tokens(self) -> int:
         """Return the number of tokens in a chunk of logits."""
         return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))
-
-
-def named(
-    checkpoint: Checkpoint, trial: Trial | None, kv_dtype: str | None = None, weights_only: bool = False
-) -> str:
-    """`./model as fp4,solver=rtn` for a trial, `./model, weights only`, `./model, kv q8_0` with a
-    quantized cache."""
-    name = f"{checkpoint.source} as {trial.name}" if trial else checkpoint.source
-    name = f"{name}, weights only" if weights_only else name
-    return f"{name}, kv {kv_dtype}" if kv_dtype else name

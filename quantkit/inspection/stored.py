@@ -11,6 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,20 +96,13 @@ class _Part:
         return memoryview(data).cast(UNPACKED[self.dtype]).tolist()
 
 
-def layout_of(contents: Contents) -> Layout | None:
-    """Return the layout that decodes a folder's linears; None where there is none."""
-    try:
-        return layouts.detect(contents.config)
-    except QuantkitError:
-        return None
-
-
 def weights_of(contents: Contents) -> list[Weight]:
     """Return every parameter, in the order of the file."""
     if contents.container == "gguf":
         return list(_of_gguf(contents.infos))
-    found, taken = [], set()
-    layout = layout_of(contents)
+    found, taken, layout = [], set(), None
+    with suppress(QuantkitError):
+        layout = layouts.detect(contents.config)
     coded = _packed(layout, contents) if layout else _foreign(contents.infos)
     for linear, dtype, codes, parts in coded:
         nbytes = sum(info.nbytes for info in parts)

@@ -46,8 +46,9 @@ def verify(
         manifest = contents.manifest or {}
         untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, "copy or download it again")
     except QuantkitError as error:
-        if not _was_written(Path(source)):
-            raise
+        place = Path(source)
+        if not (place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()):
+            raise  # no checkpoint was written here
         return found | {"made": None, "files": [], "linears": [], "problems": [error.message]}
     made = record.describe(contents)
     found["made"] = made["provenance"]
@@ -76,11 +77,6 @@ def verify(
             if not row["agrees"]
         ]
     return found
-
-
-def _was_written(place: Path) -> bool:
-    """Return whether a checkpoint was written here, however damaged."""
-    return place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()
 
 
 def _files(

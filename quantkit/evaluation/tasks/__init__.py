@@ -157,10 +157,7 @@ def _scores(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
         metric, comma, kind = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
             name = metric if kind == "none" else f"{metric} ({kind})"
-            found[name] = {"value": float(value), "stderr": _number(row.get(f"{metric}_stderr,{kind}"))}
+            error = row.get(f"{metric}_stderr,{kind}")
+            known = isinstance(error, (int, float))  # the harness writes N/A for an unknown one
+            found[name] = {"value": float(value), "stderr": float(error) if known else None}
     return found
-
-
-def _number(value: Any) -> float | None:
-    """Return a number, or None for the harness's N/A."""
-    return float(value) if isinstance(value, (int, float)) else None
