@@ -16,6 +16,7 @@ from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.inspect-diff/2"
+ROWS = 256  # of two weights compared at a time
 Listener = Callable[[str, int, int], None]  # what, done, of how many
 
 
@@ -97,10 +98,13 @@ def compare(
 
 def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
     """Return `lost = |A - B|²`, `norm = |A|²`, their relation and the largest difference of values."""
-    norm = torch.linalg.vector_norm(left, dtype=torch.float64).item() ** 2
-    difference = right - left
-    lost = torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
-    largest = difference.abs_().max().item() if difference.numel() else 0.0
+    lost = norm = largest = 0.0
+    pairs = zip(torch.atleast_1d(left).split(ROWS), torch.atleast_1d(right).split(ROWS), strict=True)
+    for a, b in pairs:
+        difference = a - b
+        lost += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
+        norm += torch.linalg.vector_norm(a, dtype=torch.float64).item() ** 2
+        largest = max(largest, difference.abs().max().item() if difference.numel() else 0.0)
     return {"relative": _relation(lost, norm), "largest": largest, "lost": lost, "norm": norm}
 
 
