@@ -69,7 +69,7 @@ def decide(
         return HERE, here
     if accelerated and there <= free and kept <= COMFORT * host:
         return Place("host"), there
-    remedy = "--dtype bfloat16, or a --device with more memory"
+    remedy = "--dtype bfloat16 or " * (dtype == torch.float32) + "a --device with more memory"
     if limit and not accelerated:
         remedy = f"--max-memory {-(-(limit.resident + there) // TENTH) / 10:g}GB"
     check_memory(there, free, remedy, device, limit, "the evaluation")
