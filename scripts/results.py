@@ -12,6 +12,7 @@ auto: what `quantkit auto` finds, against uniform presets of the same bytes and 
 distill: compressed students before and after 128 sequences of their teacher.
 smaller: students with fewer blocks; `--more`: other text to train on.
 specdec: drafts of the model, measured and by theory.
+cloze: no table, but quantkit/evaluation/tasks/cloze.jsonl: passages whose last word is to be guessed.
 
 MODEL is the bundled demo model unless given, TEXT is text on which nothing was trained or chosen. `--keep
 FOLDER` keeps what is made, and an interrupted run goes on from there. Exit code 1 where a table does not show
@@ -638,6 +639,61 @@ def by_draft(args: argparse.Namespace, folder: Path) -> list[str]:
     return []
 
 
+# cloze
+
+WORDS = 100  # of a passage at least, before the word to be guessed
+STEP = 12  # words between two of them
+RECENT = 4  # words: what was said just before would be an echo
+COMMON = set(
+    """
+    about above after again against also another away back because been before being below between both
+    came could days done down during each even ever every found from further gave given goes gone great
+    hand have having head here himself however into itself just knew know last less like little long
+    look looked made make many might mine more most much must myself never nothing once only other
+    others over quite rather said same seen shall should since some still such take than that their them
+    then there these they thing things think this those though thought three through time told took
+    twice under until upon very want well went were what when where whether which while whole will with
+    within without work would year years your
+    """.split()
+)
+
+
+def passages(text: str) -> list[str]:
+    """Passages that end in the word to be guessed, in the order of the text.
+
+    As in LAMBADA (Paperno et al. 2016, section 3) the word is to follow from the passage, hardly from its
+    last sentence: here it is one that the passage has had before, and not just before. Nobody has tried these
+    passages on people, so not every one can be guessed. Neighbours overlap, and end at least STEP words
+    apart.
+    """
+    found, last = [], -STEP
+    tokens = list(re.finditer(r"\S+", text))
+    starts = [0] + [k + 1 for k, token in enumerate(tokens[:-1]) if re.search(r"[.!?][\"”’']?$", token[0])]
+    for index, token in enumerate(tokens):
+        ends = re.fullmatch(r"([A-Za-z]{4,})[.,;:!?]?[\"”’']?", token[0])
+        if not ends or ends[1].lower() in COMMON or index - last < STEP:
+            continue
+        begin = max((start for start in starts if start <= index - WORDS), default=None)
+        if begin is None:
+            continue
+        before = [re.sub(r"\W+$|^\W+", "", other[0]) for other in tokens[begin:index]]
+        if ends[1] in before[:-RECENT] and ends[1] not in before[-RECENT:]:
+            passage = text[tokens[begin].start() : token.start() + len(ends[1])]
+            found.append(" ".join(passage.split()))
+            last = index
+    return found
+
+
+def by_passage(args: argparse.Namespace, folder: Path) -> list[str]:
+    found = passages(
+        (ROOT / "tests/data/heldout.txt").read_text(encoding="utf-8")
+    )  # nothing is trained on it
+    lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in found)
+    (ROOT / "quantkit/evaluation/tasks/cloze.jsonl").write_text(lines, encoding="utf-8")
+    print(f"{len(found)} passages")
+    return []
+
+
 PARTS = {  # name -> function, defaults of its flags
     "methods": (by_method, {}),
     "transforms": (by_transform, {"limit": 10240, "samples": 48}),
@@ -647,6 +703,7 @@ PARTS = {  # name -> function, defaults of its flags
     "distill": (by_student, {"limit": 40960, "samples": 128}),
     "smaller": (by_smaller_student, {"limit": 40960, "samples": 840}),
     "specdec": (by_draft, {}),
+    "cloze": (by_passage, {}),
 }
 
 

@@ -98,11 +98,11 @@ def test_a_continuation_longer_than_the_context_keeps_its_end(tiny_model):
 
 def test_the_shipped_passages_are_those_of_the_script(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    import make_cloze
+    import results
 
     heldout = (REPOSITORY / "tests" / "data" / "heldout.txt").read_text(encoding="utf-8")
     shipped = [row["text"] for row in tasks.passages()]
-    assert shipped == make_cloze.passages(heldout) and len(shipped) > 100
+    assert shipped == results.passages(heldout) and len(shipped) > 100
     assert len(set(shipped)) == len(shipped)
     for passage in shipped:
         before, word = passage.rsplit(" ", 1)

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on streamed models: any layout, in constant memory. The extra `tasks`.
 
 `cloze` comes with quantkit and needs no network: passages whose last word is to be guessed, in LAMBADA's form
-(scripts/make_cloze.py). All other names are the harness's own; their data is fetched by it.
+(`scripts/results.py cloze`). All other names are the harness's own; their data is fetched by it.
 """
 
 from __future__ import annotations
