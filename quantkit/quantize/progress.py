@@ -33,3 +33,6 @@ class Progress:
     def evaluating(self, source: str, done: int, total: int) -> None:
         """A block of a model was evaluated."""
         self.counting(f"evaluating {source}", done, total)
+
+
+SILENT = Progress()

@@ -16,7 +16,7 @@ from typing import Any
 
 import quantkit
 from quantkit.errors import RUNTIME, QuantkitError, printable
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench import runners
 from quantkit.serving.bench.settings import Point, Settings
 from quantkit.serving.bench.subjects import Job, Subject, open_subject
@@ -90,9 +90,8 @@ def rows(
     return found
 
 
-def measure(found: Sequence[Measured], settings: Settings, progress: Progress | None = None) -> None:
+def measure(found: Sequence[Measured], settings: Settings, progress: Progress = SILENT) -> None:
     """Fill the rows, in rounds. A failure is reported at once and is not tried again."""
-    progress = progress or Progress()
     each = len(settings.points) * (settings.warmup + settings.repeats)
     done, total = 0, settings.rounds * each * len(found)
     for turn in range(settings.rounds * len(found)):

@@ -13,7 +13,7 @@ from quantkit.models import kv_types
 from quantkit.models.files import gguf_file, hub
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
 from quantkit.serving.chat.session import Conversation, Session
 from quantkit.serving.chat.settings import Settings
@@ -32,11 +32,10 @@ def start(
     revision: str | None = None,
     offline: bool = False,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> Session:
     """Load the model. Raises QuantkitError for invalid settings, and a model that does not load, does not fit
     the memory, or has no chat template."""
-    progress = progress or Progress()
     settings.check()
     kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
     sampling(replace(settings, temperature=settings.temperature or 1.0), {})

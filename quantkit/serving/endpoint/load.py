@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from quantkit.errors import USAGE, QuantkitError, count, require
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench.settings import require_numbers
 from quantkit.serving.endpoint.client import Endpoint, RequestFailed, is_loopback
 from quantkit.serving.endpoint.dialect import Dialect, learn, words
@@ -52,14 +52,13 @@ class Settings:
         require(most <= MOST, f"--concurrency {most} makes no sense", f"choose at most {MOST}", USAGE)
 
 
-def measure(url: str, settings: Settings, listen: Progress | None = None) -> dict[str, Any]:
+def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str, Any]:
     """Put an endpoint under load, level by level; return the versioned JSON, without the key.
 
     levels: the record of each (see figures.summarize), with `users`.
     Raises QuantkitError for a wrong URL, or another machine without `remote` (exit code 2), and RequestFailed
     where the endpoint does not answer at all. Failures under load are counted, not raised.
     """
-    listen = listen or Progress()
     settings.check()
     endpoint = Endpoint(url, settings.api_key)
     host = urlsplit(endpoint.url).hostname

@@ -14,7 +14,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection import record
 from quantkit.models.files import hub
 from quantkit.models.files.headers import open_contents
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.endpoint.client import Endpoint, RequestFailed, base_url, is_loopback
 from quantkit.serving.engines.choose import Offer, choose
 from quantkit.serving.server import sizing
@@ -77,7 +77,7 @@ def prepare(
     settings: Settings,
     revision: str | None = None,
     offline: bool = False,
-    listen: Progress | None = None,
+    listen: Progress = SILENT,
     fetch: bool = True,
 ) -> Prepared:
     """Choose an engine and its flags for a folder, a GGUF file or a hub id, which is fetched. Without `fetch`
@@ -86,7 +86,6 @@ def prepare(
     Raises QuantkitError for a damaged checkpoint, an engine that is missing or cannot load it, a port in use,
     too little memory, an option that the engine does not have, and a chat template that does not end.
     """
-    listen = listen or Progress()
     settings.check()
     settings = replace(settings, port=free_port(settings.host, settings.port))
     contents = open_contents(model, revision, offline)
@@ -142,14 +141,13 @@ def _memory(settings: Settings) -> tuple[int, bool]:
 
 @contextmanager
 def serving(
-    prepared: Prepared, listen: Progress | None = None, output: BinaryIO | None = None
+    prepared: Prepared, listen: Progress = SILENT, output: BinaryIO | None = None
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
     """Yield the engine, once it is healthy and has answered, and the proof; end the engine on the way out.
 
     output: for the lines of the engine. Raises QuantkitError, with the last lines, where the engine ends or
     does not answer.
     """
-    listen = listen or Progress()
     engine = Engine(prepared.command, output)
     try:
         listen.phase(f"waiting for {prepared.offer.engine} to be healthy")

@@ -18,7 +18,7 @@ from torch import nn
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, one_of
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench.batching import continuous, padded, trace
 from quantkit.serving.bench.batching.accounting import Replay, figures
 from quantkit.serving.bench.batching.trace import Request
@@ -51,14 +51,14 @@ def measure(
     settings: Batching,
     dtype: torch.dtype,
     device: torch.device,
-    progress: Progress | None = None,
+    progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Load the model and serve the trace with every strategy: JSON, see bench-batching-2.json.
 
     Raises QuantkitError for an unknown strategy (exit code 2), a model that does not fit the
     memory (5), or where no strategy can serve it (4). A strategy that cannot is an outcome.
     """
-    progress, names = progress or Progress(), strategies(settings)
+    names = strategies(settings)
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
