@@ -67,4 +67,8 @@ def test_metrics_are_selected_by_name():
     with pytest.raises(QuantkitError) as error:
         metrics.select("kld,ppp,")
     assert error.value.exit_code == USAGE
-    assert "'ppp', ''" in error.value.message and "dppl" in error.value.hint
+    assert (
+        "'ppp'" in error.value.message
+        and "did you mean ppl?" in error.value.hint
+        and "dppl" in error.value.hint
+    )

@@ -26,13 +26,8 @@ from quantkit.capacity.kv_cache import attention_scores
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
-<<<<<<< HEAD
-from quantkit.quantize.progress import Progress
-from quantkit.serving.bench.settings import Attention
-=======
 from quantkit.quantize.progress import SILENT, Progress
-from quantkit.serving.bench.settings import Settings
->>>>>>> 6dc7bce (Listen silently by a default, not by a line in each function)
+from quantkit.serving.bench.settings import Attention
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
@@ -76,12 +71,7 @@ def measure(
     Raises QuantkitError where lengths exceed the model's context (exit code 2), the model does not fit the
     memory (5), or none of the implementations runs (4). One that does not run is a row.
     """
-<<<<<<< HEAD
-    progress = progress or Progress()
     names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
-=======
-    names, lengths = settings.names("attn"), plan(settings, checkpoint.context)
->>>>>>> 6dc7bce (Listen silently by a default, not by a line in each function)
     progress.phase(f"loading {checkpoint.source}")
     loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
     gc.collect()
