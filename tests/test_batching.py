@@ -239,11 +239,13 @@ def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "values", [{"batching": "static,magic"}, {"batching": ","}, {"batch": "0"}, {"repeats": 0}, {"rate": 0.0}]
+    "values", [{"policies": "static,magic"}, {"policies": ","}, {"batch": 0}, {"repeats": 0}, {"rate": 0.0}]
 )
 def test_settings_that_make_no_sense_are_refused(values):
+    settings = asked(**values)
     with pytest.raises(QuantkitError) as error:
-        measure.strategies(asked(**values))
+        settings.check()
+        measure.strategies(settings)
     assert error.value.exit_code == 2
 
 
