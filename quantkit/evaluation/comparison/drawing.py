@@ -42,6 +42,7 @@ PIXELS = 72  # to an inch, as SVG counts: a point is a pixel
 LONGEST = 30  # characters of a name; the whole one is in the tooltip and in the table
 NAME, ROW = 220, 17  # pixels of a name in a legend
 MARKS = "osD^"
+COVER = {"fc": PAPER, "lw": 0, "pad": 0}  # a label hides the curves that it crosses, and no marks
 STYLE = {
     "figure.dpi": PIXELS, "font.size": 12, "axes.titlesize": 12, "axes.labelsize": 12, "xtick.labelsize": 12,
     "ytick.labelsize": 12, "text.color": INK, "axes.labelcolor": MUTED, "axes.titlecolor": MUTED,
@@ -121,7 +122,7 @@ def _plot(axes: Axes, figure: Figure) -> None:
             axes.axvline(line.value, color=MUTED, ls="--", lw=1)
             at, where = (line.value, 0.99), ("data", "axes fraction")
             style = {"va": "top", "ha": "right", "rotation": 90}
-        axes.annotate(shortened(line.label), at, xycoords=where, color=MUTED, **style)
+        axes.annotate(shortened(line.label), at, xycoords=where, color=MUTED, bbox=COVER, **style)
     if len(figure.front) > 1:  # steps: the best that can be had at a size or less
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
@@ -133,7 +134,7 @@ def _plot(axes: Axes, figure: Figure) -> None:
                 axes.vlines(point.x, point.low, point.high, color=_colour(series), lw=1)
     marks = [series for series in figure.series if not series.bare for _ in series.points]
     for series, (name, point) in zip(marks, _noted(figure), strict=True):
-        axes.plot(point.x, point.y, gid=name, ls="", **_mark(series))
+        axes.plot(point.x, point.y, gid=name, ls="", zorder=4, **_mark(series))
     for axis, own in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
         _scale(axes, axis, own)
 
