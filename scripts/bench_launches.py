@@ -30,7 +30,7 @@ from quantkit.grids.nf4 import Nf4Grid  # noqa: E402
 from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
 from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
 from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
-from quantkit.quantize.transforms.auto import FeedbackScore  # noqa: E402
+from quantkit.quantize.transforms.auto import FeedbackScaling  # noqa: E402
 from quantkit.quantize.transforms.awq import search  # noqa: E402
 from quantkit.quantize.transforms.scaling import Losses, Reader  # noqa: E402
 
@@ -54,7 +54,7 @@ def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
 def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     """`--transform auto`: the search of a scale by error feedback, then the solve."""
     solver, grid = GptqSolver(), AffineGrid(4, 128)
-    scaling = FeedbackScore(solver)
+    scaling = FeedbackScaling(solver)
     losses = scaling.losses([Reader(weight, scaling.rounded_on(grid), statistics.hessian)])
     scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
     solver.solve([weight], [grid], statistics)

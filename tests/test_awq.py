@@ -9,8 +9,8 @@ from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.solvers import loss, row_losses, rtn
 from quantkit.quantize.solvers.rtn import SHRINKS, RtnSolver, clipped_ranges
 from quantkit.quantize.transforms import awq, scaling
-from quantkit.quantize.transforms.awq import AwqScore, search
-from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader
+from quantkit.quantize.transforms.awq import AwqScaling, search
+from quantkit.quantize.transforms.scaling import Losses, Reader
 
 CPU = torch.device("cpu")
 
@@ -220,7 +220,7 @@ def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
         before = [loss(delta, gathered[site].hessian) for delta in plain]
 
         view = bench.view(lambda name: AffineGrid(4, 32, search=False, clip=True), gathered)
-        transformed = ColumnScaling(AwqScore(10)).apply(view)
+        transformed = AwqScaling(10).apply(view)
         weights = [bench.block.get_submodule(name).weight for name in site.linears]
         grids = [view.grids[name] for name in site.linears]
         solved = RtnSolver(weighted=True).solve(weights, grids, transformed.statistics[site])
@@ -260,7 +260,7 @@ def test_the_block_computes_what_it_computed(tiny_model, monkeypatch, family, st
     before, gathered = bench.run(), bench.statistics()
     weights = {name: part.clone() for name, part in bench.block.named_parameters()}
     grids = lambda name: None if excluded and excluded in name else AffineGrid(4, 16)  # noqa: E731
-    transformed = ColumnScaling(AwqScore()).apply(bench.view(grids, gathered))
+    transformed = AwqScaling().apply(bench.view(grids, gathered))
 
     difference = (bench.run() - before).norm() / before.norm()
     lossy = excluded and stored == "bfloat16"

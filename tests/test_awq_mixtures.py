@@ -13,10 +13,10 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.solvers import loss, rtn
 from quantkit.quantize.transforms import awq, expert_folds, scaling
-from quantkit.quantize.transforms.awq import AwqScore
+from quantkit.quantize.transforms.awq import AwqScaling
 from quantkit.quantize.transforms.fold import Fold, find_folds
 from quantkit.quantize.transforms.probe import probing
-from quantkit.quantize.transforms.scaling import UNFOLDED, ColumnScaling, Losses
+from quantkit.quantize.transforms.scaling import UNFOLDED, Losses
 
 NORM = "post_attention_layernorm"
 SHARED = {  # beside the experts: linears, and the router where it is none
@@ -59,7 +59,7 @@ def transform(bench: blocks.Bench, quantized=lambda name: name not in ROUTERS):
     """What AWQ makes of the block."""
     grid = AffineGrid(4, 32, search=False)
     view = bench.view(lambda name: grid if quantized(name) else None, bench.statistics())
-    return view, ColumnScaling(AwqScore(8)).apply(view)
+    return view, AwqScaling(8).apply(view)
 
 
 @pytest.mark.parametrize("family", SHARED)

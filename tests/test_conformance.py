@@ -27,8 +27,7 @@ from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.solvers import SiteStatistics, Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver
-from quantkit.quantize.transforms.awq import AwqScore
-from quantkit.quantize.transforms.scaling import ColumnScaling
+from quantkit.quantize.transforms.awq import AwqScaling
 
 IN = 256
 GRIDS = [
@@ -183,7 +182,7 @@ def test_every_grid_behind_awq(grid, solver):
     bench = Bench(grid)
     view = bench.view()
     before, norm = bench.block(bench.x), bench.block.norm.weight.clone()
-    transformed = ColumnScaling(AwqScore(6)).apply(view)
+    transformed = AwqScaling(6).apply(view)
     torch.testing.assert_close(bench.block(bench.x), before, rtol=1e-4, atol=1e-4)  # the same function
     scale = norm / bench.block.norm.weight
     weight, statistics = bench.block.fc1.weight, transformed.statistics[bench.sites[0]]

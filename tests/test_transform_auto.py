@@ -12,9 +12,9 @@ from quantkit.quantize import methods
 from quantkit.quantize.methods import composing
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
-from quantkit.quantize.transforms.auto import FedReader, FeedbackScore, candidate
-from quantkit.quantize.transforms.awq import AwqScore
-from quantkit.quantize.transforms.scaling import ColumnScaling, Reader
+from quantkit.quantize.transforms.auto import FedReader, FeedbackScaling, candidate
+from quantkit.quantize.transforms.awq import AwqScaling
+from quantkit.quantize.transforms.scaling import Reader
 
 RUN = {"batch_size": 2, "dtype": "float32"}
 SMALL = {"group_size": 32}
@@ -67,10 +67,10 @@ def test_a_method_with_a_solver_composes_it(method):
     def built(**options):
         return methods.build(method, module.Options(**options))
 
-    assert isinstance(built(solver="gptq").transform.score, FeedbackScore)
+    assert isinstance(built(solver="gptq").transform, FeedbackScaling)
     assert built(solver="gptq", transform="none").transform is None
-    assert isinstance(built(solver="gptq", transform="awq").transform.score, AwqScore)
-    assert isinstance(built(solver="rtn", transform="awq").transform.score, AwqScore)
+    assert isinstance(built(solver="gptq", transform="awq").transform, AwqScaling)
+    assert isinstance(built(solver="rtn", transform="awq").transform, AwqScaling)
     assert not built(solver="rtn").needs  # auto is about error feedback: without it, no text
     names = {module.suffix(module.Options(transform=value)) for value in ("none", "awq", "auto")}
     assert len(names) == 3
@@ -112,7 +112,7 @@ def test_a_loss_is_the_sum_of_pivots_times_squared_rounding_errors():
     weight, scale = torch.randn(5, 16, generator=generator), torch.rand(16, generator=generator) + 0.5
     grid, H, share = AffineGrid(3, 8), moments(16), torch.tensor([1.0, 0.5, 2.0])
     pivots = GptqSolver().pivots(H, grid)
-    reader = FeedbackScore(GptqSolver()).reader(Reader(weight, grid, H, share.repeat(2)[:5]).every(2))
+    reader = FeedbackScaling(GptqSolver()).reader(Reader(weight, grid, H, share.repeat(2)[:5]).every(2))
     expected = 0.0
     for row, count in zip(weight[::2], (1.0, 2.0, 0.5), strict=True):
         for low in (0, 8):
@@ -146,7 +146,7 @@ def test_the_block_computes_the_same_and_its_columns_are_alike(twin):
     bench = blocks.load(twin("llama"))
     before = bench.run()
     view = bench.view(lambda name: AffineGrid(4, 32), bench.statistics())
-    transformed = ColumnScaling(FeedbackScore(GptqSolver())).apply(view)
+    transformed = FeedbackScaling(GptqSolver()).apply(view)
     torch.testing.assert_close(bench.run(), before, rtol=1e-4, atol=1e-4)
     columns = bench.block.mlp.gate_proj.weight.square().mean(0).sqrt()
     assert columns.max() / columns.min() < 6 and transformed.known["mlp.gate_proj"]["scaled"]["spread"] > 16

@@ -24,7 +24,7 @@ from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import Losses, Reader
-from quantkit.quantize.transforms.smooth import QUIET, UNSEEN, SmoothReader, SmoothScore, candidates
+from quantkit.quantize.transforms.smooth import QUIET, UNSEEN, SmoothReader, SmoothScaling, candidates
 
 OUT, IN = 24, 32
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_inputs_are_an_even_sample_of_a_long_text():
 
 def reader(weight: torch.Tensor, inputs: torch.Tensor, solver=None) -> SmoothReader:
     hessian = 2 * inputs.T @ inputs / len(inputs)
-    transform = SmoothScore(solver or GptqSolver(), rounded)
+    transform = SmoothScaling(solver or GptqSolver(), rounded)
     plain = Reader(weight, AffineGrid(8, weight.shape[1]).plain(), hessian, inputs=inputs)
     return transform.reader(plain)
 
@@ -137,7 +137,7 @@ def searched(weight: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor |
     sums = Statistics(weight.shape[1], CPU, {"hessian", "inputs", "fourth"})
     for part in inputs.split(64):
         sums.add(part)
-    statistics, transform = sums.finish(), SmoothScore(GptqSolver(), rounded)
+    statistics, transform = sums.finish(), SmoothScaling(GptqSolver(), rounded)
     losses = transform.losses(
         [Reader(weight, AffineGrid(8, IN), statistics.hessian, inputs=statistics.inputs)]
     )
@@ -250,4 +250,4 @@ def test_weights_alone_are_on_no_front():
 
 def test_statistics_are_of_one_kind():
     """What the transform asks for is what there is."""
-    assert SmoothScore.needs <= set(SiteStatistics.__dataclass_fields__)
+    assert SmoothScaling.needs <= set(SiteStatistics.__dataclass_fields__)

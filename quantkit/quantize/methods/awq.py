@@ -84,11 +84,9 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
     """Compose the method."""
-    from quantkit.quantize.transforms.awq import AwqScore
-    from quantkit.quantize.transforms.scaling import ColumnScaling
+    from quantkit.quantize.transforms.awq import AwqScaling
 
-    scaling = ColumnScaling(AwqScore(options.candidates))
-    return replace(compose("awq", options, weighted=True), transform=scaling)
+    return replace(compose("awq", options, weighted=True), transform=AwqScaling(options.candidates))
 
 
 def layout(options: Options) -> Layout:

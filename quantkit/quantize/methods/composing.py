@@ -149,14 +149,13 @@ def block_transform(
     """Return the transform of each block for `--transform VALUE`. With round to nearest, auto is none and
     needs no text. rounded: rounds inputs `[tokens, in]` of linears as clients do."""
     from quantkit.quantize.solvers.rtn import RtnSolver
-    from quantkit.quantize.transforms.auto import FeedbackScore
-    from quantkit.quantize.transforms.awq import AwqScore
-    from quantkit.quantize.transforms.scaling import ColumnScaling
-    from quantkit.quantize.transforms.smooth import SmoothScore
+    from quantkit.quantize.transforms.auto import FeedbackScaling
+    from quantkit.quantize.transforms.awq import AwqScaling
+    from quantkit.quantize.transforms.smooth import SmoothScaling
 
     parts = transform_parts(value)
     if "auto" in parts and not isinstance(solver, RtnSolver):
-        return ColumnScaling(FeedbackScore(solver))
+        return FeedbackScaling(solver)
     if "smooth" in parts:
-        return ColumnScaling(SmoothScore(solver, rounded))
-    return ColumnScaling(AwqScore()) if "awq" in parts else None
+        return SmoothScaling(solver, rounded)
+    return AwqScaling() if "awq" in parts else None

@@ -25,7 +25,7 @@ from quantkit.grids.grid import Grid
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import Losses, Reader, Score, in_few_digits
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
 
 EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # A scale has to stay below this share of the loss: where a norm is divided (1), or rows of a linear (2). With
@@ -36,7 +36,7 @@ FLOOR = 1e-3  # of the mean column: smaller ones count as this large
 
 
 @dataclass(frozen=True)
-class FeedbackScore(Score):
+class FeedbackScaling(ColumnScaling):
     """Loss of error feedback. solver: the solver with this loss."""
 
     solver: GptqSolver
@@ -49,17 +49,17 @@ class FeedbackScore(Score):
         return grid
 
     def enough(self, producer: nn.Module) -> float:
-        """See `Score`."""
+        """See `ColumnScaling`."""
         return ENOUGH[producer.weight.ndim]
 
     def reader(self, reader: Reader) -> FedReader:
-        """See `Score`: a loss by pivots."""
+        """See `ColumnScaling`: a loss by pivots."""
         return FedReader(**vars(reader), pivots=self.solver.pivots(reader.hessian, reader.grid))
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `Score`. Columns of several linears count by their rows and tokens."""
+        """See `ColumnScaling`. Columns of several linears count by their rows and tokens."""
         best, least = None, float(sum(losses.plain))
         for b, a in EXPONENTS:
             scale = in_few_digits(producer.tied(candidate(losses.readers, b, a)).exp())

@@ -19,13 +19,13 @@ from torch import Tensor
 from quantkit.grids.ggml.search import square_root
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import Losses, Score
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 
 SCALE_MIN = 1e-4  # least s before normalisation
 
 
 @dataclass(frozen=True)
-class AwqScore(Score):
+class AwqScaling(ColumnScaling):
     """Loss of round to nearest. n_grid: number of values of α, from 0 to 1."""
 
     n_grid: int = 20
@@ -35,7 +35,7 @@ class AwqScore(Score):
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `Score`."""
+        """See `ColumnScaling`."""
         shares = [part.magnitude * share for part, share in entering]
         magnitude = sum(shares) if len(shares) > 1 else entering[0][0].magnitude
         return search(losses, producer.tied(magnitude), self.n_grid)

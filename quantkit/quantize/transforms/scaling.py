@@ -1,7 +1,7 @@
 """Columns of linears are scaled before rounding, and the producer of their inputs is divided by the scale.
 
-A `Score` is the loss under a scale and the search for the best one: AWQ's (`awq`), that of error feedback
-(`auto`), or that of rounded inputs (`smooth`).
+A `ColumnScaling` has a loss under a scale and a search for the best one: AWQ's (`awq`), that of error
+feedback (`auto`), or that of rounded inputs (`smooth`).
 
 Sites that read one producer, such as a router, all experts and a shared expert after a norm, share a scale;
 their losses add up, weighted by tokens. Experts count with the second moments of their layer's inputs, one
@@ -37,8 +37,9 @@ SEARCHED = 4096  # rows that a transform looks at where several sites share a sc
 UNFOLDED = "nothing to fold scales into: kept at 1"
 
 
-class Score:
-    """The worth of a scale, and the scales that are tried.
+class ColumnScaling:
+    """The transform of every block before its sites are solved, and of each streamed expert before its own
+    sites are solved. A subclass says what a scale is worth, and which scales are tried.
 
     needs: fields of SiteStatistics. sample: share of the calibration tokens to choose by. Below 1 experts
     stay as they are: no statistics of theirs are gathered, and all sites are then measured in order, by all
@@ -74,22 +75,6 @@ class Score:
         """Return the scale `[in]` of least loss, None if no scale is best. entering: statistics of the
         inputs, and their share of all tokens."""
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class ColumnScaling:
-    """The transform of every block before its sites are solved, and of each streamed expert before its own
-    sites are. score: of the scales."""
-
-    score: Score
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return self.score.needs
-
-    @property
-    def sample(self) -> float:
-        return self.score.sample
 
     def apply(self, view: BlockView) -> Transformed:
         """Scale every site that gains by it; sites without a foldable producer get a note."""
@@ -137,18 +122,18 @@ class ColumnScaling:
         here = [site for site in sites if not view.is_away(site)]
         if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
             return {}
-        measured = [self._rounded(view, site, result) for site in here if self.score.rounds]
+        measured = [self._rounded(view, site, result) for site in here if self.rounds]
         entering = _entering(view, sites)
         alone = measured[-1] if len(fold.sites) == 1 and measured else None
-        losses = alone or self.score.losses(_sampled(view, sites, entering, self.score.rounded_on))
+        losses = alone or self.losses(_sampled(view, sites, entering, self.rounded_on))
         before, total = sum(losses.plain), sum(part.tokens for part in entering.values()) or 1
         shares = [(part, part.tokens / total) for part in entering.values()]
-        scale = self.score.search(losses, fold.producer, shares)
+        scale = self.search(losses, fold.producer, shares)
         if scale is None:
             return {}
         scale, new = divided(view, fold.producer, scale)
         after = losses.of(scale, limit=float(before))
-        if not after < self.score.enough(view.block.get_submodule(fold.producer.name)) * before:
+        if not after < self.enough(view.block.get_submodule(fold.producer.name)) * before:
             return {}
         names = [name for site in sites for name in _quantized(view, site)]
         spread = (scale.max() / scale.min()).item()
@@ -172,7 +157,7 @@ class ColumnScaling:
     def _rounded(self, view: BlockView, site: Site, result: Transformed) -> Losses:
         """Return a site's losses; the errors of rounding its unscaled linears go into `result`."""
         readers = _readers(view, site)
-        losses = self.score.losses(readers)
+        losses = self.losses(readers)
         for name, reader, loss in zip(_quantized(view, site), readers, losses.plain, strict=True):
             full = row_losses(reader.weight, reader.hessian).sum().clamp(min=1e-30)
             result.report(name, rtn_error=(loss / full).item())
@@ -181,8 +166,8 @@ class ColumnScaling:
     def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
         """Note for these sites that nothing takes their scales."""
         for site in sites:
-            facts = {"notes": (UNFOLDED,)} if self.score.rounds else {"scaled": {"into": None}}
-            if self.score.rounds:
+            facts = {"notes": (UNFOLDED,)} if self.rounds else {"scaled": {"into": None}}
+            if self.rounds:
                 self._rounded(view, site, result)
             for name in _quantized(view, site):
                 result.report(name, **facts)
@@ -205,7 +190,7 @@ class Later:
         shared = [name for name, _ in view.block.get_submodule(layer).named_children() if not name.isdigit()]
         with in_float32(view, result.changed, [*linears, *(f"{layer}.{name}" for name in shared)]):
             for site in view.statistics:
-                if site in self.folded and self.transform.score.rounds:
+                if site in self.folded and self.transform.rounds:
                     self.transform._rounded(view, site, result)
             for name in linears:
                 if name in columns:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from quantkit.quantize.solvers import SiteStatistics, Solver
 from quantkit.quantize.transforms.auto import FLOOR, ROWS
 from quantkit.quantize.transforms.fold import Producer
-from quantkit.quantize.transforms.scaling import Losses, Reader, Score, in_few_digits
+from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
 
 EXPONENTS = 0.5, 0.75, 1.0
 FLOORS = 0.3, 1.0  # of the median channel, which is added to each
@@ -43,7 +43,7 @@ QUIET = 0.1  # of the mean token's outputs: smaller outputs count as this large
 
 
 @dataclass(frozen=True)
-class SmoothScore(Score):
+class SmoothScaling(ColumnScaling):
     """Loss of rounded weights and inputs. solver: rounds the weights. rounded: inputs `[tokens, in]` as
     clients round them."""
 
@@ -54,11 +54,11 @@ class SmoothScore(Score):
     rows = ROWS  # whole rows of 8 bits lose little by a range that covers them
 
     def enough(self, producer: nn.Module) -> float:
-        """See `Score`."""
+        """See `ColumnScaling`."""
         return ENOUGH
 
     def reader(self, reader: Reader) -> SmoothReader:
-        """See `Score`: a loss by both roundings."""
+        """See `ColumnScaling`: a loss by both roundings."""
         inputs = reader.inputs
         outputs = (inputs @ reader.weight.t()).square_().sum(1)
         count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
@@ -75,8 +75,8 @@ class SmoothScore(Score):
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `Score`: the scale of the whole text, by the exponent and floor that are best for the halves
-        crosswise."""
+        """See `ColumnScaling`: the scale of the whole text, by the exponent and floor that are best for the
+        halves crosswise."""
         halves = sum(part.fourth * share for part, share in entering)
         column = column_size(losses.readers)
         tried = (candidates(fourth, column) for fourth in (*halves, halves.mean(0)))
