@@ -19,12 +19,13 @@ from quantkit import layouts
 from quantkit.errors import QuantkitError
 from quantkit.layouts import Layout, OutOfReach
 from quantkit.models.files.headers import Contents
-from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.files.safetensors_folder import TensorInfo, raw
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 GGUF_KINDS = {"gpt2": "BPE", "llama": "SentencePiece", "bert": "WordPiece", "t5": "Unigram"}
 PLAIN = re.compile(r"(F|BF|I)\d+$")  # types of GGUF files whose values are not coded
 OF_CACHE = (".k_scale", ".v_scale")  # scales of keys and values belong to no linear
+TENSOR_BYTES = 1 << 12  # no larger tensor is read for what it says of another
 UNPACKED = {"U8": "B", "I64": "q"}  # of small tensors that say something of others
 
 
@@ -90,10 +91,9 @@ class _Part:
 
     def tolist(self) -> list[int]:
         """Return the values of a small tensor. Raises OutOfReach where they lie on the hub."""
-        data = self.contents.small_tensor(self.info.name)
-        if data is None or self.dtype not in UNPACKED:
+        if self.contents.path is None or self.info.nbytes > TENSOR_BYTES or self.dtype not in UNPACKED:
             raise OutOfReach
-        return memoryview(data).cast(UNPACKED[self.dtype]).tolist()
+        return memoryview(b"".join(raw(self.info))).cast(UNPACKED[self.dtype]).tolist()
 
 
 def weights_of(contents: Contents) -> list[Weight]:

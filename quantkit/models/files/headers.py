@@ -16,7 +16,6 @@ from quantkit.models.files import hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.files.untrusted import SMALL_BYTES
 
-TENSOR_BYTES = 1 << 12  # nor a tensor that is read for what it says of another
 MANIFEST = "quantkit.json"
 COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "tokenizer*",
@@ -113,15 +112,6 @@ class Contents:
         """Return a JSON file of the checkpoint; None if it is absent or cannot be read."""
         data = self.read(name)
         return None if data is None else _parse(name, data, self.problems)
-
-    def small_tensor(self, name: str) -> bytes | None:
-        """Return the bytes of a tensor of a few hundred bytes; None where they are out of reach."""
-        info = self.infos.get(name)
-        if info is None or self.path is None or info.nbytes > TENSOR_BYTES:
-            return None
-        with open(info.file, "rb") as file:
-            file.seek(info.offset)
-            return file.read(info.nbytes)
 
 
 def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None:

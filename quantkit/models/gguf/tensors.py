@@ -233,9 +233,10 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
     for name in shapes:
         stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
     found, lost = {}, []
-    names = _Names(row, model, config.num_hidden_layers)
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for stack, parameters in stacks.items():
-        name = stack if stack in experts.values() else names(stack)
+        name = stack if stack in experts.values() else _named(names, f"{model.base_model_prefix}.", stack)
         if name is None or name in found or (name == HEAD and row.head == "never"):
             lost += parameters
             continue
@@ -284,24 +285,17 @@ def _experts(model: nn.Module) -> dict[str, str]:
     return found
 
 
-class _Names:
-    """llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
-
-    def __init__(self, row: Architecture, model: nn.Module, blocks: int):
-        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
-        self._map = gguf.get_tensor_name_map(arch, blocks)
-        self._prefix = model.base_model_prefix + "."
-
-    def __call__(self, name: str) -> str | None:
-        if name == "lm_head.weight":  # the map has none for those whose head is always tied
-            return HEAD
-        name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
-        spellings = (name, name.removeprefix(self._prefix), name.replace(".router.", ".router.layer."))
-        found = (self._map.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
-        name = next((name for name in found if name), None)
-        if not name or name.endswith(("weight", "bias", "ssm_a")):  # llama.cpp calls state spaces' so
-            return name
-        return f"{name}.weight"  # of a parameter without a module of its own
+def _named(names: gguf.TensorNameMap, prefix: str, name: str) -> str | None:
+    """Return llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
+    if name == "lm_head.weight":  # the map has none for those whose head is always tied
+        return HEAD
+    name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
+    spellings = (name, name.removeprefix(prefix), name.replace(".router.", ".router.layer."))
+    found = (names.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
+    name = next((name for name in found if name), None)
+    if not name or name.endswith(("weight", "bias", "ssm_a")):  # llama.cpp calls state spaces' so
+        return name
+    return f"{name}.weight"  # of a parameter without a module of its own
 
 
 def _rotary(rows: int, heads: int) -> Tensor:
