@@ -7,7 +7,6 @@ files' sha256. The last of these to appear is the first: a block is whole or is 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from quantkit.models.files import reading, safetensors_folder, untrusted
+from quantkit.models.files import checksums, reading, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 
 RECORD_BYTES = 1 << 30  # of a block of any number of experts
@@ -54,8 +53,9 @@ class StagedBlocks:
         path = self.path(index)
         if path.is_file() and index not in self._whole:
             files = _files(_record(path))
-            paths = {self.folder / name: sha256 for name, sha256 in files.items()}
-            if files and all(file.is_file() and _sha256(file) == sha256 for file, sha256 in paths.items()):
+            paths = [self.folder / name for name in files]
+            there = files and all(map(Path.is_file, paths))
+            if there and [checksums.of_file(file) for file in paths] == [*files.values()]:
                 self._whole.add(index)
         return index in self._whole
 
@@ -81,7 +81,7 @@ class StagedBlocks:
     def save_part(self, path: Path, tensors: dict[str, Tensor]) -> None:
         """Write a part of a block."""
         temporary = _saved(path, tensors, self.lasting)
-        self._sums[path] = _sha256(temporary)
+        self._sums[path] = checksums.of_file(temporary)
         _rename(temporary, path, self.lasting)
 
     def save(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
@@ -89,7 +89,7 @@ class StagedBlocks:
         path = self.path(index)
         temporary = _saved(path, tensors, self.lasting)
         files = {part.name: self._sums.pop(part) for part in self._parts(index)}
-        files[path.name] = _sha256(temporary)
+        files[path.name] = checksums.of_file(temporary)
         write_text(path.with_suffix(".json"), json.dumps({"files": files, "linears": record}), self.lasting)
         _rename(temporary, path, self.lasting)
         self._whole.add(index)
@@ -147,8 +147,3 @@ def _files(record: dict | None) -> dict[str, str]:
     files = (record or {}).get("files")
     named = isinstance(files, dict) and all(Path(name).name == name for name in files)
     return files if named else {}
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
