@@ -55,7 +55,7 @@ def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> No
     """`--transform auto`: the search of a scale by error feedback, then the solve."""
     solver, grid = GptqSolver(), AffineGrid(4, 128)
     scaling = FeedbackScaling(solver)
-    losses = scaling.losses([Reader(weight, scaling.rounded_on(grid), statistics.hessian)])
+    losses = scaling.losses([Reader(weight, grid, statistics.hessian)])
     scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
     solver.solve([weight], [grid], statistics)
 

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit.grids.grid import Grid
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
@@ -43,14 +42,8 @@ class FeedbackScaling(ColumnScaling):
     needs = frozenset({"hessian"})
     sample = 1 / 8
     rows = ROWS
-
-    def rounded_on(self, grid: Grid) -> Grid:
-        """Return the grid that the solver rounds on."""
-        return grid
-
-    def enough(self, producer: nn.Module) -> float:
-        """See `ColumnScaling`."""
-        return ENOUGH[producer.weight.ndim]
+    plain = False
+    enough = ENOUGH
 
     def reader(self, reader: Reader) -> FedReader:
         """See `ColumnScaling`: a loss by pivots."""

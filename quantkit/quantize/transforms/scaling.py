@@ -15,12 +15,12 @@ scaled when each comes into memory to be quantized (`Later`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
@@ -44,21 +44,16 @@ class ColumnScaling:
     needs: fields of SiteStatistics. sample: share of the calibration tokens to choose by. Below 1 experts
     stay as they are: no statistics of theirs are gathered, and all sites are then measured in order, by all
     tokens. rounds: the error of rounding every linear as it is, to nearest, is measured. rows: of a fold that
-    are looked at; None: all.
+    are looked at; None: all. plain: candidates are rounded on the grid without a search. enough: the share of
+    the unscaled loss that a scale has to stay below, by dimensions of the producer's weight.
     """
 
     needs: frozenset[str]
     sample: float = 1.0
     rounds: bool = False
     rows: int | None = None
-
-    def rounded_on(self, grid: Grid) -> Grid:
-        """Return the grid that candidates are rounded on."""
-        return grid.plain()
-
-    def enough(self, producer: nn.Module) -> float:
-        """Return the share of the unscaled loss that a scale has to stay below."""
-        return 1.0
+    plain: bool = True
+    enough: Mapping[int, float] = {1: 1.0, 2: 1.0}
 
     def reader(self, reader: Reader) -> Reader:
         """Return the reader with a loss of this kind."""
@@ -125,7 +120,7 @@ class ColumnScaling:
         measured = [self._rounded(view, site, result) for site in here if self.rounds]
         entering = _entering(view, sites)
         alone = measured[-1] if len(fold.sites) == 1 and measured else None
-        losses = alone or self.losses(_sampled(view, sites, entering, self.rounded_on))
+        losses = alone or self.losses(_sampled(view, sites, entering, self.plain))
         before, total = sum(losses.plain), sum(part.tokens for part in entering.values()) or 1
         shares = [(part, part.tokens / total) for part in entering.values()]
         scale = self.search(losses, fold.producer, shares)
@@ -133,7 +128,7 @@ class ColumnScaling:
             return {}
         scale, new = divided(view, fold.producer, scale)
         after = losses.of(scale, limit=float(before))
-        if not after < self.enough(view.block.get_submodule(fold.producer.name)) * before:
+        if not after < self.enough[view.block.get_submodule(fold.producer.name).weight.ndim] * before:
             return {}
         names = [name for site in sites for name in _quantized(view, site)]
         spread = (scale.max() / scale.min()).item()
@@ -228,7 +223,7 @@ def _sampled(
     view: BlockView,
     sites: Sequence[Site],
     entering: Mapping[Site, SiteStatistics],
-    rounded_on: Callable[[Grid], Grid] = Grid.plain,
+    plain: bool,
 ) -> list[Reader]:
     """Return an even sample of the rows of several sites, each weighted by the tokens that reach it."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
@@ -236,7 +231,8 @@ def _sampled(
     total = max(statistics.tokens for statistics in entering.values()) or 1
     by_grid: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
-        by_grid.setdefault((_place(site), rounded_on(view.grids[name])), []).append((site, name))
+        grid = view.grids[name].plain() if plain else view.grids[name]
+        by_grid.setdefault((_place(site), grid), []).append((site, name))
     readers = []
     for (place, grid), found in by_grid.items():
         hessian = entering[place].hessian

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.quantize.solvers import SiteStatistics, Solver
 from quantkit.quantize.transforms.auto import FLOOR, ROWS
@@ -52,10 +52,7 @@ class SmoothScaling(ColumnScaling):
     needs = frozenset({"hessian", "inputs", "fourth"})
     sample = 1 / 8
     rows = ROWS  # whole rows of 8 bits lose little by a range that covers them
-
-    def enough(self, producer: nn.Module) -> float:
-        """See `ColumnScaling`."""
-        return ENOUGH
+    enough = {1: ENOUGH, 2: ENOUGH}
 
     def reader(self, reader: Reader) -> SmoothReader:
         """See `ColumnScaling`: a loss by both roundings."""
