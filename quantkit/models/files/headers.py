@@ -5,7 +5,7 @@ hub repository or a GGUF file. Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,6 @@ HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.
     INDEX, MANIFEST,
 )  # fmt: skip
 SECONDS = 30.0  # for the hub to answer in
-TOO_LARGE = "is larger than 64 MiB: not read"
 
 
 @dataclass(frozen=True)
@@ -57,8 +56,8 @@ class Contents:
     """Everything that is known of a checkpoint before a weight is read.
 
     files: bytes of every file, by name. config: that of the model, as it stands in config.json or follows
-    from a GGUF file's metadata. problems: what was found wrong on the way. read: the bytes of a file, None
-    where there is none (or none within reach). path: of the folder or the GGUF file.
+    from a GGUF file's metadata. problems: what was found wrong on the way. fetch: the place of a file, None
+    where it is out of reach. path: of the folder or the GGUF file.
     """
 
     source: str
@@ -66,7 +65,7 @@ class Contents:
     files: dict[str, int]
     config: dict[str, Any]
     infos: dict[str, TensorInfo]
-    read: Callable[[str], bytes | None]
+    fetch: Callable[[str], Path | None]
     path: Path | None = None  # None while it lies on the hub
     metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file
     problems: list[str] = field(default_factory=list)
@@ -107,6 +106,14 @@ class Contents:
     def index(self) -> dict[str, Any] | None:
         """Return the index of shards; None for a single file."""
         return self.json(INDEX)
+
+    def read(self, name: str) -> bytes | None:
+        """Return the bytes of a small file; None if it is absent, out of reach or too large."""
+        if self.files.get(name, 0) > SMALL_BYTES:
+            self.problems.append(f"{name} is larger than {SMALL_BYTES >> 20} MiB: not read")
+            return None
+        place = self.fetch(name) if name in self.files else None
+        return None if place is None else place.read_bytes()
 
     def json(self, name: str) -> dict[str, Any] | None:
         """Return a JSON file of the checkpoint; None if it is absent or cannot be read."""
@@ -160,31 +167,16 @@ def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Co
 
 
 def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
-    problems: list[str] = []
-
-    def read(name: str) -> bytes | None:
-        if not (folder / name).is_file():
-            return None
-        if (folder / name).stat().st_size > SMALL_BYTES:
-            problems.append(f"{name} {TOO_LARGE}")
-            return None
-        return (folder / name).read_bytes()
-
-    path = folder / CONFIG
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    found = Contents(source, "safetensors", files, {}, {}, folder.joinpath, folder)
     errors: list[QuantkitError] = []
-    config = read_json(path) if strict or not path.is_file() else _config(read, problems)
-    stored = not bare or any((folder / name).is_file() for name in (SINGLE, INDEX))
+    config = read_json(folder / CONFIG) if strict or CONFIG not in files else found.json(CONFIG) or {}
+    stored = not bare or any(name in files for name in (SINGLE, INDEX))
     infos = safetensors_folder.read_folder(folder, None if strict else errors) if stored else {}
     if errors and not infos:
         raise errors[0]
-    problems += [error.message for error in errors]
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-    return Contents(source, "safetensors", files, config, infos, read, folder, problems=problems)
-
-
-def _config(read: Callable[[str], bytes | None], problems: list[str]) -> dict[str, Any]:
-    """Return config.json; {} if it cannot be read."""
-    return _parse(CONFIG, read(CONFIG) or b"", problems) or {}
+    found.problems.extend(error.message for error in errors)
+    return replace(found, config=config, infos=infos)
 
 
 # ---- the hub
@@ -198,31 +190,22 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     sizes = {file.rfilename: file.size for file in found.siblings or ()}
     files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
     require(CONFIG in files, f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
-    problems: list[str] = []
 
-    def fetch(name: str) -> Path:
+    def fetch(name: str) -> Path | None:
         """Fetch a small file through the cache, where `--offline` finds it again."""
         with hub.explained(repo, revision):
-            return Path(hf_hub_download(repo, name, revision=revision))
-
-    def read(name: str) -> bytes | None:
-        if name not in HUB_FILES or name not in files:
-            return None
-        if files[name] > SMALL_BYTES:
-            problems.append(f"{name} {TOO_LARGE}")
-            return None
-        return fetch(name).read_bytes()
+            return Path(hf_hub_download(repo, name, revision=revision)) if name in HUB_FILES else None
 
     infos = _hub_tensors(repo, revision, files)
     if infos is None and not bare:
         others = sorted(name for name in files if name.endswith((".gguf", ".bin", ".pt", ".pth")))
         named = f", but {name_all(others, 3)}" if others else ""
         gguf = next((name for name in others if name.endswith(".gguf")), None)
-        fetch = f"fetch one and inspect it: hf download {repo} {gguf} --local-dir ." if gguf else ""
-        hint = fetch or "choose a repository that does"
+        download = f"fetch one and inspect it: hf download {repo} {gguf} --local-dir ." if gguf else ""
+        hint = download or "choose a repository that does"
         raise QuantkitError(f"{repo} holds no safetensors{named}", hint, UNSUPPORTED)
-    config = read_json(fetch(CONFIG)) if strict else _config(read, problems)
-    return Contents(repo, "safetensors", files, config, infos or {}, read, problems=problems)
+    found = Contents(repo, "safetensors", files, {}, infos or {}, fetch)
+    return replace(found, config=read_json(fetch(CONFIG)) if strict else found.json(CONFIG) or {})
 
 
 def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict[str, TensorInfo] | None:

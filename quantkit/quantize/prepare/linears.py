@@ -14,6 +14,7 @@ from quantkit.models.skeleton.experts import Experts
 from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.methods import MakeGrid, Override
 
+ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
 SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit unasked
 
 
@@ -31,7 +32,7 @@ def resolve(
     QuantkitError naming every linear the grid or layout cannot hold, and every pattern that is malformed or
     matches nothing. Routers stay as they are, and small linears that would be refused.
     """
-    patterns = {text: _compile(text, "--exclude") for text in exclude}
+    patterns = {text: compiled(text, f"--exclude {text!r}", ESCAPE) for text in exclude}
     overrides = [parse_override(text) for text in override]
     specs = []
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
@@ -76,10 +77,6 @@ def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
     return layout.check(spec)
 
 
-def _compile(text: str, flag: str) -> re.Pattern:
-    return compiled(text, f"{flag} {text!r}", r"escape dots and parentheses, as in 'layers\.0\.'")
-
-
 def parse_override(text: str) -> Override:
     """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
     parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
@@ -90,9 +87,8 @@ def parse_override(text: str) -> Override:
             exit_code=USAGE,
         )
     pattern, bits, group_size = parts.groups()
-    return Override(
-        text, _compile(pattern, "--override"), int(bits), None if group_size is None else int(group_size)
-    )
+    found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
+    return Override(text, found, int(bits), None if group_size is None else int(group_size))
 
 
 def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layout: Layout) -> str:
