@@ -223,7 +223,7 @@ def _sampled(
     view: BlockView,
     sites: Sequence[Site],
     entering: Mapping[Site, SiteStatistics],
-    plain: bool,
+    plain: bool = True,
 ) -> list[Reader]:
     """Return an even sample of the rows of several sites, each weighted by the tokens that reach it."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
