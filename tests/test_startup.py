@@ -1,6 +1,7 @@
 """What a command imports: no more than it uses. Each runs in a process of its own."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -77,3 +78,49 @@ def test_the_list_of_commands_is_that_of_the_commands():
     for name in commands.names():
         command = commands.build(name)
         assert (command.name, command.help) == (name, commands.summary(name))
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("sample x --device gpu", "'gpu' is no device"),
+        ("run gptq-w4 x --set run.device=gpu", "'gpu' is no device"),
+        ("eval x --text y --threads 0", "--threads 0 makes no sense"),
+        ("verify x --threads 0", "--threads 0 makes no sense"),
+        ("serve x --dtype int9", "'int9' is not one of"),
+        ("auto x --bpw 3 --ctx 3q", "--ctx 3q makes no sense"),
+    ],
+)
+def test_wrong_machines_and_contexts_are_refused_before_torch_is_imported(tmp_path, typed, said):
+    command = [sys.executable, "-X", "importtime", "-m", "quantkit", *typed.split()]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2 and len(told) == 2 and said in told[0]
+    assert not re.search(r"\| torch$", done.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("typed", ["eval m --text t --ctx 32k", "auto m --bpw 3 --ctx 32k"])
+def test_a_context_is_read_with_its_suffix(typed):
+    name, *arguments = typed.split()
+    assert commands.build(name).make_context(name, arguments).params["ctx"] == 32768
+
+
+def test_threads_are_those_that_torch_will_read(tmp_path):
+    code = (
+        "import os; from quantkit.cli import main\ntry: main()\nfinally: print(os.getenv('OMP_NUM_THREADS'))"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "eval",
+        "missing",
+        "--text",
+        "x",
+        "--max-memory",
+        "y",
+        "--threads",
+        "3",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "3\n"
