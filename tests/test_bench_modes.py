@@ -58,7 +58,7 @@ def test_an_endpoint_elsewhere_needs_remote(refuse):
         (["attention", "MODEL", "--batch", "1,2"], "--batch"),
         (["attention", "MODEL", "--quality", "result.json"], "no such option: --quality"),
         (["attention", "MODEL", "MODEL"], "unexpected extra argument"),
-        (["batching", "MODEL", "--policies", "eager"], "unknown policy: eager"),
+        (["batching", "MODEL", "--policies", "eager"], "unknown policy 'eager'"),
         (["batching", "MODEL", "--rate", "0"], "--rate 0.0 makes no sense"),
         (["server", "http://127.0.0.1:1", "--html", "page.html"], "no such option: --html"),
         (["server", "http://127.0.0.1:1", "--concurrency", "x"], "--concurrency 'x' is not a list"),
