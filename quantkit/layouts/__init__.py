@@ -49,11 +49,11 @@ FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pr
 class LinearSpec:
     """One linear of a decoder block.
 
-    name: stored module path, such as `model.layers.0.mlp.up_proj`. block, local: index of its block and name
-    in the block. kept: the reason for 16 bit; None for a quantized linear. grid: for the solver; None for a
-    kept linear, and where the output encodes. conv1d: the model has a Conv1D here (GPT-2), which some clients
-    do not replace. module: the name in transformers inside a multimodal wrapper, where engines keep stored
-    names.
+    name: stored module path, such as `model.layers.0.mlp.up_proj`. block: number of the block. local: name in
+    the block. grid: grid that the solver rounds to; None for a kept linear, or if the output encodes the
+    weight. kept: reason for 16 bit; None if quantized. conv1d: the model has a Conv1D here (GPT-2); some
+    clients replace only nn.Linear. module: transformers' name if a multimodal wrapper changes it; engines use
+    the stored name.
     """
 
     name: str
@@ -68,7 +68,7 @@ class LinearSpec:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All names of the linear in clients."""
+        """Return the one or two names that clients use for the linear."""
         return (self.name,) if self.module in (None, self.name) else (self.name, self.module)
 
     @property
@@ -78,7 +78,7 @@ class LinearSpec:
 
 @dataclass(frozen=True)
 class Width:
-    """Bits, group size and symmetry of a grid: enough for sizes, where nothing is computed."""
+    """Bits, group size and symmetry of a grid: enough to compute sizes without torch."""
 
     bits: int
     group_size: int
@@ -86,19 +86,19 @@ class Width:
 
 
 class OutOfReach(LookupError):
-    """Raised for values of a tensor of which only the header was fetched."""
+    """Raised when the values of a tensor are read, but only its header was downloaded."""
 
 
 class Layout(ABC):
     """The storage of a quantized linear for a client. `encode` and `decode` are exact inverses.
 
-    A linear X is packed where `X.<marker>` is stored; `suffixes` are all its parts, `code_part` holds the
-    codes. label: the name of such codes in `inspect`. fused: engines merge several linears into one.
-    experts_note: a note on experts in this layout. takes_matrices: engines treat other matrices of a block,
-    such as routers, as linears, unless `beside` names them. floats: the suffixes with floating-point
-    parameters. needs: statistics of inputs that are stored (see SiteStatistics). rounds_inputs: inputs of
-    some linears are quantized by `module`. optional: suffixes that clients can do without. texts: suffixes
-    with estimated lengths in tables.
+    A linear X is packed if the tensor `X.<marker>` is stored. suffixes: all tensors of X; code_part: the one
+    with the codes. label: the name of these codes in `inspect`. fused: engines merge several linears into
+    one. experts_note: a note for models with experts. takes_matrices: engines treat other matrices of a
+    block, such as routers, as linears unless `beside` names them. floats: suffixes with floating-point
+    parameters. needs: statistics of inputs that the layout stores (see SiteStatistics). rounds_inputs:
+    `module` quantizes inputs of some linears. optional: suffixes that may be absent. texts: suffixes whose
+    length `tensors` estimates.
     """
 
     marker: str
@@ -115,33 +115,33 @@ class Layout(ABC):
     texts: tuple[str, ...] = ()
 
     def at(self, linear: str) -> Layout:
-        """Return the layout of one linear of a stored checkpoint; itself where all linears are equal."""
+        """Return the layout of one linear in a stored checkpoint; itself if all linears share one layout."""
         return self
 
     @abstractmethod
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why this layout cannot hold `spec`, with the fix; None when it can."""
+        """Return why this layout cannot hold `spec`, with the fix; None if it can."""
 
     def check_model(self, model_type: str) -> str | None:
-        """Return why clients misread a whole family of models in this layout, with the fix; None if not."""
+        """Return why clients cannot read this model type in this layout, with the fix; None if they can."""
         return None
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads experts of so many linears each in this layout; None where one does."""
+        """Return why no client reads experts with this number of linears; None if a client does."""
         return None
 
     @abstractmethod
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the tensors stored for one linear by suffix; lengths of texts are close estimates."""
+        """Return the tensors stored for one linear: {suffix: (dtype, shape)}; estimates for `texts`."""
 
     @abstractmethod
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return what a linear's stored tensors, or their headers, say of it. Raises ValueError or
-        ArithmeticError for impossible shapes; `checked_spec` compares the rest with `tensors`."""
+        """Return shape, bits and group size of a linear, from its stored tensors or their headers. Raises
+        ValueError or ArithmeticError for impossible shapes; `checked_spec` checks the rest."""
 
     @property
     def numbers(self) -> Numbers | None:
-        """Bits and columns of a group, None for whole rows, in a stored configuration."""
+        """Return bits and group size (None: one group per row) in a stored configuration, if it has them."""
         return None
 
     def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
@@ -163,14 +163,14 @@ class Layout(ABC):
     def with_floats(
         self, tensors: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return a linear's stored tensors with other `floats`, by the names of its grid, rounded to what can
-        be stored; all else stays byte for byte, and nothing changes its size."""
+        """Return a linear's stored tensors with new floating-point parameters, rounded to the stored
+        precision. floats: keyed as in the grid's `floats`. Codes and sizes stay the same."""
         weight = self.decode(tensors)
         encoded = self.encode(weight.with_floats(weight.grid.storable(floats)))
         return {part: encoded[part] if part in self.floats else tensors[part] for part in tensors}
 
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the dequantized weight, float32 `[out, in]`, as `decode(tensors).values()`."""
+        """Return the dequantized weight, float32 `[out, in]`: the same as `decode(tensors).values()`."""
         return self.decode(tensors).values()
 
     def module(
@@ -180,10 +180,9 @@ class Layout(ABC):
         values: torch.Tensor | None = None,
         products: bool = False,
     ) -> nn.Module | None:
-        """Return a module that computes as clients do where the result is more than the decoded weight times
-        the input, because activations are quantized too; None elsewhere. values: of these tensors, in the
-        precision of the input, where they have been decoded already. products: whether the processor
-        multiplies int8 fast."""
+        """Return a module that quantizes its inputs as clients do; None if clients only multiply with the
+        decoded weight. values: the decoded weight in the precision of the input, if it is decoded already.
+        products: the processor multiplies int8 fast."""
         return None
 
     @abstractmethod
@@ -198,7 +197,7 @@ class Layout(ABC):
 
 @dataclass(frozen=True)
 class WeightsOnly:
-    """A layout without quantized inputs: linears compute with the decoded weight only."""
+    """A layout whose linears compute with the decoded weight and do not quantize inputs."""
 
     layout: Layout
     rounds_inputs = False
@@ -216,13 +215,13 @@ class WeightsOnly:
 
 
 def available() -> list[str]:
-    """Return names of the layouts, from the files of this package; `_` begins what several of them share."""
+    """Return the names of the layouts: the files of this package that do not begin with `_`."""
     names = (module.name for module in pkgutil.iter_modules(__path__))
     return sorted(name for name in names if not name.startswith("_"))
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `quantization_config` of config.json, or MLX's entry of another name; {} without one."""
+    """Return `quantization_config` of config.json, or MLX's `quantization`; {} if there is neither."""
     stored, mlx = config.get("quantization_config"), config.get("quantization")
     if isinstance(mlx, dict) and not (isinstance(stored, dict) and "quant_method" in stored):
         return {"quant_method": "mlx"} | mlx
@@ -235,9 +234,9 @@ def modules() -> list[ModuleType]:
 
 
 def detect(config: dict) -> Layout | None:
-    """Return the layout of a stored checkpoint; None when it is a plain one.
+    """Return the layout of a stored checkpoint; None if it is not quantized.
 
-    Raises QuantkitError (exit code 4) for a quantization that no layout here understands.
+    Raises QuantkitError (exit code 4) if no layout knows the quantization.
     """
     stored = quantization_of(config)
     if not stored:
@@ -253,8 +252,8 @@ def detect(config: dict) -> Layout | None:
 
 
 def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return stored names of each packed linear: `{"model.layers.0.mlp.up_proj": {"qweight": …, "scales":
-    …}}`."""
+    """Return the stored names of each packed linear, such as
+    `{"model.layers.0.mlp.up_proj": {"scales": …}}`."""
     if layout is None:
         return {}
     names = set(names)
@@ -267,8 +266,8 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
 
 @contextmanager
 def naming_errors(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Name the linear and its tensors in any error of decoding: downloaded files may hold any types and
-    shapes. Errors of memory pass."""
+    """Turn errors of decoding into QuantkitError with the names of the linear and its tensors: downloaded
+    files may hold any types and shapes. Out-of-memory errors pass unchanged."""
     try:
         yield
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -292,17 +291,17 @@ def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
 
 
 def stored_as(part: Any) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a tensor or header as tables spell them."""
+    """Return dtype and shape of a tensor or header; the dtype as in safetensors headers, such as `BF16`."""
     dtype = part.dtype if isinstance(part.dtype, str) else DTYPES[str(part.dtype).removeprefix("torch.")]
     return dtype, tuple(part.shape)
 
 
 def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
-    """Return shape, bits and groups of a linear after checking its stored tensors against its table.
+    """Return shape, bits and groups of a linear after comparing its stored tensors with `holder.tensors`.
 
-    A float of any type may replace another, and a scalar a tensor of one number. holder: a layout, or a form
-    of one. Decoders rely on this alone. Raises QuantkitError for other tensors, and for numbers that the
-    configuration contradicts.
+    Scales may have any float type, and a scalar may replace a tensor with one number. holder: a layout or a
+    form. Decoders check nothing else. Raises QuantkitError if a tensor differs, or if the bits or groups
+    contradict the configuration.
     """
     try:
         spec = holder.sizes(tensors)
@@ -329,18 +328,19 @@ def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec
 
 
 def in_words(numbers: Numbers) -> str:
-    """Return `4 bit in groups of 128`, or in whole rows."""
+    """Return `4 bit in groups of 128` or `4 bit in whole rows`."""
     bits, size = numbers
     return f"{bits} bit in groups of {size}" if size else f"{bits} bit in whole rows"
 
 
 def spec_of_shape(out_features: int, in_features: int, grid: Grid | Width) -> LinearSpec:
-    """Return a linear without a name: what tables depend on."""
+    """Return a LinearSpec with a shape and a grid but no name: enough for `Layout.tensors`."""
     return LinearSpec("", 0, "", out_features, in_features, grid)
 
 
 def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Return fused linears by engine name: `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
+    """Return the linears that engines fuse, by engine name:
+    `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
     by_name = {spec.name: spec for spec in specs}
     found = {}
     for name in by_name:

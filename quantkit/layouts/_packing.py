@@ -22,12 +22,12 @@ def words(count: int, bits: int) -> int:
 
 
 def whole_words(bits: int) -> int:
-    """Return the least number of codes that fills whole words."""
+    """Return the smallest number of codes that fills whole 32-bit words."""
     return WORD // math.gcd(bits, WORD)
 
 
 def no_whole_words(spec: LinearSpec, *sides: str) -> str | None:
-    """Return why the codes along these sides of a linear would not fill words; None where they do."""
+    """Return why the codes along `sides` ("in_features", …) do not fill 32-bit words; None if they do."""
     bits = spec.grid.bits
     for side in sides:
         if (size := getattr(spec, side)) * bits % WORD:
@@ -59,7 +59,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
-    """Invert `pack`: uint8 `[count, m]`. The last words may stop short of a whole period."""
+    """Invert `pack`: return codes uint8 `[count, m]`. The words need not fill a whole period."""
     import torch
     from torch.nn.functional import pad
 
@@ -77,9 +77,9 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
-    """Pack codes `[n, m]` into int32 `[n * bits / 32, m]` in planes of so many bits each, from the
-    lowest: of every 32 codes first the words of one plane, then those of the next. A single plane is what
-    `pack` makes."""
+    """Pack codes `[n, m]` into int32 `[n * bits / 32, m]`. Each code is split into planes of `widths` bits,
+    lowest bits first. Every 32 codes store the words of the first plane, then those of the next. With one
+    plane the result is that of `pack`."""
     import torch
 
     if len(widths) == 1:
@@ -93,7 +93,7 @@ def pack_planes(codes: Tensor, widths: Sequence[int]) -> Tensor:
 
 
 def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
-    """Invert `pack_planes`: uint8 `[count, m]`. Several planes come in whole blocks of 32 codes."""
+    """Invert `pack_planes`: uint8 `[count, m]`. With several planes, count is a multiple of 32."""
     import torch
 
     if len(widths) == 1:
@@ -109,10 +109,10 @@ def unpack_planes(words: Tensor, widths: Sequence[int], count: int) -> Tensor:
 def column_groups(
     tensors: Mapping[str, Tensor], part: str, stored: Tensor | None, spec: LinearSpec, device: torch.device
 ) -> Tensor | None:
-    """Return the group of each column, int64 `[in]`; None where they lie in order and divide the row.
+    """Return the group of each column, int64 `[in]`; None if groups are consecutive columns of equal size.
 
-    stored: as `part` of the tensors names them; None for columns in order. Raises QuantkitError for groups
-    that there are not.
+    stored: the stored group of each column, named `part` in errors; None for consecutive columns. Raises
+    QuantkitError if a group number has no scale.
     """
     import torch
 

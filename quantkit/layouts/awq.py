@@ -33,7 +33,7 @@ ACTIVATION_SCALES = (
 
 @dataclass(frozen=True)
 class AwqLayout(Layout):
-    """group_size: of every linear, -1 for whole rows. zero_point: whether zeros vary (False: all are 8)."""
+    """group_size: of every linear; -1: one group per row. zero_point: zero points vary; False: all are 8."""
 
     group_size: int
     zero_point: bool = True
@@ -53,7 +53,7 @@ class AwqLayout(Layout):
         return None
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear differs from the one width, group size and kind of zero point; None if not."""
+        """Return why a linear does not fit: bits, group size and zero points must be the same for all."""
         if spec.conv1d:
             return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
@@ -88,7 +88,7 @@ class AwqLayout(Layout):
         }
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return shape and group size; groups divide the rows."""
+        """Return shape and group size. Raises ValueError if groups do not divide the rows."""
         groups, out_features = parts["scales"].shape
         in_features, columns = parts["qweight"].shape
         if in_features % groups or columns * PER_WORD != out_features:
@@ -112,8 +112,8 @@ class AwqLayout(Layout):
         return QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`. Clients leave the head alone when `modules_to_not_convert` is null;
-        transformers 4.49 to 4.51 does not when it is a list without it."""
+        """Return `quantization_config`. If `modules_to_not_convert` is null, clients do not quantize the
+        head; if it is a list without the head, transformers 4.49 to 4.51 quantize the head."""
         kept = [*beside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
         return {
             "quant_method": "awq",
@@ -126,7 +126,7 @@ class AwqLayout(Layout):
 
 
 def detect(config: dict) -> AwqLayout | None:
-    """Return the layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the awq layout that a stored `quantization_config` describes; None for other layouts."""
     if config.get("quant_method") != "awq":
         return None
     version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")

@@ -1,10 +1,10 @@
-"""The bitsandbytes layouts, read by transformers, vLLM (NF4) and whatever else uses bitsandbytes.
+"""The bitsandbytes layouts, read by transformers, vLLM (NF4) and other users of bitsandbytes.
 
 LLM.int8: `weight` int8 `[out, in]`, `SCB` float32 `[out]` (row absmax), `weight_format` uint8 scalar 0;
 `W = weight * SCB / 127`.
-NF4: `weight` uint8 `[out * in / 2, 1]`, row-major, first of two codes in the high nibble, and beside it
-`weight.quant_map` float32 `[16]`, `weight.absmax` float32 `[out * in / 64]` or, double-quantized, uint8
-with `weight.nested_absmax` float32 and `weight.nested_quant_map` float32 `[256]`, and
+NF4: `weight` uint8 `[out * in / 2, 1]`, row-major, the first of two codes in the high nibble;
+`weight.quant_map` float32 `[16]`; `weight.absmax` float32 `[out * in / 64]` or, double-quantized, uint8 with
+`weight.nested_absmax` float32 and `weight.nested_quant_map` float32 `[256]`;
 `weight.quant_state.bitsandbytes__nf4`, a JSON text in uint8.
 Format: bitsandbytes `nn/modules.py` (Linear8bitLt, Params4bit) and `functional.QuantState`.
 """
@@ -35,7 +35,7 @@ FUSES = "transformers fuses experts and replaces nn.Linear alone"
 
 @dataclass(frozen=True)
 class Int8Layout(Layout):
-    """threshold: activations of at least this in any token take their column out of int8; 0 for none."""
+    """threshold: columns with an input of at least this size are computed in 16 bit; 0: none are."""
 
     threshold: float = 6.0
     marker = "SCB"
@@ -50,7 +50,7 @@ class Int8Layout(Layout):
         return None
 
     def check_experts(self, linears: int) -> str | None:
-        """Return the reason: vLLM's bitsandbytes_loader.py refuses linears quantized before."""
+        """Return why no client reads experts: vLLM loads no experts that are already quantized to int8."""
         return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -85,13 +85,13 @@ class Int8Layout(Layout):
         return QuantizedWeight(Int8Grid(codes.shape[1]), codes.view(torch.uint8) ^ 128, params)
 
     def values(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return `decode(tensors).values()` from the codes as they lie there."""
+        """Return `decode(tensors).values()`, computed from the stored codes."""
         from quantkit.grids.int8 import restored
 
         return restored(*self._stored(tensors))
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return codes int8 `[out, in]` and absmax `[out]`, once they are known to fit."""
+        """Return codes int8 `[out, in]` and absmax `[out]`. Raises QuantkitError if they do not fit."""
         self.checked_spec(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
             what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not understood"
@@ -102,13 +102,13 @@ class Int8Layout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """Return a linear that rounds its inputs to int8 as it runs."""
+        """Return a linear that quantizes its inputs to int8."""
         from quantkit.grids.int8 import Int8Linear
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`. Clients spare the head unless a list of exceptions leaves it out."""
+        """Return `quantization_config`. Its list of exceptions must name the head, or clients quantize it."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_8bit": True,
@@ -122,7 +122,7 @@ class Int8Layout(Layout):
 
 @dataclass(frozen=True)
 class Nf4Layout(Layout):
-    """double_quant: absmax are stored in 8 bits."""
+    """double_quant: absmax values are stored in 8 bits."""
 
     double_quant: bool = True
     marker = STATE
@@ -136,17 +136,17 @@ class Nf4Layout(Layout):
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return None: the check of the grid's group size keeps blocks of 64 inside rows."""
+        """Return None: the grid's own check already keeps blocks of 64 weights inside rows."""
         return None
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads experts: vLLM's loader fuses gate, up and down, and knows no others."""
+        """Return why no client reads such experts; None for those of gate, up and down, as vLLM reads."""
         if linears == EXPERT_LINEARS:
             return None
         return f"no client reads such experts in nf4: {FUSES}, and vLLM takes those of gate, up and down"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the tensors of one linear; the length of the JSON text is close."""
+        """Return the tensors of one linear; the length of the JSON text is an estimate."""
         blocks, offset = spec.weights // BLOCK, None
         table: Table = {
             "weight": ("U8", (spec.weights // 2, 1)),
@@ -185,14 +185,14 @@ class Nf4Layout(Layout):
         return tensors | {STATE: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
     def with_floats(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """See `Layout.with_floats`; the offset of nested scales is a number in a text of fixed length."""
+        """See `Layout.with_floats`. The JSON text keeps its length when the offset in it changes."""
         found = super().with_floats(tensors, floats)
         if "offset" in floats:
             found[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
         return found
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit or another table."""
+        """Invert `encode` exactly. Raises QuantkitError if sizes do not fit or the table is not NF4's."""
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
@@ -214,12 +214,12 @@ class Nf4Layout(Layout):
         return spec_of_shape(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
 
     def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """See `Layout.checked_spec`; the tensors decide between single and double quantization."""
+        """See `Layout.checked_spec`. `weight.absmax` is uint8 if the weight is double-quantized."""
         nested = stored_as(parts["weight.absmax"])[0] == "U8"
         return super(Nf4Layout, replace(self, double_quant=nested)).checked_spec(parts)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
-        """Return packed codes `[out, in / 2]` and parameters, once their sizes are known to fit."""
+        """Return packed codes `[out, in / 2]` and parameters. Raises QuantkitError for wrong sizes."""
         import torch
 
         from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
@@ -253,7 +253,7 @@ class Nf4Layout(Layout):
 
 
 def detect(config: dict) -> Layout | None:
-    """Return the layout that a stored `quantization_config` describes, if it is one of these."""
+    """Return the layout that a stored `quantization_config` describes; None if it is not bitsandbytes."""
     if config.get("quant_method") != "bitsandbytes" and not {"load_in_8bit", "load_in_4bit"} & config.keys():
         return None
     if config.get("load_in_8bit"):
@@ -280,7 +280,7 @@ def _skipped(specs: Sequence[LinearSpec], beside: Sequence[str]) -> list[str] | 
 
 
 def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
-    """Return the JSON text of an NF4 weight's quantization state; offset: of nested scales."""
+    """Return the JSON text of an NF4 weight's quantization state; offset: of nested scales, if any."""
     state = {
         "quant_type": "nf4",
         "blocksize": BLOCK,
@@ -293,8 +293,8 @@ def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
 
 
 def _with_offset(text: Tensor, offset: float) -> Tensor:
-    """Return the stored text with another offset: as it is where that is the old one; else in as many digits
-    as tell its float32 and find room, spaces after the text."""
+    """Return the stored JSON text with another offset, at the same length. The offset has at most nine
+    digits, as many as fit, and spaces fill the rest."""
     import torch
 
     state, stored = json.loads(bytes(text.tolist())), torch.tensor(offset)
@@ -308,7 +308,7 @@ def _with_offset(text: Tensor, offset: float) -> Tensor:
 
 
 def _read_state(tensor: Tensor) -> dict:
-    """Return the state, with what the decoder relies on checked."""
+    """Return the parsed JSON text of an NF4 weight. Raises QuantkitError if a needed field is invalid."""
     try:
         state = json.loads(bytes(tensor.tolist()))
         out_features, in_features = state["shape"]

@@ -1,8 +1,8 @@
-"""The layout of DeepSeek-V3 and of what transformers calls finegrained fp8: blocks of 8-bit floats.
+"""The layout of DeepSeek-V3, "finegrained fp8" in transformers: squares of 8-bit floats share a scale.
 
-`weight` float8 e4m3 `[out, in]`; `weight_scale_inv` float32 `[out / 128, in / 128]`, rounded up: what a
-block's floats are to be *multiplied* with, despite its name. Inputs are also rounded to e4m3: each
-token by groups of 128 columns, in float32. Read besides: scales in E8M0. Format: DeepSeek-V3
+`weight` float8 e4m3 `[out, in]`; `weight_scale_inv` float32 `[out / 128, in / 128]`, sizes rounded up.
+Despite its name, a square is *multiplied* with its scale. Inputs are also rounded to e4m3, in float32, with
+one scale per token and 128 columns. Scales in E8M0 can be read, but are not written. Format: DeepSeek-V3
 `inference/kernel.py`; transformers 5.23 `integrations/finegrained_fp8.py`.
 """
 
@@ -27,7 +27,7 @@ NAME = "fp8"
 
 @dataclass(frozen=True)
 class Fp8Layout(Layout):
-    """block: rows and columns that share a scale, as in compressed-tensors' FloatQuantized."""
+    """block: rows and columns that share a scale."""
 
     block: int = 128
     marker = "weight_scale_inv"
@@ -37,7 +37,7 @@ class Fp8Layout(Layout):
     rounds_inputs = True
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear does not fit: transformers makes smaller blocks of a remainder, silently."""
+        """Return why a linear does not fit; None if it does. transformers misreads partial blocks."""
         if spec.conv1d:
             return "its clients replace nn.Linear, not Conv1D"
         if spec.out_features % self.block:
@@ -56,11 +56,11 @@ class Fp8Layout(Layout):
         return {"weight": tensors["weight"], "weight_scale_inv": tensors["weight_scale"]}
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return the shape of the weight."""
+        """Return the shape and the group size: the columns that share a scale."""
         return FloatQuantized(self.block).sizes(parts)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. Raises QuantkitError for tensors that do not fit one another."""
+        """Invert `encode` exactly. Raises QuantkitError if the tensors do not fit each other."""
         spec = self.checked_spec(tensors)
         parts = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}
         return FloatQuantized(self.block).decode(parts, spec)
@@ -69,7 +69,7 @@ class Fp8Layout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module:  # fmt: skip
-        """Return a linear that rounds its inputs to e4m3 as it runs."""
+        """Return a linear that rounds its inputs to e4m3."""
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
         from quantkit.layouts.compressed_tensors.forms import Numbers
 
@@ -91,7 +91,7 @@ class Fp8Layout(Layout):
 
 
 def detect(config: dict) -> Fp8Layout | None:
-    """Return the layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the fp8 layout that a stored `quantization_config` describes; None for other layouts."""
     if config.get("quant_method") != NAME:
         return None
     block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")

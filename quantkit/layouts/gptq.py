@@ -2,10 +2,10 @@
 
 Per linear, `W[o, i] = scales[g_idx[i], o] * (q[i, o] - z[g_idx[i], o])`:
 `qweight` int32 `[in * bits / 32, out]`, a little-endian bit stream down the in dimension;
-`qzeros` int32 `[groups, out * bits / 32]`, the same stream along out, holding z - 1 in
-`checkpoint_format` "gptq" and z in "gptq_v2"; `scales` float16 `[groups, out]`; `g_idx` int32 `[in]`.
-Codes of 5, 6 and 7 bits are split into planes of 4, 2 and 1 bits, whose words lie one after another for every
-32 codes; "gptq_p", GPTQModel's alone, holds z and also splits codes of 3 bits.
+`qzeros` int32 `[groups, out * bits / 32]`, the same stream along out, with z - 1 in `checkpoint_format`
+"gptq" and z in "gptq_v2"; `scales` float16 `[groups, out]`; `g_idx` int32 `[in]`.
+Codes of 5, 6 and 7 bits are split into planes of 4, 2 and 1 bits: every 32 codes store the words of one plane
+after those of another. Format "gptq_p", which only GPTQModel reads, holds z and also splits codes of 3 bits.
 Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel 7.6 `BaseQuantLinear.pack_original` and
 `utils/planar_packing.py`.
 """
@@ -36,12 +36,12 @@ Rule = tuple[re.Pattern, dict[str, Any]]  # the pattern of a linear's name, and 
 
 @dataclass(frozen=True)
 class GptqLayout(Layout):
-    """bits, symmetric, desc_act and damp_percent go into the configuration as the client wants them;
-    linears with other bits or groups are overrides in it.
+    """bits, group_size, symmetric, desc_act and damp_percent: entries of the configuration; linears with
+    other bits or groups get a rule there.
 
-    rules: what a stored configuration says of single linears, `(pattern, bits and group size)`; None where
-    the layout is not a stored one's, and linears differ without a rule.
-    version: of `FORMATS`; 1 loads in every client, 2 is needed for zero points of 0, 3 for 5 to 7 bits.
+    rules: `(pattern, bits and group size)` of single linears in a stored configuration; None for a new
+    layout. version: of `FORMATS`; 1 loads in every client, 2 is needed for zero points of 0, 3 for 5 to 7
+    bits.
     """
 
     bits: int
@@ -59,7 +59,7 @@ class GptqLayout(Layout):
 
     @property
     def zero_min(self) -> int:
-        """Smallest zero point: version 1 stores z - 1, and GPTQModel would carry 0 into its neighbour."""
+        """Smallest zero point: version 1 stores z - 1, and GPTQModel mishandles the -1 of z = 0."""
         return 1 if self.version == 1 else 0
 
     def planes(self, bits: int) -> tuple[int, ...]:
@@ -72,7 +72,7 @@ class GptqLayout(Layout):
         return replace(self, **found) if found else self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why codes do not fill words: `in * bits` and `out * bits` must be multiples of 32."""
+        """Return why codes do not fill 32-bit words along in and out; None if they do."""
         if len(self.planes(spec.grid.bits)) > 1:
             for side in ("in_features", "out_features"):
                 if (size := getattr(spec, side)) % WORD:
@@ -104,7 +104,7 @@ class GptqLayout(Layout):
         }
 
     def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return bits and group size by the shapes, also for linears with overrides."""
+        """Return shape, bits and group size of a linear from its tensors' shapes, whatever the rules say."""
         groups, out_features = parts["scales"].shape
         bits = parts["qzeros"].shape[1] * WORD // out_features if "qzeros" in parts else self.bits
         rows, columns = parts["qweight"].shape
@@ -117,11 +117,11 @@ class GptqLayout(Layout):
 
     @property
     def numbers(self) -> Numbers | None:
-        """Bits and group size of a stored configuration; None for a new layout."""
+        """Return bits and group size of a stored configuration; None for a new layout."""
         return (self.bits, max(0, self.group_size) or None) if self.rules is not None else None
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. A missing g_idx means the trivial one."""
+        """Invert `encode` exactly. Without `g_idx`, groups are consecutive columns."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
@@ -137,9 +137,9 @@ class GptqLayout(Layout):
         return QuantizedWeight(grid, codes, AffineParams(scales.t().float(), zero.t().float()), group)
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`. What differs from linear to linear is a `dynamic` rule for GPTQModel
-        and vLLM; optimum knows none, and packs the names that end with what `modules_in_block_to_quantize`
-        lists."""
+        """Return `quantization_config`. A linear that differs from the defaults gets a `dynamic` rule for
+        GPTQModel and vLLM. optimum ignores these rules: it packs the linears whose names end with an entry of
+        `modules_in_block_to_quantize`."""
         config = {
             "quant_method": "gptq",
             "bits": self.bits,
@@ -167,7 +167,7 @@ class GptqLayout(Layout):
         return config
 
     def _rule(self, spec: LinearSpec) -> tuple[str, dict] | None:
-        """Return the sign and values of a `dynamic` rule for a linear; None where the defaults apply."""
+        """Return the sign and values of a linear's `dynamic` rule; None if the defaults apply."""
         if spec.grid is None:
             return "-", {}
         whole = spec.grid.group_size == spec.in_features and self.group_size == -1
@@ -183,7 +183,7 @@ class GptqLayout(Layout):
 
 
 def detect(config: dict) -> GptqLayout | None:
-    """Return the layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the gptq layout that a stored `quantization_config` describes; None for other layouts."""
     if config.get("quant_method") != "gptq":
         return None
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
@@ -211,7 +211,7 @@ def detect(config: dict) -> GptqLayout | None:
 def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
     """Parse GPTQModel's `dynamic`: `{"+:pattern": {"bits": …, "group_size": …}}`; no sign means plus.
 
-    Raises QuantkitError for anything else.
+    Raises QuantkitError if it has another form.
     """
     stored = config.get("dynamic") or {}
     if not isinstance(stored, dict):
@@ -228,5 +228,5 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
 
 
 def rule_of(rules: Sequence[Rule], linear: str) -> dict[str, Any]:
-    """Return the values of the first rule that matches a linear; {} without one."""
+    """Return the values of the first rule that matches a linear; {} if none matches."""
     return next((rule for pattern, rule in rules if pattern.match(linear)), {})

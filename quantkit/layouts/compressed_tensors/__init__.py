@@ -1,8 +1,8 @@
 """The compressed-tensors layout, read by vLLM, SGLang and transformers.
 
-A linear lies in one of several forms (`integers.py`, `floats.py`); all have `weight_scale`.
-Config groups, their targets and ignored modules are common to all forms, and handled here.
-Format: compressed-tensors 0.20 `quantization/quant_config.py`, `compressors`.
+A form (`integers.py`, `floats.py`) defines how one linear is stored; all forms have `weight_scale`. This file
+handles config groups, their targets and ignored modules. Format: compressed-tensors 0.20
+`quantization/quant_config.py`, `compressors`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ NAME = "compressed-tensors"
 
 @dataclass(frozen=True)
 class CompressedTensorsLayout(Layout):
-    """form: how linears are written. cache: `k_scale` and `v_scale`, bfloat16 `[1]`, are written of each
-    attention, by which keys and values become 8-bit floats in an engine's cache.
+    """form: how linears are written. cache: also write `k_scale` and `v_scale`, bfloat16 `[1]`, of each
+    attention; engines use them to store keys and values as 8-bit floats.
 
-    targets: what a stored configuration says, and scheme what it says of one linear (see `at`).
+    targets: targets of a stored configuration with their schemes. scheme: that of one linear (see `at`).
     """
 
     form: Form = PackQuantized()
@@ -65,18 +65,18 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def rounds_inputs(self) -> bool:
-        """True if any target of a stored configuration, or a new one's form, quantizes inputs."""
+        """Return whether any stored target, or without a stored configuration the form, quantizes inputs."""
         if self.targets:
             return any(scheme.activations for _, scheme in self.targets)
         return bool(self.form.activations())
 
     @property
     def needs(self) -> frozenset[str]:
-        """Statistics of inputs that are stored."""
+        """Return the names of the statistics of inputs that are stored."""
         return self.form.needs | ({"cache"} if self.cache else set())
 
     def at(self, linear: str) -> CompressedTensorsLayout:
-        """Return a copy with the scheme of one linear, where a stored configuration gives it one."""
+        """Return a copy with the stored scheme of one linear; itself if no configuration was stored."""
         if not self.targets:
             return self
         scheme = schemes.find(self.targets, linear)
@@ -89,7 +89,7 @@ class CompressedTensorsLayout(Layout):
         return self.form.check(spec)
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads experts in the form; None where one does."""
+        """Return why no client reads experts in this form; None if a client does."""
         return self.form.no_experts
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -102,7 +102,7 @@ class CompressedTensorsLayout(Layout):
         return self.form.encode(weight)
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly, and what else llm-compressor's presets make.
+        """Invert `encode` exactly; also decode what llm-compressor's presets write.
 
         Raises QuantkitError naming the tensor whose type or size does not fit the others or the scheme.
         """
@@ -118,14 +118,14 @@ class CompressedTensorsLayout(Layout):
 
     @property
     def numbers(self) -> Numbers | None:
-        """Bits and group size of packed integers in the scheme; None for other forms."""
+        """Return bits and group size of packed integers in the scheme; None for other forms."""
         form = self.form if self.scheme else None
         if not isinstance(form, PackQuantized):
             return None
         return form.bits, form.group_size if form.group_size > 0 else None
 
     def _form(self, tensors: Mapping[str, Tensor]) -> Form:
-        """Return the form in the stored configuration; for a linear just encoded, the form of its tensors."""
+        """Return the stored configuration's form; without a configuration, the form that the tensors show."""
         if self.scheme:
             return self.form
         part, dtype = self.form.CODES
@@ -138,7 +138,7 @@ class CompressedTensorsLayout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module | None:  # fmt: skip
-        """Return a linear that quantizes its input, where the scheme says so."""
+        """Return a linear that quantizes its inputs; None if the scheme does not quantize inputs."""
         form = self.scheme.form if self.scheme else self._form(tensors)
         entry = None if self.scheme else form.activations()
         numbers = self.scheme.activations if self.scheme else entry and schemes.numbers("activations", entry)
@@ -159,9 +159,9 @@ class CompressedTensorsLayout(Layout):
         return QuantizedInputLinear(weight, bias, numbers, scale if scale is None else scale.view(1))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`. Linears unlike the rest are targets by their exact names, which
-        clients prefer to the class, and by the name of their fusion where all of it is alike: vLLM looks for
-        that."""
+        """Return `quantization_config`. A linear with another form than most is a target by its exact name,
+        which takes precedence over the class "Linear". If all members of a fused linear have that form, the
+        fused name is a target too, because vLLM looks it up."""
         packed = [spec for spec in specs if spec.grid]
         forms = {name: self.form.of(s) for s in packed for name in s.spellings}
         groups: dict[Form, list[str]] = {self.form: ["Linear"]} if self.form in forms.values() else {}
@@ -205,7 +205,7 @@ def _outside(specs: Sequence[LinearSpec]) -> list[str]:
 
 
 def detect(config: dict) -> CompressedTensorsLayout | None:
-    """Return the layout that a stored `quantization_config` describes, if it is this one."""
+    """Return the layout that a stored `quantization_config` describes; None if it is another layout's."""
     if config.get("quant_method") != NAME:
         return None
     if (status := config.get("quantization_status", "compressed")) != "compressed":

@@ -20,8 +20,8 @@ FP4_EPS = 0.125  # an e4m3 scale of 0 becomes that
 
 
 class QuantizedInputLinear(nn.Module):
-    """weight: float `[out, in]`. scale: one number, where the configuration is static. exact: inputs are
-    rounded in float32, whatever their precision."""
+    """A linear that quantizes its inputs. weight: float `[out, in]`. scale: `[1]` if inputs have a stored
+    scale, else None. exact: inputs are rounded in float32, whatever their precision."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class QuantizedInputLinear(nn.Module):
 
 
 def rounded(hidden: Tensor, numbers: Numbers, scale: Tensor | None = None) -> Tensor:
-    """Return `hidden [..., in]` as it is after quantizing and scaling back, in its own precision."""
+    """Return `hidden [..., in]` quantized and dequantized, in its own precision."""
     if numbers.is_fp4:
         groups = hidden.unflatten(-1, (-1, numbers.group_size))
         return _rounded_fp4(groups, scale).flatten(-2).to(hidden.dtype)
@@ -62,7 +62,7 @@ def _ends(numbers: Numbers) -> tuple[float, float]:
 
 
 def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
-    """Return scale of each token or group, from the values."""
+    """Return the scale of each token or group, computed from its largest value."""
     least, most = _ends(numbers)
     scale = hidden.abs().amax(-1, keepdim=True) / ((most - least) / 2)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
@@ -75,8 +75,8 @@ def _rounded(hidden: Tensor, numbers: Numbers, scale: Tensor) -> Tensor:
 
 
 def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
-    """Return `[..., groups, group_size]` as 4-bit floats. divisor: of NVFP4's e4m3 scales, `[1]`; None for
-    MXFP4."""
+    """Return `[..., groups, group_size]` rounded to 4-bit floats. divisor: `[1]`, NVFP4's divisor of the e4m3
+    scales; None for MXFP4."""
     largest = groups.abs().amax(-1, keepdim=True)
     if divisor is None:  # a power of two by which the largest becomes 3.5 to 7, which is cut off at 6
         mantissa, exponent = torch.frexp(largest.float())
@@ -89,7 +89,7 @@ def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
 
 
 def to_fp4(x: Tensor) -> Tensor:
-    """Return the nearest values of e2m1, halves to even."""
+    """Return the nearest values of e2m1; ties go to even."""
     size = x.abs()
     coarse = torch.where(size < 4, x.round(), (x / 2).round() * 2)
     return torch.where(size < 2, (x * 2).round() / 2, coarse).clamp(-FP4_MAX, FP4_MAX)

@@ -1,4 +1,4 @@
-"""Forms of floats: of 8 bits, and of 4 (MXFP4, NVFP4). Inputs may be rounded to the same floats."""
+"""Forms of 8-bit floats (FP8) and 4-bit floats (MXFP4, NVFP4). Inputs may be rounded to the same floats."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MX_BIAS = 127
 
 @dataclass(frozen=True)
 class FloatQuantized(Form):
-    """float-quantized: 8-bit floats and, mostly, inputs rounded to such, too (FP8, FP8_DYNAMIC, FP8_BLOCK).
+    """float-quantized: 8-bit floats, usually for inputs too (FP8, FP8_DYNAMIC, FP8_BLOCK).
 
     `weight` float8 e4m3 `[out, in]`; `weight_scale` bfloat16, `[out, 1]` per row or `[out / 128, in / 128]`
-    per block, rounded up; where scales of inputs are stored, `input_scale` bfloat16 `[1]`. Read besides: one
-    scale for a whole tensor.
+    per square (sizes rounded up); `input_scale` bfloat16 `[1]` if static. One scale for a whole tensor can be
+    read, but not written.
 
-    block: rows and columns that share a scale; None for whole rows. static: inputs are scaled by what
-    calibration text found, one number a linear; else each token, or its columns in a block, by itself. whole:
-    one scale for the tensor.
+    block: rows and columns that share a scale; None: one scale per row. static: one scale of the inputs per
+    linear, from calibration text; otherwise each token, or each `block` columns of a token, get a scale at
+    run time. whole: one scale for the whole tensor.
     """
 
     block: int | None = None
@@ -42,7 +42,7 @@ class FloatQuantized(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> FloatQuantized | None:
-        """Return 8 bits by tensor, row or square block."""
+        """Return the form for 8-bit floats scaled per tensor, row or square block; None for other weights."""
         rows, columns = weights.block or (None, None)
         known = (weights.bits, weights.kind, weights.symmetric) == (8, "float", True) and rows == columns
         known = known and weights.strategy in ("tensor", "channel", "block")
@@ -62,7 +62,7 @@ class FloatQuantized(Form):
         return table | ({"input_scale": ("BF16", (1,))} if self.static else {})
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Return the shape of the codes; a group is a row of a block."""
+        """Return the shape and the group size: the columns that share a scale."""
         rows, columns = tensors["weight"].shape
         return spec_of_shape(rows, columns, Width(8, min(self.block or columns, columns)))
 
@@ -107,9 +107,9 @@ class FloatQuantized(Form):
 
 
 def _input_scale(peak: Tensor | None, most: float) -> Tensor:
-    """Return the stored scale of inputs, `[1]`; any scale does for inputs that are always zero.
+    """Return the stored scale of inputs, `[1]`; epsilon if all inputs are zero.
 
-    Raises QuantkitError for a linear that no calibration text entered.
+    Raises QuantkitError if no token of the calibration text reached the linear.
     """
     import torch
 
@@ -125,11 +125,11 @@ def _input_scale(peak: Tensor | None, most: float) -> Tensor:
 
 @dataclass(frozen=True)
 class MxFp4Packed(Form):
-    """mxfp4-pack-quantized: 4-bit floats with a power of two for 32 of them.
+    """mxfp4-pack-quantized: 4-bit floats; 32 weights share a power of two.
 
-    `weight_packed` uint8 `[out, in / 2]`: e2m1's bits, the first of two in the low ones; `weight_scale` uint8
-    `[out, in / 32]`, an exponent plus 127. Inputs that are rounded, too (quantize_inputs), get powers of two
-    of their own at run time.
+    `weight_packed` uint8 `[out, in / 2]`: two e2m1 codes in a byte, the first in the low bits; `weight_scale`
+    uint8 `[out, in / 32]`: exponent plus 127. quantize_inputs: inputs are rounded too, with powers of two
+    computed at run time.
     """
 
     quantize_inputs: bool = False
@@ -144,12 +144,12 @@ class MxFp4Packed(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> MxFp4Packed | None:
-        """Return 4-bit floats by its groups."""
+        """Return the form for 4-bit floats in groups of GROUP; None for other weights."""
         known = weights.is_fp4 and (weights.strategy, weights.group_size) == (cls.STRATEGY, cls.GROUP)
         return cls(bool(inputs)) if known else None
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why rows are not whole groups; None where they are."""
+        """Return why rows are not whole groups; None if they are."""
         if spec.in_features % self.GROUP:
             return f"in_features {spec.in_features} is no multiple of {self.GROUP}, the groups of {self.NAME}"
         return None
@@ -161,7 +161,7 @@ class MxFp4Packed(Form):
         return {"weight_packed": ("U8", (rows, columns // 2)), "weight_scale": scales}
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Return the shape; two codes lie in a byte. Raises QuantkitError where they make no whole groups."""
+        """Return the shape. Raises QuantkitError if rows are not whole groups."""
         rows, columns = tensors["weight_packed"].shape
         spec = spec_of_shape(rows, 2 * columns, Width(4, self.GROUP))
         if why := self.check(spec):
@@ -202,7 +202,7 @@ class MxFp4Packed(Form):
 
 
 def _codes(tensors: Tensors) -> Tensor:
-    """Return codes uint8 `[out, in]` of two in a byte."""
+    """Return codes uint8 `[out, in]`, unpacked from two in a byte."""
     import torch
 
     packed = tensors["weight_packed"]
@@ -211,13 +211,13 @@ def _codes(tensors: Tensors) -> Tensor:
 
 @dataclass(frozen=True)
 class NvFp4Packed(MxFp4Packed):
-    """nvfp4-pack-quantized: 4-bit floats with an e4m3 scale for 16 of them and a divisor of the whole matrix.
+    """nvfp4-pack-quantized: 4-bit floats; 16 weights share an e4m3 scale, and the matrix has one divisor.
 
     `weight_packed` as in MXFP4; `weight_scale` float8 e4m3 `[out, in / 16]`; `weight_global_scale` float32
-    `[1]`, by which scales are divided: `w = e2m1 * (weight_scale / weight_global_scale)`. Where inputs are
-    also rounded, `input_global_scale` float32 `[1]`: 448 * 6 / (the largest input in calibration text);
-    scales of 16 inputs follow at run time. vLLM has one linear of q, k and v, and of gate and up, and takes
-    the largest divisor of those for all: theirs are to be the same.
+    `[1]`, the divisor: `w = e2m1 * (weight_scale / weight_global_scale)`. If inputs are rounded too,
+    `input_global_scale` float32 `[1]` is 448 * 6 / (the largest input in calibration text), and each 16
+    inputs get a scale at run time. vLLM fuses q, k and v, and gate and up, and uses the largest divisor for
+    all of them, so their divisors must be equal.
     """
 
     NAME, LABEL = "nvfp4-pack-quantized", "nvfp4"
@@ -232,7 +232,7 @@ class NvFp4Packed(MxFp4Packed):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Largest inputs, for their scale."""
+        """Return {"peak"}, the largest input of each linear, if inputs are rounded; else an empty set."""
         return frozenset({"peak"} if self.quantize_inputs else ())
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -255,7 +255,7 @@ class NvFp4Packed(MxFp4Packed):
         return weight.params.scale.to(torch.float8_e4m3fn).contiguous()
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Return codes, scales and the divisor. Raises QuantkitError for one that is not above 0."""
+        """Return codes, scales and the divisor. Raises QuantkitError unless the divisor is above 0."""
         from quantkit.grids.fp4 import Fp4Params, NvFp4Grid
         from quantkit.grids.grid import QuantizedWeight
 

@@ -1,7 +1,7 @@
-"""Forms: how compressed-tensors lays a linear out, by the `format` of its config group.
+"""Base of the forms. A form stores a linear as compressed-tensors does for one `format` of a config group.
 
-Here is what all have in common; `integers.py` and `floats.py` have what llm-compressor's presets make. torch
-is imported where tensors are made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
+`integers.py` and `floats.py` have the forms of llm-compressor's presets. torch is imported where tensors are
+made. Format: compressed-tensors 0.20 `compressors`, `quant_scheme.py`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Tensors = Mapping[str, "Tensor"]
 class Numbers:
     """A number format of weights or activations. kind: `int`, or `float` (e4m3 or e2m1).
 
-    group_size: columns of one group; None unless strategy is `group` or `tensor_group`, which has a scale of
-    the tensor besides. block: rows and columns of strategy `block`. dynamic: scales follow from the values at
-    run time, instead of being stored.
+    strategy: what shares a scale. group_size: columns per group, for the strategies `group` and
+    `tensor_group` (which adds a scale of the tensor). block: rows and columns, for the strategy `block`.
+    dynamic: scales are computed from the values at run time instead of being stored.
     """
 
     bits: int
@@ -46,22 +46,22 @@ def described(
     bits: int, kind: str, strategy: str, group_size: int | None = None, dynamic: bool | str = False,
     observer: str | None = "minmax", symmetric: bool = True, **more: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return `weights`, `input_activations` or `kv_cache_scheme` as a configuration spells them."""
+    """Return the dictionary of a number format as `quantization_config` stores it."""
     numbers = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy}
     return numbers | {"group_size": group_size, **more, "dynamic": dynamic, "observer": observer}
 
 
 class Form:
-    """The tensors and configuration of a linear. A frozen dataclass with the options of its method.
+    """The tensors and configuration of a linear: a frozen dataclass with the options of its method.
 
-    A subclass has `like(weights, inputs)`, the form of a config group that says this, or None; `tensors`,
-    `encode` and `decode`, as layouts do; and `weights()` of its config group. Linears of equal forms are one
-    config group.
+    A subclass defines `like(weights, inputs)`, which returns the form of a config group or None; `tensors`,
+    `encode` and `decode` as in Layout; `weights()`, the entry of that name in a config group. Linears with
+    equal forms share a config group.
 
-    NAME: the `format` of a config group; LABEL: what `inspect` calls it. SUFFIXES: the tensors of a linear
-    that it may store. CODES: the one that holds codes, and its type. optional: those that may be there.
-    floats: of the suffixes, those that hold what is stored in floating point. needs: which statistics of a
-    linear's inputs it writes something of (see SiteStatistics); `peak` comes as `QuantizedWeight.input_peak`.
+    NAME: `format` of the config group. LABEL: name in `inspect`. SUFFIXES: all tensors it may store. CODES:
+    the tensor with the codes, and its dtype. optional: suffixes that may be absent. floats: suffixes with
+    floating-point parameters. needs: statistics of inputs that are stored (see SiteStatistics); `peak`
+    arrives as `QuantizedWeight.input_peak`.
     """
 
     NAME: str
@@ -78,14 +78,14 @@ class Form:
         return self
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why this form cannot hold `spec`, with the fix; None when it can."""
+        """Return why this form cannot hold `spec`, with the fix; None if it can."""
 
     def activations(self) -> dict[str, Any] | None:
-        """Return `input_activations` of the config group; None where inputs stay as they are."""
+        """Return `input_activations` of the config group; None if inputs are not quantized."""
         return None
 
     def fitting(self, tensors: Tensors) -> Form:
-        """Return a copy with what a configuration would say of a linear just encoded."""
+        """Return a copy with the options, such as bits and group size, that the tensors of a linear show."""
         return self
 
     def sizes(self, tensors: Tensors) -> LinearSpec:

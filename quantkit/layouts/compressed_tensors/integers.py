@@ -1,4 +1,4 @@
-"""Forms of integers: packed in words, weights alone; or a byte each, with inputs rounded to bytes."""
+"""Forms of integers: packed in words (weights only), or one byte each with inputs rounded to 8 bits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class PackQuantized(Form):
     """pack-quantized: integers of 2 to 8 bits in 32-bit words (W4A16, W8A16).
 
     `weight_packed` int32 `[out, in * bits / 32]`, a little-endian bit stream of `q + 2^(bits-1)` along in;
-    `weight_scale` float16 `[out, groups]`; `weight_shape` int64 `[2]`; where zero points vary,
-    `weight_zero_point` int32 `[out * bits / 32, groups]`, the same stream along out. Read besides:
-    `weight_g_idx` int32 `[in]`.
+    `weight_scale` float16 `[out, groups]`; `weight_shape` int64 `[2]`; if zero points vary,
+    `weight_zero_point` int32 `[out * bits / 32, groups]`, the same stream along out. `weight_g_idx` int32
+    `[in]` is read, but not written.
 
-    bits, group_size (-1: whole rows) and symmetric are what most linears have; those with other bits or
-    groups become further config groups.
+    bits, group_size (-1: one group per row) and symmetric hold for most linears; linears with other bits or
+    groups get their own config groups.
     """
 
     bits: int = 4
@@ -41,17 +41,17 @@ class PackQuantized(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> PackQuantized | None:
-        """Return the form of integers by rows or groups; None for other weights."""
+        """Return the form for integers scaled per row or group; None for other weights."""
         known = weights.kind == "int" and weights.bits in WIDTHS and weights.strategy in ("channel", "group")
         return cls(weights.bits, weights.group_size or -1, weights.symmetric) if known else None
 
     def of(self, spec: LinearSpec) -> PackQuantized:
-        """Return a copy with bits and group size as the configuration names them."""
+        """Return a copy with the bits and group size of one linear."""
         whole = spec.grid.group_size == spec.in_features and self.group_size == -1
         return replace(self, bits=spec.grid.bits, group_size=-1 if whole else spec.grid.group_size)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why rows, or columns of packed zeros, fill no whole words; None where they do."""
+        """Return why codes of a row, or zero points of a column, do not fill words; None if they do."""
         return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -79,7 +79,7 @@ class PackQuantized(Form):
         return tensors
 
     def fitting(self, tensors: Tensors) -> PackQuantized:
-        """Return a copy with the bits, the groups and the kind of zero points that shapes show."""
+        """Return a copy with the bits, group size and symmetry that the tensors' shapes show."""
         columns, groups = int(tensors["weight_shape"][1]), tensors["weight_scale"].shape[1]
         bits = tensors["weight_packed"].shape[1] * WORD // columns
         return replace(
@@ -87,7 +87,7 @@ class PackQuantized(Form):
         )
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
-        """Return the shape in `weight_shape`. Raises QuantkitError for anything else there."""
+        """Return the shape in `weight_shape`. Raises QuantkitError if `weight_shape` holds no valid shape."""
         stored, packed = tensors["weight_shape"], tensors["weight_packed"].shape
         try:
             shape = stored.tolist()
@@ -125,8 +125,8 @@ class PackQuantized(Form):
 
 @dataclass(frozen=True)
 class IntQuantized(Form):
-    """int-quantized: symmetric integers, a byte each, a scale for each row; each token of the inputs is
-    scaled by itself (W8A8). `weight` int8 `[out, in]`; `weight_scale` float16 `[out, 1]`."""
+    """int-quantized (W8A8): symmetric integers, one byte each, one scale per row; inputs get one scale per
+    token. `weight` int8 `[out, in]`; `weight_scale` float16 `[out, 1]`."""
 
     NAME, LABEL = "int-quantized", "int8"
     SUFFIXES = ("weight", "weight_scale")
@@ -134,18 +134,18 @@ class IntQuantized(Form):
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> IntQuantized | None:
-        """Return 8 bits by rows; inputs as they run."""
+        """Return the form for 8-bit integers scaled per row, unless inputs have stored scales; else None."""
         numbers = weights.bits, weights.kind, weights.symmetric, weights.strategy
         known = numbers == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
         return cls() if known else None
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why rows are not whole; None where they are."""
+        """Return an error if rows have more than one group; else None."""
         whole = spec.grid.group_size == spec.in_features
         return None if whole else "int8 engines take one scale for each row: leave out the group size"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return both tensors of one linear."""
+        """Return the two tensors of one linear."""
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
 

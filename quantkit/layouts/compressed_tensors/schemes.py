@@ -1,8 +1,8 @@
 """Parse a compressed-tensors configuration: the scheme of each linear.
 
-`config_groups` pair a scheme with targets: exact module names, patterns (`re:` before a regular expression
-that matches from the start), or class names. A linear's scheme is that of the best target in this order;
-of equal targets the later group counts, and patterns are tried in alphabetical order.
+`config_groups` pair a scheme with targets. A target is an exact module name, a pattern (`re:` and a regular
+expression that matches from the start), or a class name. Exact names take precedence over patterns, and
+patterns over classes. Of equal targets the later group counts; patterns are tried in alphabetical order.
 Source: compressed-tensors 0.20 `utils/match.py: match_targets`, `lifecycle/apply.py`.
 """
 
@@ -29,7 +29,7 @@ PRESETS = "quantkit reads what llm-compressor's presets make: W4A16, W8A16, W8A8
 
 @dataclass(frozen=True)
 class Scheme:
-    """A parsed config group. activations: None where inputs of linears are not quantized."""
+    """A parsed config group. activations: number format of inputs; None if inputs are not quantized."""
 
     form: Form
     activations: Numbers | None = None
@@ -41,7 +41,7 @@ Targets = tuple[tuple[str, Scheme], ...]
 def parse(config: dict) -> Targets:
     """Return each target with its scheme, in the order of the configuration.
 
-    Raises QuantkitError for what quantkit would misread, with the reason, and for malformed groups.
+    Raises QuantkitError for malformed groups, and for features that quantkit does not support.
     """
     if (cache := config.get("kv_cache_scheme")) and not _is_float8_cache(cache):
         raise _unread("kv_cache_scheme", "of caches those of 8-bit floats by stored scales are read")
@@ -63,8 +63,8 @@ def parse(config: dict) -> Targets:
 
 
 def _is_float8_cache(scheme: object) -> bool:
-    """Return whether a scheme is FLOAT8_CACHE. quantkit computes without such a cache: `eval --kv-dtype fp8`
-    measures one."""
+    """Return whether a scheme is FLOAT8_CACHE. quantkit computes without the cache that it describes;
+    `eval --kv-dtype fp8` measures an 8-bit cache."""
     return isinstance(scheme, dict) and all(scheme.get(key) == FLOAT8_CACHE[key] for key in CACHE_KEYS)
 
 
@@ -102,7 +102,7 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
 
 
 def numbers(what: str, entry: object) -> Numbers:
-    """Return what a config group says of its weights or activations (`what`)."""
+    """Return the parsed number format of a config group's `what`: "weights" or "activations"."""
     _well(isinstance(entry, dict), f"a config group says nothing of its {what}")
     size, block = entry.get("group_size"), entry.get("block_structure")
     strategy = entry.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
@@ -128,7 +128,7 @@ def numbers(what: str, entry: object) -> Numbers:
 
 
 def _computed(inputs: Numbers) -> bool:
-    """Return whether quantkit computes such inputs: by token or group at run time, or by a stored scale."""
+    """Return whether quantkit computes with such inputs: scaled at run time, or 8 bit by a stored scale."""
     if inputs.is_fp4:
         return (inputs.strategy, inputs.group_size) in (("tensor_group", 16), ("group", 32))
     known = inputs.symmetric and inputs.bits == 8 and inputs.kind in ("int", "float")

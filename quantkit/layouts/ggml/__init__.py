@@ -1,7 +1,7 @@
-"""The layout of GGUF files for llama.cpp and related engines. `blocks.py` has ggml's blocks, bit by bit.
+"""The layout of GGUF files for llama.cpp and related engines. `blocks.py` packs ggml blocks bit by bit.
 
-Staging stores a linear X as `X.ggml`, its bytes, and `X.ggml_type`, ggml's number of the type; NVFP4 adds
-`X.ggml_scale`, float32 `[1]`, a factor of the matrix.
+A staging folder stores a linear X as `X.ggml`, its bytes, and `X.ggml_type`, ggml's number of the type. NVFP4
+adds `X.ggml_scale`, float32 `[1]`, by which the whole matrix is multiplied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = "gguf"
 
 @dataclass(frozen=True)
 class GgmlLayout(Layout):
-    """Blocks as they will lie in the GGUF file."""
+    """ggml blocks, byte for byte as in the GGUF file."""
 
     marker = code_part = label = "ggml"
     suffixes = ("ggml", "ggml_type", "ggml_scale")
@@ -31,7 +31,7 @@ class GgmlLayout(Layout):
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear is not in whole blocks of a ggml grid; None where it is."""
+        """Return why a linear has no ggml grid, or rows that are not whole ggml blocks; None if it fits."""
         from quantkit.grids.ggml.block import BlockGrid
 
         if not isinstance(spec.grid, BlockGrid):
@@ -42,14 +42,14 @@ class GgmlLayout(Layout):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the blocks, and the factor of all blocks in NVFP4."""
+        """Return the bytes and, for NVFP4, the scale of the matrix."""
         from quantkit.layouts.ggml.blocks import row_bytes
 
         blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
         return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
     def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
-        """Return shape and grid by the stored type; rows are whole blocks."""
+        """Return shape and grid, from the stored type and the bytes of a row."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         from quantkit.grids.ggml import TYPES, named
@@ -63,8 +63,8 @@ class GgmlLayout(Layout):
         return spec_of_shape(rows, columns // nbytes * block, named(kind.name))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return bytes `[out, row_bytes]` and the type's number, a scalar; where it has one, a scale of it
-        all."""
+        """Return bytes uint8 `[out, row_bytes]`, the number of the type, and for NVFP4 the scale of the
+        matrix."""
         import torch
         from gguf import GGMLQuantizationType
 
@@ -85,10 +85,10 @@ class GgmlLayout(Layout):
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
     def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """Return {}: a GGUF file has the type of every tensor."""
+        """Return {}: a GGUF file stores the type of every tensor itself."""
         return {}
 
 
 def detect(config: dict) -> None:
-    """Return None: blocks lie in staging folders only."""
+    """Return None: this layout exists only in staging folders."""
     return None

@@ -1,4 +1,4 @@
-"""ggml's blocks as they lie in a GGUF file: rows of blocks, little-endian, of the parts in `parts.py`."""
+"""ggml blocks as they lie in a GGUF file: rows of blocks, little-endian, made of the parts in `parts.py`."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
 
 def row_bytes(type_name: str, in_features: int) -> int:
-    """Return bytes of one row of `in_features` weights, of any type that gguf knows.
+    """Return the bytes of one row of `in_features` weights, for any ggml type.
 
-    Raises QuantkitError for an unknown type and a row that is no whole number of blocks.
+    Raises QuantkitError if the type is unknown, or the row is not whole ggml blocks.
     """
     block, size = _gguf().GGML_QUANT_SIZES[_type(type_name)]
     if in_features % block:
@@ -39,8 +39,8 @@ def row_bytes(type_name: str, in_features: int) -> int:
 
 
 def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return bytes, uint8 `[rows, row_bytes]`, of `weight [rows, in]`, as ggml's own encoder has them.
-    importance: `[in]`, or `[rows, in]`; see grids.ggml."""
+    """Return `weight [rows, in]` encoded as ggml's own encoder does, uint8 `[rows, row_bytes]`. importance:
+    `[in]` or `[rows, in]`; see grids.ggml."""
     rows, width = weight.shape
     encoded = torch.empty(rows, row_bytes(type_name, width), dtype=torch.uint8, device=weight.device)
     if importance is not None:
@@ -63,7 +63,7 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
 
 
 def scale_beside(type_name: str, weight: Tensor) -> float | None:
-    """Return the factor of all blocks of `encode_rows`; None without one."""
+    """Return the NVFP4 scale by which a decoder multiplies all of `encode_rows`; None for other types."""
     grid = named(type_name).together([weight]) if type_name in TYPES else None
     return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
 
@@ -71,7 +71,7 @@ def scale_beside(type_name: str, weight: Tensor) -> float | None:
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
     """Return values, float32 `[rows, in]`, of bytes `[rows, row_bytes]` of any type that gguf can decode.
 
-    Raises QuantkitError for another type and where the bytes are not `in_features` weights.
+    Raises QuantkitError for other types, or if a row's bytes do not hold `in_features` weights.
     """
     if encoded.shape[1:] != (row_bytes(type_name, in_features),):
         raise QuantkitError(
@@ -109,7 +109,7 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
 
 
 def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
-    """Invert `pack`. scale: `[1]`, what all values are multiplied with; None: as they are."""
+    """Invert `pack`. scale: `[1]`, by which all values are multiplied; None for 1."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
     parts = BLOCKS[grid.name]
     widths = [part.width(_counts(grid)) for part in parts]
@@ -134,7 +134,7 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
 
 
 def _counts(grid: BlockGrid) -> dict[str, int]:
-    """Return the number of integers of each kind in a block."""
+    """Return the number of integers of each kind in a ggml block."""
     sub_blocks = grid.group_size // grid.sub_size
     counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
     if isinstance(grid, CodeBookGrid):
@@ -143,8 +143,8 @@ def _counts(grid: BlockGrid) -> dict[str, int]:
 
 
 def _vectors(grid: CodeBookGrid, codes: Tensor) -> dict[str, Tensor]:
-    """Return places of vectors in the code book, and signs, of eight a number, int64 `[blocks, n]` each, of
-    codes uint8 `[blocks, group_size]`. Of eight signs some types store seven: an even number is negative."""
+    """Return code-book indices and signs (eight in a number), int64 `[blocks, n]` each, of codes uint8
+    `[blocks, group_size]`. Types that store only seven of eight signs have an even number of minus signs."""
     book = grid.book.to(codes.device)
     digits = (codes >> 1).long().unflatten(1, (-1, book.size)).permute(2, 0, 1)
     signs = (codes & 1).long().unflatten(1, (-1, SIGNS)) << torch.arange(SIGNS, device=codes.device)
@@ -164,7 +164,7 @@ PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
 
 
 def _gguf() -> Any:
-    """Import gguf when first needed: opening a checkpoint imports all layouts."""
+    """Import gguf on first use: opening any checkpoint imports all layouts."""
     import gguf
 
     return gguf

@@ -1,9 +1,8 @@
-"""The parts of ggml's blocks, bit by bit (llama.cpp, ggml-common.h).
+"""The parts of ggml blocks, bit by bit (llama.cpp, ggml-common.h).
 
-BLOCKS has the parts of every type in order. A part packs what it needs of `values`, `[blocks, n]` each by
-name, into bytes `[blocks, width]`; `unpack` is the inverse, and bits that are stored elsewhere are 0. `width`
-follows from how many integers of each kind a block has. Codes of a few bits share bytes so that neighbours in
-a byte are `run` codes apart.
+BLOCKS lists the parts of every type in order. `pack` of a part takes its integers or floats from `values`
+({name: `[blocks, n]`}) and returns bytes `[blocks, width]`. `unpack` is the inverse; bits that another part
+stores are 0. `width` depends on how many integers of each kind a ggml block has.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Half:
 
 @dataclass(frozen=True)
 class PowerOfTwo:
-    """A parameter that is half of a power of two, `[blocks]`, as its exponent plus 127 in a byte."""
+    """A parameter `[blocks]` that is half of a power of two, stored as exponent plus 127 in one byte."""
 
     name: str
 
@@ -53,7 +52,7 @@ class PowerOfTwo:
 
 @dataclass(frozen=True)
 class E4m3:
-    """Scales as 8-bit floats without a sign; what would not be a number is 0."""
+    """Scales as 8-bit floats without a sign; NaN is stored as 0."""
 
     def width(self, counts: Counts) -> int:
         return counts["scales"]
@@ -67,10 +66,10 @@ class E4m3:
 
 @dataclass(frozen=True)
 class Bits:
-    """`bits` bits from bit `low` on of every integer of `source` ("codes", "scales", "scales_and_mins").
+    """`bits` bits, from bit `low` on, of every integer of `source` ("codes", "scales", "scales_and_mins").
 
-    A byte holds 8 / bits integers that are `run` apart, the first in its lowest bits. flip: bits of the
-    byte that are stored inverted, which makes an unsigned byte a signed one.
+    A byte holds 8 / bits integers, the first in its lowest bits; they are `run` apart in the source. flip:
+    bits of the byte that are stored inverted, which turns an unsigned byte into a signed one.
     """
 
     source: str
@@ -100,9 +99,9 @@ class Bits:
 
 @dataclass(frozen=True)
 class Words:
-    """Words of so many bytes, each made of several integers, the first in its lowest bits.
+    """Words of `nbytes` bytes, each made of several integers, the first in the lowest bits.
 
-    integers: `(source, bit, bits, count)`, from bit `bit` on of `count` of the source's integers in a row.
+    integers: `(source, bit, bits, count)`: `bits` bits, from bit `bit` on, of `count` consecutive integers.
     """
 
     nbytes: int
@@ -132,8 +131,8 @@ class Words:
 
 @dataclass(frozen=True)
 class SixBitPairs:
-    """Eight 6-bit scales and mins in 12 bytes: the first four of each with the high bits of the last four
-    above them, then the low nibbles of the last four."""
+    """Eight 6-bit scales and mins in 12 bytes. Bytes 0 to 7: the first four scales, then the first four mins,
+    with the high bits of the last four above them. Bytes 8 to 11: the low nibbles of the last four."""
 
     def width(self, counts: Counts) -> int:
         return 12
