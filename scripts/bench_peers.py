@@ -308,8 +308,8 @@ FORMAT_PEERS = (
     _peer("FP8, rows", "FP8_DYNAMIC", "FP8_DYNAMIC"),
     _peer("FP8, blocks", "FP8_BLOCK", "FP8_BLOCK"),
     _peer("W8A8", "SmoothQuant 0.8, GPTQ", "smoothquant-gptq"),
-    _peer("NVFP4, weights", "NVFP4A16", "NVFP4A16"),
-    _peer("NVFP4, both", "NVFP4", "NVFP4"),
+    _peer("NVFP4, weights only", "NVFP4A16", "NVFP4A16"),
+    _peer("NVFP4, weights and activations", "NVFP4", "NVFP4"),
 )
 FORMAT_OURS = (
     _ours("FP8, rows", "fp8", "fp8"),
@@ -317,8 +317,8 @@ FORMAT_OURS = (
     _ours("FP8, blocks", "fp8, blocks", "fp8", block=128),
     _ours("FP8, blocks", "fp8, blocks, gptq", "fp8", block=128, solver="gptq"),
     _ours("W8A8", "w8a8", "w8a8"),
-    _ours("NVFP4, weights", "fp4", "fp4", format="nvfp4"),
-    _ours("NVFP4, both", "fp4, activations", "fp4", format="nvfp4", activations=True),
+    _ours("NVFP4, weights only", "fp4", "fp4", format="nvfp4"),
+    _ours("NVFP4, weights and activations", "fp4, activations", "fp4", format="nvfp4", activations=True),
 )
 
 
@@ -469,7 +469,7 @@ class Quality:
         for key, error in self.failed.items():
             print(f"failed: {key}: {error}", file=sys.stderr)
         tools = {f"{row['tool']} {row['versions'].get(row['tool'], '')}".strip() for row in [*peers, *ours]}
-        note = f"one thread, seconds from tokens to solved weights. {', '.join(sorted(tools))}.\n"
+        note = f"CPU seconds of one thread. Versions: {', '.join(sorted(tools))}.\n"
         texts = [path.name for path in self.texts]
         for marker, text in self.sections(peers, ours, texts, note).items():
             if self.args.write:
@@ -483,10 +483,10 @@ class Quality:
         """Marker -> Markdown: the best of both at every width, and all rows."""
         best, every = quality_tables(peers, ours, texts)
         about = (
-            f"\nKL divergence on {texts[0]} unless another is named, {self.limit:,} tokens, "
-            f"context {CONTEXT}; calibrated on the same {SAMPLES} × {SEQLEN} tokens, or, in rows with own "
-            f"text, on {OWN} × {SEQLEN} that the model wrote (`quantkit sample`, its seconds included); "
-            f"groups of 128; "
+            f"\nThe columns KL were measured on {texts[0]}: {self.limit:,} tokens, context {CONTEXT}. "
+            f"All tools calibrate on the same {SAMPLES} × {SEQLEN} tokens. Rows with own text calibrate on "
+            f"{OWN} × {SEQLEN} tokens that the model wrote (`quantkit sample`); their CPU seconds include "
+            f"writing them. "
         )
         return {"peers": best + about + note, "peers-all": every}
 
@@ -518,10 +518,11 @@ class Formats(Quality):
                     ]
                     cells += [f"{row['cpu']:.2f}", f"{row['cpu'] / other['cpu']:.2f}" if other else ""]
                     rows.append(cells)
-        head = ["", "", "bits/weight", *headings(texts, "KL"), *headings(texts, "ratio"), "CPU s", "ratio"]
+        head = ["", "", "bits/weight", *headings(texts, "KL"), *headings(texts, "ratio"), "CPU s"]
+        head.append("ratio of CPU s")
         about = (
-            f"\nActivations rounded as clients round them; {self.limit:,} tokens, context {CONTEXT}; "
-            f"methods with calibration use the same {SAMPLES} × {SEQLEN} tokens; "
+            f"\nActivations are rounded as clients round them. {self.limit:,} tokens, context {CONTEXT}. "
+            f"Methods with calibration use the same {SAMPLES} × {SEQLEN} tokens. "
         )
         return {"formats": table(head, rows) + about + note}
 

@@ -187,7 +187,7 @@ def own_table(divergence: dict[str, float]) -> str:
         shipped = name.removesuffix(", own text")
         before, after = divergence[shipped], divergence[name]
         rows.append([shipped, f"{before:.5f}", f"{after:.5f}", f"{after / before - 1:+.0%}"])
-    return table(["", "shipped text", "own text", ""], rows, left=1)
+    return table(["", "KL: shipped text", "KL: own text", "change"], rows, left=1)
 
 
 def by_method(args: argparse.Namespace, folder: Path) -> list[str]:
@@ -318,7 +318,8 @@ def gguf_rows(
     return rows, theirs[floor], missed
 
 
-GGUF_HEAD = ["type", "MB", "KL: imatrix", "KL: gptq", "ratio", "in llama.cpp: imatrix", "gptq", "ratio"]
+GGUF_HEAD = ["type", "MB"]
+GGUF_HEAD += [f"{by}, {of}" for by in ("eval", "llama.cpp") for of in ("KL: imatrix", "KL: gptq", "ratio")]
 
 
 def by_gguf_type(args: argparse.Namespace, folder: Path) -> list[str]:
@@ -398,9 +399,9 @@ PRESETS = {  # engine and further flags -> presets whose bits are the budgets
 }
 STRONGEST = ["--set", "quant.solver=yaqa", "--set", "quant.target=original"]
 UNIFORM, IMATRIX = 0.7, 0.5  # of the uniform preset's divergence, and of the imatrix file's, at most
-AUTO_HEAD = ["model", "engine", "size of", "bits/weight", "uniform: predicted", "measured"]
-AUTO_HEAD += ["searched: predicted", "measured", "of uniform", "yaqa", "of uniform", "imatrix"]
-AUTO_HEAD += ["searched: of it", "yaqa: of it"]
+AUTO_HEAD = ["model", "engine", "size of", "bits/weight", "uniform: predicted", "uniform: measured"]
+AUTO_HEAD += ["searched: predicted", "searched: measured", "searched / uniform", "yaqa: measured"]
+AUTO_HEAD += ["yaqa / uniform", "imatrix: measured", "searched / imatrix", "yaqa / imatrix"]
 
 
 def searched(
@@ -510,7 +511,8 @@ def by_student(args: argparse.Namespace, folder: Path) -> list[str]:
         rows[-1].append(" → ".join([f"{record['before']:.5f}", *stages]))
         if grown != size or not left <= share * kld:
             missed.append(f"{name}: {left:.5f} of {kld:.5f}, {grown} bytes of {size}")
-    head = ["student", "size", "KL divergence", "distilled", "", "held out, by blocks, then end to end"]
+    by_stage = "held-out KL: before → after stage 1 → after stage 2"
+    head = ["student", "size", "KL before", "KL after", "change", by_stage]
     show(args, "distilled", table(head, rows, left=1), ROOT / "docs/distill.md")
     return missed
 
