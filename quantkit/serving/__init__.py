@@ -1,6 +1,6 @@
-"""Running checkpoints: engines run them, bench measures engines, serve and chat start them.
+"""Running checkpoints with engines: transformers, llama.cpp, and the servers of other projects.
 
-quantkit writes no engine. `engines/` is one file per engine: transformers, llama.cpp, llama.cpp's server.
-`server/` starts an engine's own server, `endpoint/` puts load on a server, `bench/` measures checkpoints,
-`chat/` talks to one, `specdec/` measures whether a draft makes one faster.
+`engines/` has one file per engine. `server/` starts an engine's own server, `endpoint/` puts load on a
+server, `bench/` measures speed and memory, `chat/` talks to a model, `specdec/` measures whether a draft
+model makes generation faster.
 """

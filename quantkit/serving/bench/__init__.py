@@ -1,14 +1,15 @@
 """The cost of running a checkpoint: `quantkit bench`.
 
-settings.py     the flags: batches, prompts, repeats; refused where they make no sense
-subjects.py     the checkpoints and their engines, by headers alone, and the reasons why one cannot run
-measure.py      rounds A B A B…: every checkpoint in a process of its own, in turn
-worker.py       that process: a job on stdin, a line of JSON for each run on stdout
-runners/        one file an engine: load, prefill, decode, each timed
-memory.py       peaks of the process, or of an accelerator's allocator
+settings.py     the flags (batches, prompts, repeats) and their checks
+subjects.py     the checkpoints, read from their headers, and the reasons why a point cannot run
+measure.py      rounds A B A B…: the checkpoints take turns, each in a process of its own
+worker.py       that process: reads a job from stdin and writes a line of JSON for each run to stdout
+runners/        one file per engine: loads a model and times its prefill and decode
+memory.py       peak memory of the process, or of an accelerator's allocator
 machine.py      bandwidth and FLOPS of this machine, measured in the same run
-roofline.py     the least time of a step, and the batch at which a step costs twice its floor
-record.py       the result as JSON (bench-2.json), with an evaluation's figures; show.py for people
-attention/      another mode: time and memory of attention implementations
-batching/       another mode: one trace of requests, batched in several ways
+roofline.py     the least time of a step, and the batch size at which a step takes twice that time
+record.py       the result as JSON (bench-2.json), optionally with figures of `quantkit eval`
+show.py         the printed tables and the plots
+attention/      `bench attention`: time and memory of attention implementations
+batching/       `bench batching`: one trace of requests, batched in several ways
 """

@@ -1,4 +1,4 @@
-"""Greedy generation by transformers with a time for every token, for checkpoints and padded batches."""
+"""Greedy generation by transformers, with the time of every token."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from quantkit.serving.engines.transformers import Clock, Ticks
 def run(
     model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock
 ) -> tuple[list[list[int]], list[float], Any]:
-    """Return continuations `[prompts, tokens]` of prompts padded on the left, the seconds of each token, the
-    prefill's first, and the cache."""
+    """Continue prompts, padded on the left; return continuations `[prompts, tokens]`, the seconds of each
+    step (the first is the prefill), and the cache."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])

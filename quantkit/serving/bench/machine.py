@@ -1,8 +1,8 @@
-"""Bandwidth and FLOPS of the machine at hand, measured as a step of decoding uses them.
+"""Bandwidth and FLOPS of this machine, measured as a decoding step uses them.
 
-A matrix as large as the model's weights is read once and multiplied by a vector (bandwidth), and two square
-matrices are multiplied in the model's precision (FLOPS). Small models live in the cache, so the size matters.
-A CPU reads in float32, for which its kernels are best.
+Bandwidth: a matrix as large as the model's weights is multiplied by a vector; a small one would fit a cache.
+FLOPS: two square matrices are multiplied in the model's precision. On a CPU bandwidth is measured in float32,
+for which its kernels are best.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TRIALS = 5  # at least
 
 
 def rates(device: torch.device, dtype: torch.dtype, read_bytes: int) -> dict[str, float]:
-    """Return bandwidth, in bytes a second, and flops a second."""
+    """Return {"bandwidth": bytes a second, "flops": floating-point operations a second}."""
     read, side = dtype if is_accelerator(device) else torch.float32, SIDES.get(device.type, SIDE)
     room = free_memory(device) // 4
     rows = max(1, min(max(LEAST, read_bytes), MOST, room) // (COLUMNS * read.itemsize))
@@ -37,7 +37,7 @@ def rates(device: torch.device, dtype: torch.dtype, read_bytes: int) -> dict[str
 
 
 def _fastest(device: torch.device, run: Callable[[], object]) -> float:
-    """Return the seconds of the fastest of many runs: slower ones ran next to other work."""
+    """Return the seconds of the fastest of many runs; other programs slowed the rest."""
     run()
     clock = clock_of(device)
     best, until, trials = float("inf"), clock() + SECONDS, 0

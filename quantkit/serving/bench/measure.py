@@ -1,4 +1,4 @@
-"""Rounds over all checkpoints, A B A B…: a disturbance of the machine meets all of them."""
+"""Rounds over all checkpoints, A B A B…, so that a disturbance of the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ LAST = 1000  # characters of the last line of a worker that died
 
 @dataclass
 class Measured:
-    """The events of one checkpoint in one engine; `error` says why it does not run.
+    """The measurements of one checkpoint in one engine; `error` says why it does not run.
 
-    runs: of each point, measured ones only. refused: points, and why. rates: of the machine, every round.
+    loaded: the last `loaded` event, see worker.py. load_seconds, rates: one entry per round. runs: measured
+    runs by point, without warm-up. refused: the reason why a point cannot run.
     """
 
     subject: Subject
@@ -44,7 +45,7 @@ class Measured:
     refused: dict[Point, str] = field(default_factory=dict)
 
     def hear(self, event: dict[str, Any]) -> None:
-        """Take one event of a worker."""
+        """Store one event of a worker."""
         event = dict(event)
         kind = event.pop("event")
         if kind == "loaded":
@@ -68,7 +69,7 @@ def rows(
     revision: str | None = None,
     offline: bool = False,
 ) -> list[Measured]:
-    """Return a row for every checkpoint in every engine of --engine; one that no engine runs says why.
+    """Return one row per checkpoint and engine of --engine. `error` is set where the engine cannot run it.
 
     Raises QuantkitError for a source that is no checkpoint, and for an unknown engine.
     """
@@ -91,7 +92,7 @@ def rows(
 
 
 def measure(found: Sequence[Measured], settings: Settings, progress: Progress = SILENT) -> None:
-    """Fill the rows, in rounds. A failure is reported at once and is not tried again."""
+    """Run all checkpoints in rounds and add the results to their rows. What fails is not tried again."""
     each = len(settings.points) * (settings.warmup + settings.repeats)
     done, total = 0, settings.rounds * each * len(found)
     for turn in range(settings.rounds * len(found)):
@@ -107,7 +108,7 @@ def measure(found: Sequence[Measured], settings: Settings, progress: Progress = 
 
 
 def refuse_empty(result: dict[str, Any]) -> None:
-    """Raise QuantkitError with the record where no point ran."""
+    """Raise QuantkitError if no point ran; the error contains the record `result`."""
     points = [point for model in result["models"] for point in model["points"]]
     if all(point["error"] for point in points):
         model = result["models"][0]
@@ -116,7 +117,7 @@ def refuse_empty(result: dict[str, Any]) -> None:
 
 
 def events(job: Job) -> Iterator[dict[str, Any]]:
-    """Yield the events of a job's worker; at last how it died, if it did. It is ended in any case."""
+    """Run a job in a worker process and yield its events; if it dies, the last event says why."""
     paths = [str(Path(quantkit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.cores)}
     with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as errors:
@@ -147,7 +148,7 @@ def events(job: Job) -> Iterator[dict[str, Any]]:
 
 
 def death(code: int, stderr: str) -> str:
-    """Return why a worker ended without an event of its own."""
+    """Return why a worker died, from its exit code and the last line of its stderr."""
     lines = [line for line in printable(stderr).splitlines() if line.strip()]
     last = f": {lines[-1][-LAST:]}" if lines else ""
     if code == -signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""Peak memory: of this process, or on an accelerator of torch's allocator."""
+"""Peak memory of this process, or of torch's allocator on an accelerator."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Meter:
-    """Peak above the memory at its creation. device: torch's; None where torch does not compute.
+    """Measures peak memory. device: torch's; None where another engine computes.
 
-    On a CPU the resident memory of the process, mapped files included. Make one after the libraries are
-    imported and before anything is loaded.
+    On a CPU: resident memory of the process, mapped files included, above its value when the Meter was
+    created. So create it after the libraries are imported and before the model is loaded.
     """
 
     def __init__(self, device=None):
@@ -30,11 +30,11 @@ class Meter:
 
     @property
     def how(self) -> str:
-        """The kind of the figures, in words."""
+        """Description of what is measured, for the report."""
         return "allocated by torch on the device" if self._module else "resident, above the interpreter"
 
     def reset(self) -> None:
-        """Start a new peak; where the system cannot, the peak since the start goes on."""
+        """Start a new peak. Systems that cannot reset go on with the peak since the process started."""
         if self._module:
             if hasattr(self._module, "reset_peak_memory_stats"):
                 self._module.reset_peak_memory_stats(self._device)

@@ -24,7 +24,7 @@ Run = dict[str, Any]
 
 
 def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None = None) -> dict[str, Any]:
-    """Return the record of all rows; ratios are to the first row. evaluated: see `read_quality`."""
+    """Return the JSON of all rows; ratios are to the first row. evaluated: result of `read_quality`."""
     named = zip(rows, names(rows), strict=True)
     return {
         "schema": SCHEMA,
@@ -65,7 +65,7 @@ def _model(
 
 
 def names(rows: Sequence[Measured]) -> list[str]:
-    """Return the shortest ends of the sources that tell them apart, with the engine of a model in several."""
+    """Return a unique label per row: the end of its source, with the engine if there are several."""
     sources = list(dict.fromkeys(row.subject.source for row in rows))
     short = dict(zip(sources, labels(sources), strict=True))
     made = [short[row.subject.source] for row in rows]
@@ -84,9 +84,9 @@ def decode(run: Run) -> float:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Return median, p90, min, max, and mad: the median distance from the median, as a share of it.
+    """Return median, p90, min, max and mad: the median absolute deviation divided by the median.
 
-    Median and MAD forget a run that another program disturbed, where mean and standard deviation would not.
+    Median and MAD, unlike mean and standard deviation, ignore a run that another program disturbed.
     """
     middle, p90 = np.quantile(values, (0.5, 0.9)).tolist()
     scatter = float(np.median(np.abs(np.subtract(values, middle))))
@@ -116,7 +116,7 @@ def _point(row: Measured, first: Measured, point: Point) -> dict[str, Any]:
 
 
 def _roofline(row: Measured, prompt: int, settings: Settings) -> dict[str, Any]:
-    """Return b* of prompts of a length, predicted from the machine's rates and measured."""
+    """Return b* (see roofline.py), predicted and measured, for prompts of `prompt` tokens."""
     batches = settings.numbers("batch")
     ran = {batch: runs for batch in batches if (runs := row.runs.get(Point(batch, prompt)))}
     times = [(batch, batch / summary([decode(run) for run in runs])["median"]) for batch, runs in ran.items()]
@@ -138,14 +138,14 @@ def _roofline(row: Measured, prompt: int, settings: Settings) -> dict[str, Any]:
 
 
 def read_quality(paths: Sequence[str]) -> dict[str, Any] | None:
-    """Return one record of all files of `quantkit eval --json`; None without files. Raises QuantkitError as
+    """Merge results of `quantkit eval --json` into one record; None without files. Raises QuantkitError as
     `quantkit report` does."""
     return merge.merge([merge.read(Path(path)) for path in paths]) if paths else None
 
 
 def match(subject: Subject, evaluated: dict[str, Any] | None) -> dict[str, float] | None:
-    """Return kld and perplexity of the evaluated model with the subject's source, or the last part of it, and
-    its size; None without one."""
+    """Return kld and perplexity of the evaluated model that is the subject: of equal size in bytes, and with
+    the same source, or the same last part of it. None if there is none."""
 
     def end(source: str) -> str:
         return source.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""The roofline over the measurement, and b*, the batch from which more sequences cost time.
+"""The least time of a decoding step, and b*, the batch size above which more sequences cost time.
 
 Predicted (Williams, Waterman, Patterson 2009, see capacity/devices.py): a step of b sequences reads the
 weights once and every sequence's keys and values, and multiplies each active weight b times:
@@ -7,8 +7,8 @@ weights once and every sequence's keys and values, and multiplies each active we
 
 b* is the batch at which reading the weights and computing with them take equally long.
 
-Measured: times of a step are fitted by `a + c·b`, a floor and a cost of each sequence, in relative error,
-since times span decades. At `b* = a / c` half of a step is the floor.
+Measured: step times are fitted by `a + c·b`: a fixed time and a time per sequence. The fit minimizes relative
+errors, since times span decades. At `b* = a / c` a step takes twice its fixed time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ FEWEST = 3  # batches of a fit
 
 @dataclass(frozen=True)
 class Roof:
-    """Bounds of a step: bytes of the weights that it reads and of one sequence's keys and values; active
-    weights; bytes and FLOPS a second."""
+    """Numbers that bound a step. weight_bytes: weights that a step reads. cache_bytes: keys and values of one
+    sequence. active: weights used per token. bandwidth: bytes a second. flops: operations a second."""
 
     weight_bytes: float
     cache_bytes: float
@@ -35,7 +35,7 @@ class Roof:
     flops: float
 
     def seconds(self, batch: float) -> float:
-        """Return the least time of a step."""
+        """Return the least time of a step with `batch` sequences."""
         reading = (self.weight_bytes + batch * self.cache_bytes) / self.bandwidth
         return max(reading, 2 * self.active * batch / self.flops)
 
@@ -46,9 +46,9 @@ class Roof:
 
 
 def fit(times: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-    """Return floor and slope in seconds and optimal_batch of (batch, seconds of a step).
+    """Fit times, given as (batch, seconds of a step); return floor (a), slope (c) and optimal_batch (b*).
 
-    None for fewer than FEWEST batches, or where more sequences cost no time.
+    Returns None for fewer than FEWEST batch sizes, or if floor or slope is not positive.
     """
     if len({batch for batch, _ in times}) < FEWEST:
         return None

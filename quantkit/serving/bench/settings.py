@@ -33,7 +33,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Asked:
-    """Flags that take numbers and lists; the base of the flags of every command."""
+    """Flags of all four commands."""
 
     least_tokens: ClassVar[int] = 1
     tokens: int = option(64, "New tokens of each sequence.", short="-n")
@@ -50,7 +50,7 @@ class Asked:
             require_numbers((flag_of(name), value, smallest))
 
     def numbers(self, name: str) -> tuple[int, ...]:
-        """Return a flag such as `1,4,16` as numbers, each once, in order of size. Raises QuantkitError."""
+        """Return the numbers of a flag such as `1,4,16`, sorted, each once. Raises QuantkitError."""
         text = str(getattr(self, name))
         parts = [part.strip() for part in text.split(",") if part.strip()]
         if not parts or not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
@@ -59,7 +59,7 @@ class Asked:
         return tuple(sorted({int(part) for part in parts}))
 
     def names(self, name: str) -> tuple[str, ...]:
-        """Return the words of a flag such as `eager,sdpa`, each once. Raises QuantkitError for none."""
+        """Return the words of a flag such as `eager,sdpa`, each once. Raises QuantkitError if empty."""
         found = tuple(dict.fromkeys(filter(None, (part.strip() for part in getattr(self, name).split(",")))))
         if not found:
             raise QuantkitError(f"{flag_of(name)} names nothing", "see --help", USAGE)
@@ -79,11 +79,11 @@ class Local(Asked):
 
     @property
     def cores(self) -> int:
-        """Return the number of threads that compute."""
+        """Return the number of CPU threads to compute with."""
         return self.threads or usual_threads()
 
     def record(self) -> dict[str, Any]:
-        """Return the settings as JSON takes them."""
+        """Return the settings as values that JSON can store."""
         names = [row.name for row in fields(self) if row.metadata and row.name != "quality"]
         found = {KEYS.get(name, name): getattr(self, name) for name in names} | {"threads": self.cores}
         lists = [name for name in ("batch", "prompt_tokens") if getattr(self, name) is not None]
@@ -122,7 +122,7 @@ class Settings(Local):
 
     @property
     def points(self) -> list[Point]:
-        """Return every batch with every prompt length; short prompts first."""
+        """Return every pair of batch size and prompt length; short prompts first."""
         prompts, batches = self.numbers("prompt_tokens"), self.numbers("batch")
         return [Point(batch, prompt) for prompt in prompts for batch in batches]
 
@@ -179,13 +179,13 @@ class Server(Asked):
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of an option."""
+    """Return the flag of a field: `prompt_tokens` becomes `--prompt-tokens`."""
     return f"--{name.replace('_', '-')}"
 
 
 def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:
-    """Raise QuantkitError (exit code 2) for a value, or one of several, that is less than the least, or
-    beyond MOST. rows: (name, value, values or None, least)."""
+    """Raise QuantkitError (exit code 2) for a number below its least value or above MOST. rows: (name of the
+    flag; a number, several, or None; least value)."""
     for name, values, least in rows:
         for value in values if isinstance(values, tuple) else (values,):
             if value is not None and not least <= value <= MOST:

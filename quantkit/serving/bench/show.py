@@ -21,12 +21,12 @@ DECODE = "new tokens per second, all sequences together"
 
 
 def milliseconds(seconds: float) -> str:
-    """Return three digits of the milliseconds."""
+    """Return the time in milliseconds, with three significant digits."""
     return figure(1000 * seconds)
 
 
 def engine(model: Record) -> str:
-    """Return `llama.cpp`, `transformers`, `bitsandbytes` or `decoded`."""
+    """Return a name for the engine's kernels: `llama.cpp`, `transformers`, `bitsandbytes` or `decoded`."""
     used = model["engine"]
     if used["name"] != "transformers":
         return used["name"]
@@ -36,7 +36,7 @@ def engine(model: Record) -> str:
 
 
 def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
-    """Return the cell of the value at a path of a model or a point; a dash where there is none."""
+    """Return a function from a record to the cell of its value at `path`; a dash if there is none."""
 
     def cell(point: Record) -> str:
         name, _, key = path.partition(".")
@@ -68,7 +68,7 @@ POINT = {  # columns of a point that ran
 
 
 def report(record: Record, quiet: bool = False) -> Report:
-    """Return table, notes and figures. quiet: without the protocol."""
+    """Return the report: a table, notes and plots. quiet: leave out the notes on how it was measured."""
     models, asked = record["models"], record["settings"]
     absent = set() if record["quality"] else {"KL div.", "ppl"}
     absent |= set() if len(models) > 1 else {"ratio"}
@@ -96,7 +96,7 @@ def report(record: Record, quiet: bool = False) -> Report:
 
 
 def _cells(model: Record, point: Record, names: list[str]) -> list[str]:
-    """Return a row of the table; a point that did not run has the model's cells alone."""
+    """Return the cells of a table row; a dash in columns that a point which did not run lacks."""
     cells = [model["label"]]
     for name in names:
         if name in MODEL:
@@ -107,7 +107,7 @@ def _cells(model: Record, point: Record, names: list[str]) -> list[str]:
 
 
 def called(point: Record) -> str:
-    """Return `4 × 128 tokens`."""
+    """Return batch size and prompt length, such as `4 × 128 tokens`."""
     return f"{point['batch']} × {point['prompt']} tokens"
 
 
@@ -115,7 +115,7 @@ def called(point: Record) -> str:
 
 
 def protocol(record: Record) -> Iterator[str]:
-    """Yield the conditions of the figures, and those of each model: the foot of the table."""
+    """Yield the notes below the table: how all models were measured, then the conditions of each."""
     asked = record["settings"]
     runs = count(asked["rounds"], "round") + f" of {count(asked['repeats'], 'run')}"
     medians = "; medians, ± is the median deviation" if asked["rounds"] * asked["repeats"] > 1 else ""
@@ -145,7 +145,7 @@ def protocol(record: Record) -> Iterator[str]:
 
 
 def noise(record: Record) -> list[str]:
-    """Return a line about models whose runs differ so much that small differences say nothing."""
+    """Return a warning that names the models whose runs differ by more than NOISY; [] if there are none."""
     found = []
     for model in record["models"]:
         worst = max((point["decode"]["mad"] for point in model["points"] if point["decode"]), default=0)
@@ -155,7 +155,7 @@ def noise(record: Record) -> list[str]:
 
 
 def failures(record: Record) -> list[str]:
-    """Return each reason why points did not run, with its model and points."""
+    """Return a line for each model and reason for which points did not run, with these points."""
     found: dict[tuple[str, str], list[str]] = {}
     for model in record["models"]:
         for point in model["points"]:
@@ -169,7 +169,7 @@ def failures(record: Record) -> list[str]:
 
 
 def best_batches(record: Record) -> Iterator[str]:
-    """Yield b* of each model and prompt length, predicted and measured."""
+    """Yield a line with b* (see roofline.py), predicted and measured, per model and prompt length."""
     if len(record["settings"]["batch"]) < 2:
         return
     for model in record["models"]:
@@ -189,14 +189,14 @@ def best_batches(record: Record) -> Iterator[str]:
 
 
 def _ran(model: Record, **at: int) -> Iterator[Record]:
-    """Yield the points with these settings that ran."""
+    """Yield the points that ran and whose fields have the values `at`."""
     for point in model["points"]:
         if point["error"] is None and all(point[key] == value for key, value in at.items()):
             yield point
 
 
 def by_batch(record: Record, prompt: int) -> Figure:
-    """Return throughput over batch, measured, under the roofline."""
+    """Return a plot of measured throughput over batch size, with the roofline, for one prompt length."""
     batches = record["settings"]["batch"]
     series, lines, roofs = [], [], ""
     for index, model in enumerate(record["models"]):
@@ -233,7 +233,7 @@ def by_batch(record: Record, prompt: int) -> Figure:
 
 
 def against(record: Record) -> Figure:
-    """Return KL divergence where it is known, else size, against the speed of the first point."""
+    """Return a plot of KL divergence (if unknown: size) against decoding speed at the first point."""
     known = any(model["quality"] and model["quality"]["kld"] for model in record["models"])
     first = record["models"][0]["points"][0]
     series = []

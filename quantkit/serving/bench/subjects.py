@@ -1,4 +1,4 @@
-"""The checkpoints of a benchmark, known by their headers: size, context, and why one cannot run."""
+"""The checkpoints of a benchmark, read from their headers: size, context, and why a point cannot run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from quantkit.tables import megabytes
 
 @dataclass(frozen=True)
 class Subject:
-    """source: as the user named it; path: its place. bytes and bits over all tensors. context: tokens that
-    the model was made for, None where there is no limit. stored: layout of the weights, such as `gptq`, None
-    for plain ones."""
+    """A checkpoint. source: as the user named it; path: where it is. container: `gguf` or a folder's kind.
+    stored: layout of quantized weights, such as `gptq`, else None. weight_bytes, bits_per_weight: over all
+    tensors. disk_bytes: of all files. context: the model's maximum number of tokens, or None."""
 
     source: str
     path: Path
@@ -42,7 +42,7 @@ class Subject:
         return read_source(str(self.path))
 
     def cache_bytes(self, point: Point, tokens: int, bytes_per_value: Fraction) -> int | None:
-        """Return the bytes of keys and values at the end of a run; None where they are not known."""
+        """Return the bytes of keys and values after `tokens` new tokens; None if unknown."""
         known = self._capacity
         try:
             caches = kv_cache.layer_caches(known.settings, known.parameters)
@@ -52,21 +52,21 @@ class Subject:
 
     @cached_property
     def active(self) -> int:
-        """Parameters that a token meets."""
+        """Number of parameters that are used for each token."""
         known = self._capacity
         return known.parameters.active(known.settings) or self.parameters
 
     @cached_property
     def read_share(self) -> float:
-        """Share of the weights that a token reads: without tables of which it looks up a row, and without
-        the experts that it is not routed to."""
+        """Share of the weights (0 to 1) that a decoding step reads for one token: without embedding tables,
+        of which it reads one row, and without experts that the router does not choose."""
         known = self._capacity
         weights = formats.weights(formats.STORED, known.parameters, known.settings)
         return weights.read_bytes / weights.bytes if weights.read_bytes else 1.0
 
     def prompts(self, point: Point, seed: int) -> list[list[int]]:
-        """Return random token ids, the same for every model of this vocabulary; none near its ends, where
-        special tokens lie."""
+        """Return random token ids, the same for every model with this vocabulary size. Ids near both ends,
+        where special tokens are, do not occur."""
         chance = random.Random(f"{seed} {point.batch} {point.prompt}")
         low, high = self.vocab_size // 4, max(self.vocab_size // 2, self.vocab_size // 4 + 1)
         return [[chance.randrange(low, high) for _ in range(point.prompt)] for _ in range(point.batch)]
@@ -74,7 +74,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Job:
-    """One checkpoint in one engine, one round."""
+    """The work of one worker process: the points of one checkpoint in one engine, for one round."""
 
     subject: Subject
     engine: str
@@ -82,8 +82,8 @@ class Job:
     points: Sequence[Point]
 
     def refusal(self, point: Point, value_bytes: int, free: int) -> str | None:
-        """Return why a point cannot run, as far as headers tell, or None. value_bytes: of a decoded weight
-        and of a value in the cache. free: bytes of memory."""
+        """Return why a point cannot run (context or memory), or None. value_bytes: bytes of a decoded weight
+        and of a value in the cache. free: free memory in bytes."""
         subject, tokens = self.subject, self.settings.tokens
         if subject.context is not None and point.prompt + tokens > subject.context:
             asked = f"{point.prompt} prompt + {tokens} new tokens"
@@ -99,7 +99,7 @@ class Job:
 
 
 def open_subject(source: str, revision: str | None = None, offline: bool = False) -> Subject:
-    """Read the headers of a folder, a GGUF file, or a hub id, which is fetched. Raises QuantkitError."""
+    """Read the headers of a folder, a GGUF file, or a hub id (downloaded first). Raises QuantkitError."""
     path = hub.resolve(source, revision, offline)
     contents = headers.open_contents(str(path), None, True, strict=True)
     found: dict[str, Any] = record.describe(contents)

@@ -1,6 +1,6 @@
 """The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
 
-A pickled job on stdin; on stdout a line of JSON for every event:
+It reads a pickled `Job` from stdin and writes a line of JSON for every event to stdout:
 
     {"event": "loaded", facts…, "seconds", "peak_bytes", "how"}
     {"event": "run", "batch", "prompt", "warmup", timing…, "peak_bytes"}
@@ -9,7 +9,7 @@ A pickled job on stdin; on stdout a line of JSON for every event:
     {"event": "rates", "bandwidth", "flops"}
     {"event": "done"}
 
-Its memory is its own, and when the system kills it for memory the parent lives on to say so.
+A separate process makes peak memory exact. If the system kills it for memory, the parent can report that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
 
 
 def main() -> None:
-    """Measure the job on stdin. stdout is for events alone: what libraries print goes to stderr."""
+    """Measure the job on stdin. Only events go to stdout; output of libraries goes to stderr."""
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if KILL_ME_FIRST.exists():
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def measure(job: Job, emit: Emit) -> None:
-    """Load, warm up, run. Raises QuantkitError where the checkpoint cannot be loaded."""
+    """Load the checkpoint, then warm up and run each point. Raises QuantkitError if it cannot be loaded."""
     engine = runners.find(job.engine)
     torch.set_num_threads(job.settings.cores)
     device, value_bytes = engine.prepare(job)

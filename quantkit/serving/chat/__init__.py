@@ -1,1 +1,1 @@
-"""A conversation whose keys and values are kept from turn to turn."""
+"""Conversations with a model; the KV cache is kept from turn to turn."""

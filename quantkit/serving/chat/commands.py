@@ -1,4 +1,4 @@
-"""Messages of one line or several that a user types, and commands."""
+"""Reads what a user types: messages of one or several lines, and commands such as /save."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Ctrl-C         stops the answer; the text so far stays"""
 
 
 def messages(read: Callable[[bool], str]) -> Iterator[str]:
-    """Yield messages: a line each, or the text between lines of three quotes.
+    """Yield messages: single lines, or the lines between two lines of three quotes.
 
-    read: returns the next line; its argument is whether a message continues. Raises EOFError at the end.
+    read: returns the next line, or raises EOFError; its argument says whether a message is still open.
     """
     lines: list[str] = []  # of a message that continues
     while True:

@@ -1,8 +1,8 @@
 """Keys and values of the tokens that a model has seen, kept for the next turn.
 
-A chat template may rewrite former turns (such as without thoughts), and generated text may be split into
-other tokens when it is read again. So tokens are compared with the cached ones, and the cache is cropped to
-the common prefix.
+A chat template may rewrite earlier turns (for example drop thoughts), and tokenizing generated text again may
+give other tokens. So the new prompt is compared with the cached tokens, and the cache is cropped to the
+common prefix.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ANEW = "the whole prompt is prefilled"
 
 
 class KeptCache:
-    """A cache for one sequence of tokens, and these tokens."""
+    """A model's KV cache for one sequence, and the ids of the cached tokens."""
 
     def __init__(self, model: nn.Module):
         self._config = model.config
@@ -48,10 +48,10 @@ class KeptCache:
             self._cache.activate_past_recording()  # a window then keeps the tokens of the turn as well
 
     def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
-        """Return the cache for a turn with the prompt `ids`, how many of them are cached, and a note.
+        """Return the cache for a turn, the number of tokens of the prompt `ids` in it, and a note.
 
-        At least the last token is not cached: the next one is computed from it. None: the cache of this
-        model cannot be continued.
+        The last token of the prompt never counts as cached, since the next token is computed from it. The
+        cache is None for models whose cache cannot be continued.
         """
         if not self.keeps:
             return None, 0, f"the cache of this model cannot be continued: {ANEW}"
@@ -69,17 +69,17 @@ class KeptCache:
         return self._cache, shared, note
 
     def end(self, ids: Sequence[int]) -> None:
-        """End a turn: prompt and answer are `ids`; the last of them was not fed to the model."""
+        """Record that the cache now holds `ids` (prompt and answer) except the last, which was not fed in."""
         if self.keeps:
             self.ids = list(ids[: self._cache.get_seq_length()])
 
 
 def goes_on(model: nn.Module) -> bool:
-    """Return whether a recurrence continues from the state of a former call with several tokens.
+    """Return whether recurrent layers continue from the cached state when given several tokens.
 
-    Not every family does (Jamba of transformers 5.23 starts again), so it is tried: logits must differ
-    without the state of the first such layer. False for models without attention, whose cache counts the
-    tokens seen.
+    Some families do not (Jamba in transformers 5.23 starts from zero). The test: setting the state of the
+    first recurrent layer to zero must change the logits. Returns False for models without attention, since
+    only the attention layers' cache counts tokens.
     """
     before, after = PROBED
     ids = torch.arange(before + after, device=model.device)[None] % model.config.get_text_config().vocab_size

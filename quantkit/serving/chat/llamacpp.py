@@ -1,6 +1,6 @@
 """A conversation through llama.cpp, which keeps its cache from one request to the next.
 
-quantkit renders the text: llama.cpp would run the template of the file in this process, without limits.
+quantkit renders the chat template: llama.cpp would run the file's template in this process without limits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # its d
 
 
 class LlamaCppChat:
-    """A GGUF file that answers. Raises QuantkitError when it does not load."""
+    """Answers with a GGUF file. The constructor raises QuantkitError if the file does not load."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class LlamaCppChat:
     def answer(
         self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
-        """Answer, as `TransformersChat.answer` does."""
+        """Answer a prompt, as `TransformersChat.answer` does."""
         names = ("temperature", "top_k", "top_p", "seed")
         fields = PLAIN | {name: getattr(sampling, name) for name in names}
         text = written(self._template, prompt).encode(errors="replace").decode()  # no half characters

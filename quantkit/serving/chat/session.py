@@ -1,7 +1,7 @@
 """A conversation with an engine, turn by turn: messages, answers, and their cost.
 
-A saved conversation is a line of JSON, {"messages": [{"role", "content"}, …]} or {"text": …} of a raw one:
-what `--calibration FILE.jsonl` takes.
+A saved conversation is a line of JSON: {"messages": [{"role", "content"}, …]}, or {"text": …} if it is raw.
+`--calibration FILE.jsonl` reads such files.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or
 
 @dataclass
 class Conversation:
-    """messages: users' and answers, in turn. raw: no roles, one text that user and model continue."""
+    """A conversation. messages: the user's and the model's, in turn. raw: there are no roles; user and model
+    continue one text."""
 
     system: str = ""
     raw: bool = False
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def prompt(self) -> Prompt:
-        """Return the text of a raw conversation, else its messages, the system's first."""
+        """Return the text of a raw conversation, else its messages, beginning with the system message."""
         if self.raw:
             return "".join(message["content"] for message in self.messages)
         head = [{"role": "system", "content": self.system}] if self.system else []
         return [*head, *self.messages]
 
     def save(self, path: Path) -> None:
-        """Add the conversation to a .jsonl file as a line.
+        """Append the conversation to a .jsonl file as one line.
 
-        Raises QuantkitError for an empty conversation, another kind of file, and where it cannot be written.
+        Raises QuantkitError if the conversation is empty, or the file has another suffix or is not writable.
         """
         require(self.messages, "the conversation is empty", "send a message first", USAGE)
         if path.suffix != ".jsonl":
@@ -57,7 +58,8 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Facts:
-    """The running model. engine: with its version; kernels: the class of linears. context: tokens at most."""
+    """The running model. engine: name and version. kernels: name of the kernels that multiply by the weights.
+    context: maximum number of tokens. weight_bytes: in memory."""
 
     source: str
     engine: str
@@ -71,10 +73,10 @@ class Facts:
 
 @dataclass(frozen=True)
 class Answer:
-    """prompt_tokens: of the whole conversation; `cached_tokens` of them from former turns.
-    decode_seconds: from the first new token to the last of `generated_tokens`. stop: end, length (the
-    limit of tokens), context (full) or interrupted; engines set the first. kv_bytes: of the cache, None
-    where unknown."""
+    """An answer and its cost. prompt_tokens: tokens of the conversation before the answer. cached_tokens: how
+    many of these were in the cache. decode_seconds: time from the first new token to the last. stop: `end`,
+    `length` (token limit), `context` (full) or `interrupted`; engines set only `end`. kv_bytes: size of the
+    cache, None if unknown."""
 
     text: str
     prompt_tokens: int
@@ -88,30 +90,30 @@ class Answer:
 
     @property
     def prefilled_tokens(self) -> int:
-        """Tokens of the prompt that were computed."""
+        """Number of prompt tokens that were not cached."""
         return self.prompt_tokens - self.cached_tokens
 
     @property
     def used(self) -> int:
-        """Tokens of the conversation."""
+        """Number of tokens of the conversation, answer included."""
         return self.prompt_tokens + self.generated_tokens
 
     @property
     def prefill_rate(self) -> float:
-        """Tokens of the prompt per second."""
+        """Prompt tokens that were not cached, per second."""
         return self.prefilled_tokens / max(self.prefill_seconds, 1e-9)
 
     @property
     def decode_rate(self) -> float | None:
-        """New tokens per second after the first, which comes with the prefill; None for a single one."""
+        """New tokens per second, without the first (computed by the prefill); None for a single token."""
         later = self.generated_tokens - 1
         return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
 
 
 def written(template: chat.ChatTemplate, prompt: Prompt) -> str:
-    """Return the text of a prompt, up to the beginning of the answer.
+    """Return the prompt as one text that ends where the answer begins.
 
-    Raises QuantkitError for messages that do not fit the template.
+    Raises QuantkitError for messages that the chat template rejects.
     """
     if isinstance(prompt, str):
         return prompt
@@ -125,8 +127,8 @@ def written(template: chat.ChatTemplate, prompt: Prompt) -> str:
 
 
 class Session:
-    """A conversation that an engine answers: a `TransformersChat` or a `LlamaCppChat`. The sampling's seed is
-    that of the first answer; every further one, given again or not, has the next."""
+    """A conversation that an engine answers. engine: a `TransformersChat` or a `LlamaCppChat`. The first
+    answer uses the seed of `sampling`; each further one, also after /retry, adds 1."""
 
     def __init__(self, engine: Any, conversation: Conversation, sampling: Sampling):
         self.engine, self.conversation, self.sampling = engine, conversation, sampling
@@ -138,10 +140,10 @@ class Session:
         self.stopped = True
 
     def say(self, text: str, stream: Stream) -> Answer:
-        """Return the answer to a message of the user.
+        """Answer the user's message `text`. stream: receives the text as it is generated.
 
-        Without an answer (full context, refused by the template, interrupted before the first token) the
-        conversation stays as it was. Raises QuantkitError for the first two.
+        Raises QuantkitError if the context is full or the chat template rejects the message. Then, and if
+        the answer is interrupted before its first token, the conversation does not change.
         """
         messages = [*self.conversation.messages, {"role": "user", "content": text}]
         if self.conversation.raw and not any(message["content"] for message in messages):
@@ -149,7 +151,7 @@ class Session:
         return self._answer(messages, stream)
 
     def again(self, stream: Stream) -> Answer:
-        """Replace the last answer by another one. Raises QuantkitError where there is none."""
+        """Replace the last answer by a new one. Raises QuantkitError if there is no answer yet."""
         *messages, last = self.conversation.messages or [{"role": "none"}]
         require(last["role"] == "assistant", "there is no answer to replace", "send a message first", USAGE)
         made = self._answer(messages, stream)
@@ -184,12 +186,12 @@ class Session:
         self.conversation.messages.clear()
 
     def memory(self, made: Answer) -> dict[str, int | None]:
-        """Return the bytes of the weights, of the cache, and of this process."""
+        """Return the bytes of the weights, of the cache after `made`, and of this process."""
         process = psutil.Process().memory_info().rss
         return {"weights": self.engine.facts.weight_bytes, "kv_cache": made.kv_bytes, "process": process}
 
     def record(self, message: str, made: Answer) -> dict[str, Any]:
-        """Return the versioned JSON of a turn."""
+        """Return the versioned JSON of one message and its answer."""
         kinds = ("prompt", "cached", "prefilled", "generated")
         model = asdict(self.engine.facts)
         del model["weight_bytes"]

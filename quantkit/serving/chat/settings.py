@@ -12,7 +12,7 @@ from quantkit.options import option, parse_tokens
 
 @dataclass(frozen=True)
 class Settings:
-    """Flags; for None the checkpoint or the engine decides."""
+    """Flags. If one is None, the checkpoint or the engine decides."""
 
     system: str = option("", "The system message.")
     tokens: int = option(1024, "New tokens per answer, at most.", short="-n")

@@ -1,4 +1,4 @@
-"""Start of a conversation: the engine is chosen and loaded, sampling is resolved."""
+"""Start of a conversation: chooses and loads the engine, determines the sampling settings."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def start(
     trust_remote_code: bool = False,
     progress: Progress = SILENT,
 ) -> Session:
-    """Load the model. Raises QuantkitError for invalid settings, and a model that does not load, does not fit
-    the memory, or has no chat template."""
+    """Load the model and return the session. Raises QuantkitError for invalid settings, and if the model does
+    not load, does not fit the memory, or has no chat template."""
     settings.check()
     kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
     sampling(replace(settings, temperature=settings.temperature or 1.0), {})
@@ -85,7 +85,7 @@ def start(
 
 
 def sampling(settings: Settings, recommended: Mapping[str, float]) -> Sampling:
-    """Return the sampling of the flags, the rest as recommended; at temperature 0 only of the flags.
+    """Return the sampling settings: flags first, then `recommended`, which temperature 0 switches off.
 
     Raises QuantkitError for invalid values.
     """

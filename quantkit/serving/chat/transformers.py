@@ -1,4 +1,4 @@
-"""A conversation through transformers' `generate`, with a cache that is kept between turns."""
+"""A conversation through transformers' `generate`, with a KV cache that is kept between turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CACHES = ("past_key_values", "cache_params")  # argument names of caches
 
 
 class TransformersChat:
-    """A checkpoint that answers. Raises QuantkitError when it does not fit the memory (exit code 5)."""
+    """Answers with a checkpoint. Raises QuantkitError (exit code 5) if it does not fit the memory."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class TransformersChat:
     def answer(
         self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
-        """Answer, passing text on as it is generated, until `stopped()`.
+        """Answer a prompt until `stopped()` returns True. stream: receives the text as it is generated.
 
-        Raises QuantkitError before anything is computed: for a prompt that fills the context (exit code 5),
-        or does not fit the chat template.
+        Raises QuantkitError, before computing, if the prompt fills the context (exit code 5) or the chat
+        template rejects it.
         """
         ids = self._tokens.encode(prompt)
         room = self.facts.context - len(ids)
@@ -104,11 +104,11 @@ class TransformersChat:
 
 
 class Tokens:
-    """A conversation as token ids, with the same tokens for the text that the model has seen.
+    """Tokenizes a conversation so that earlier answers keep the tokens that the model generated.
 
-    Generated text may be split otherwise when it is read again: [he][llo] becomes [hello], and nothing after
-    it would be cached. So answers keep their generated tokens, and only the text after them is tokenized.
-    ends: ids that end an answer; templates write them themselves."""
+    Tokenizing generated text again may give other tokens ([he][llo] becomes [hello]); nothing after them
+    would be found in the cache. So only the text after the last answer is tokenized.
+    ends: ids that end an answer; they are dropped, since templates write them themselves."""
 
     def __init__(self, tokenizer: Any, template: str | None, ends: Collection[int]):
         self._tokenizer, self._ends = tokenizer, ends
@@ -117,9 +117,9 @@ class Tokens:
         self._known: list[tuple[str, list[int]]] = []  # the text after each answer, and its tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Return the tokens of the conversation, up to the beginning of the answer.
+        """Return the token ids of the conversation, up to where the answer begins.
 
-        Raises QuantkitError when it does not fit the template.
+        Raises QuantkitError if the chat template rejects it.
         """
         text = self._asked = written(self._template, prompt)
         ids = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
@@ -135,7 +135,7 @@ class Tokens:
         return ids
 
     def answered(self, ids: list[int], answer: list[int]) -> str:
-        """Return the text of an answer to the prompt `ids`, and keep its tokens for the next turn."""
+        """Return the text of `answer`, given to the prompt `ids`; keep its tokens for the next turn."""
         text = decode(self._tokenizer, answer)
         body = answer[:-1] if answer and answer[-1] in self._ends else answer
         if self._spelled(body) == text:  # no special tokens, no half character

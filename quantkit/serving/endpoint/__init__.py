@@ -1,8 +1,8 @@
-"""Requests to an OpenAI endpoint of any server: one (client.py), or many at once, timed.
+"""Requests to an OpenAI endpoint of any server: single ones, or many at once to measure speed under load.
 
-client.py   requests and streams, by the standard library
-dialect.py  the API, model and fields that a server takes; seeded prompts of words
-load.py     users in a closed loop: `measure`
-figures.py  statistics of the times of requests
-show.py     the result for people
+client.py   requests and streamed answers, with the standard library
+dialect.py  the API, model name and fields that a server accepts; random prompts
+load.py     `measure`: simulated users, each of whom sends the next request after an answer
+figures.py  statistics of request times
+show.py     the printed table
 """

@@ -1,10 +1,9 @@
-"""One request to an OpenAI endpoint, answered whole or in a stream, with the time of every piece.
+"""One request to an OpenAI endpoint, answered whole or as a stream, with the time of every chunk.
 
-By the standard library's `http.client`, which costs less time than the server that is measured: the `openai`
-package takes a second to import and builds objects of every chunk; httpx changed its name between versions of
-our dependencies. Redirects and proxies are not followed: the given address is measured.
-Server-sent events: https://html.spec.whatwg.org/multipage/server-sent-events.html, of which OpenAI's streams
-use the field `data` alone.
+It uses the standard library's `http.client`, so that the client costs little time next to the server: the
+`openai` package takes a second to import and builds objects for every chunk. Redirects and proxies are not
+followed, so that the given address is measured. Streams are server-sent events
+(https://html.spec.whatwg.org/multipage/server-sent-events.html); OpenAI uses only their field `data`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 
 class RequestFailed(QuantkitError):
-    """kind: a word or two to count by: `HTTP 503`, `timeout`, `connection`, `stream`."""
+    """A request without a good answer. kind: `HTTP 503`, `timeout`, `connection` or `stream`, for counting.
+    status: HTTP status, if there was one."""
 
     def __init__(self, kind: str, message: str, hint: str = "", status: int | None = None):
         super().__init__(message, hint)
@@ -41,9 +41,9 @@ class RequestFailed(QuantkitError):
 
 
 def base_url(url: str) -> str:
-    """Return `http://127.0.0.1:8000/v1` for an address with or without scheme, port and /v1.
+    """Normalize an address: add scheme, port and /v1 if missing, as in `http://127.0.0.1:8000/v1`.
 
-    Raises QuantkitError (exit code 2) for another text.
+    Raises QuantkitError (exit code 2) if the text is not an address.
     """
     hint = "for example http://127.0.0.1:8000"
     try:
@@ -61,7 +61,7 @@ def base_url(url: str) -> str:
 
 
 def is_loopback(host: str | None) -> bool:
-    """Return True for an address of this machine alone; no name is looked up."""
+    """Return whether `host` is localhost or a loopback address; names are not looked up."""
     try:
         return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
     except ValueError:
@@ -70,7 +70,8 @@ def is_loopback(host: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk of a streamed answer. at: seconds of `time.perf_counter`; usage: tokens counted."""
+    """A chunk of a streamed answer. at: arrival in seconds of `time.perf_counter`. finished: whether it ends
+    the answer. usage: the server's token counts, if any."""
 
     at: float
     text: str
@@ -79,7 +80,7 @@ class Piece:
 
 
 class Endpoint:
-    """An OpenAI API at a URL. Each request has a connection of its own; threads may share this."""
+    """An OpenAI API at a URL. Safe to share between threads: each request opens its own connection."""
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 120.0):
         self.url = base_url(url)
@@ -89,8 +90,7 @@ class Endpoint:
         self._tls = ssl.create_default_context() if self.url.startswith("https") else None
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that answers a request; `path` goes after the base URL. Raises
-        RequestFailed."""
+        """Return the JSON object that answers `path`, relative to the base URL. Raises RequestFailed."""
         with self._asked(self._api + path, body) as response:
             try:
                 return dict(untrusted.parse(response.read(MOST_BYTES)))
@@ -98,7 +98,7 @@ class Endpoint:
                 raise RequestFailed("answer", f"{self.url} answers with no JSON object", NO_API) from error
 
     def healthy(self) -> bool:
-        """Return whether /health answers well. A server that does not listen yet is not."""
+        """Return whether /health answers with success. False for a server that does not listen yet."""
         try:
             with self._asked(self._api.removesuffix("/v1") + "/health"):
                 return True
@@ -106,16 +106,16 @@ class Endpoint:
             return False
 
     def models(self) -> list[str]:
-        """Return the names of models that the server lists; [] where it lists none."""
+        """Return the names of models that the server lists; [] if it lists none."""
         try:
             return [str(row["id"]) for row in self.fetch("/models")["data"]]
         except (RequestFailed, LookupError, TypeError):
             return []
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield the pieces of a streamed answer as they arrive; all of it may take `timeout` seconds.
+        """Yield the chunks of a streamed answer as they arrive; `timeout` limits the whole answer.
 
-        Raises RequestFailed, also for a stream that ends before its end.
+        Raises RequestFailed, also for a stream that breaks off.
         """
         with self._asked(self._api + path, body) as response:
             finished = False
@@ -136,9 +136,9 @@ class Endpoint:
 
     @contextmanager
     def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
-        """Yield an answer of status 200. The connection is shut after `timeout` seconds.
+        """Yield the response if its status is 200. The connection is closed after `timeout` seconds.
 
-        Raises RequestFailed for errors of the network and other statuses.
+        Raises RequestFailed for network errors and other statuses.
         """
         place, over = urlsplit(self.url), threading.Event()
         where = {"host": place.hostname, "port": place.port, "timeout": self.timeout}
@@ -180,19 +180,19 @@ class Endpoint:
             connection.close()
 
     def _refusal(self, response: HTTPResponse) -> RequestFailed:
-        """Return the error of an answer with another status, with the server's message."""
+        """Return the error for a response with a status other than 200, with the server's message."""
         status, reason = response.status, self._shown(response.read(MOST_BYTES).decode("utf-8", "replace"))
         hints = {401: "give the key with --api-key, or in its environment variable", 404: NO_API}
         message = f"the server answers {status} {response.reason}: {reason}"
         return RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
 
     def _shown(self, text: str) -> str:
-        """Return the beginning of a server's message, without our key."""
+        """Return the beginning of a server's message, with the API key removed."""
         text = (text.replace(self._key, "…") if self._key else text).strip()
         return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
 
     def _piece(self, at: float, data: str) -> Piece:
-        """Parse one event of a stream: the text of a completion, or of a chat's delta, thoughts included."""
+        """Parse one event of a stream: a completion's text, or a chat's delta with thoughts."""
         try:
             event = untrusted.parse(data.encode())
             choice = (event.get("choices") or [{}])[0]

@@ -1,11 +1,10 @@
-"""The dialect of an endpoint: which of the two APIs, model and fields it takes, found by trying.
+"""The dialect of an endpoint: the API, model name and fields that it accepts, found by trying.
 
-Servers agree on OpenAI's API, but not all take every field: `ignore_eos` (vLLM, llama.cpp) makes all
-answers equally long, `stream_options` makes streams end with a count of tokens; transformers refuses the
-first, and counts without the second.
+Servers share OpenAI's API but not all fields. `ignore_eos` (vLLM, llama.cpp) makes all answers equally long;
+transformers rejects it. `stream_options` makes streams end with token counts; transformers sends them anyway.
 
-Prompts are plain words by a seed, which every endpoint takes. Each begins differently, so that no cache of
-prefixes answers for the model.
+Prompts are random words, which every endpoint accepts. Each begins differently, so that servers cannot reuse
+cached prefixes.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ WORDS = (
 
 
 def words(count: int, seed: int | str) -> str:
-    """Return `count` random words."""
+    """Return a text of `count` random words."""
     return " ".join(random.Random(seed).choices(WORDS, k=count))
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """path: of the API after the base URL; model: its name, None where it needs none. counts: whether the
-    server reports numbers of tokens."""
+    """How to ask an endpoint. path: the API's, relative to the base URL. model: name to send, None if none is
+    needed. fields: further fields to send. counts: whether the server reports token counts."""
 
     path: str
     model: str | None
@@ -47,7 +46,7 @@ class Dialect:
     counts: bool = True
 
     def body(self, prompt: str, tokens: int) -> dict[str, Any]:
-        """Return a request for a stream of at most `tokens` tokens."""
+        """Return the body of a request for a streamed answer of at most `tokens` tokens."""
         request: dict[str, Any] = {"stream": True, "max_tokens": tokens} | self.fields
         request |= {"model": self.model} if self.model else {}
         if self.path == CHAT:
@@ -56,9 +55,9 @@ class Dialect:
 
 
 def learn(endpoint: Endpoint, model: str | None = None, seed: int = 0) -> Dialect:
-    """Return the first dialect that the endpoint answers, from all fields to none: completions before chat.
+    """Return the first dialect that the endpoint answers: completions before chat, all fields before fewer.
 
-    Raises RequestFailed with the server's own reason, and the names of models where it has several.
+    Raises RequestFailed with the server's reason. If it lists several models, the hint names them.
     """
     names = [] if model else endpoint.models()
     models = [model] if model else [*names, None] if len(names) == 1 else [None]

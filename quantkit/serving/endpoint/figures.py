@@ -1,4 +1,4 @@
-"""Statistics of the times of requests. Nothing here sends a request or reads a clock."""
+"""Statistics of request times."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class Timed:
-    """One request. at: when each chunk with text came, in seconds of one clock.
+    """One request. began, ended, at (arrivals of the chunks with text): seconds of one clock.
 
-    prompt_tokens, output_tokens: as the server counted, None where it does not. error: the kind of a failure;
-    times of failed requests are not counted. message: of the failure.
+    prompt_tokens, output_tokens: the server's counts, None if it does not count. error: kind of failure, with
+    its message; None if the request succeeded.
     """
 
     began: float
@@ -31,12 +31,12 @@ class Timed:
 
     @property
     def tokens(self) -> int:
-        """New tokens; where the server does not count, as many as chunks."""
+        """Number of new tokens; if the server does not count them, the number of chunks."""
         return len(self.at) if self.output_tokens is None else self.output_tokens
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """Return p50, p90, p99 (linear between neighbours) and the mean; None for no values."""
+    """Return p50, p90, p99 (linearly interpolated) and mean; None without values."""
     if not values:
         return None
     found = np.percentile(values, PERCENTILES).tolist()
@@ -45,12 +45,12 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(requests: Sequence[Timed]) -> dict[str, Any]:
-    """Return the record of a level of load.
+    """Return the statistics of all requests of one level of load. Failed requests are only counted.
 
-    ttft: from the start of a request to its first text. itl: between neighbouring chunks of one answer, all
-    answers together; a chunk may hold several tokens (`tokens_per_chunk`). Tokens a second: of all requests,
-    from the first one's start to the last one's end; per user, of one request in its own time, on average.
-    messages: the first of each kind of error.
+    ttft_seconds: from a request's start to its first text. itl_seconds: between successive chunks of an
+    answer; a chunk may hold several tokens (`tokens_per_chunk`). output_tokens_per_second: of all requests
+    together; …_per_user: mean over requests of tokens divided by the request's time. messages: the first
+    message of each kind of error.
     """
     good = [request for request in requests if request.error is None]
     errors = Counter(request.error for request in requests if request.error)

@@ -1,5 +1,5 @@
 """An OpenAI endpoint under load, in a closed loop: each user sends a request as soon as the last one is
-answered. A user is a thread, which waits for the network nearly all of its time.
+answered. A user is a thread, which mostly waits for the network.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ SECONDS = 60.0  # after which a level begins no more requests
 
 @dataclass(frozen=True)
 class Settings:
-    """concurrency: users, level by level. requests: of a level (default: 4 a user, at least 8). prompt_words,
-    output_tokens: of each. model: its name. remote: allow another machine than this one.
+    """concurrency: number of users at each level. requests: number per level (default: 4 per user, at least
+    8). prompt_words, output_tokens: per request. model: name to send. remote: allow other machines.
     """
 
     concurrency: tuple[int, ...] = USERS
@@ -53,11 +53,11 @@ class Settings:
 
 
 def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str, Any]:
-    """Put an endpoint under load, level by level; return the versioned JSON, without the key.
+    """Put an endpoint under load, level by level; return the versioned JSON, without the API key.
 
-    levels: the record of each (see figures.summarize), with `users`.
-    Raises QuantkitError for a wrong URL, or another machine without `remote` (exit code 2), and RequestFailed
-    where the endpoint does not answer at all. Failures under load are counted, not raised.
+    levels: per level, the result of `figures.summarize` and `users`.
+    Raises QuantkitError (exit code 2) for a wrong URL, or another machine without `remote`; RequestFailed if
+    the endpoint does not answer at all. Failures under load are counted, not raised.
     """
     settings.check()
     endpoint = Endpoint(url, settings.api_key)
@@ -100,7 +100,7 @@ def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str
 
 
 def failures(level: dict[str, Any]) -> str:
-    """Return the number of each kind of error, with the first message."""
+    """Return a line with the number of errors of each kind and the first message of each."""
     shown = [f"{number} × {kind} ({level['messages'][kind]})" for kind, number in level["errors"].items()]
     return ", ".join(shown) or "no request was made"
 
@@ -113,7 +113,7 @@ def _level(
     numbers: Iterator[int],
     listen: Progress,
 ) -> dict[str, Any]:
-    """Return the record of a level. Raises the errors of its threads."""
+    """Return the record of one level. Raises errors of its threads."""
     total = settings.requests or max(FEWEST, PER_USER * users)
     left, until = iter(range(total)), time.perf_counter() + SECONDS
     done: list[Timed] = []
@@ -140,7 +140,7 @@ def _level(
 
 
 def _ask(endpoint: Endpoint, dialect: Dialect, prompt: str, tokens: int) -> Timed:
-    """Send one request, timed."""
+    """Send one request and return its times."""
     at: list[float] = []
     usage: Any = {}
     began = time.perf_counter()

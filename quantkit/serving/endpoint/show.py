@@ -1,4 +1,4 @@
-"""The result of a load, for people."""
+"""The printed result of `quantkit bench server`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPLAINED = (
 
 
 def report(record: dict[str, Any]) -> Report:
-    """Return a table with a row per level: milliseconds as p50 / p99, and p50 / p90 / p99 between tokens."""
+    """Return a report: a table with one row per level of load."""
     facts = {"endpoint": f"{record['url']}{record['api']}"}
     facts |= {"model": record["model"]} if record["model"] else {}
     notes = [(note, "") for note in (*record["notes"], EXPLAINED)]

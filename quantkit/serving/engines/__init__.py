@@ -6,6 +6,6 @@ from quantkit.errors import RESOURCES, QuantkitError
 
 
 def context_full(tokens: int, context: int) -> QuantkitError:
-    """Return the error of a prompt that leaves no room for an answer in the context."""
+    """Return the error for a prompt of `tokens` tokens that leaves no room for an answer."""
     message = f"{tokens:,} tokens of conversation leave no room for an answer in a context of {context:,}"
     return QuantkitError(message, "/reset starts again; --ctx sets a larger context", RESOURCES)

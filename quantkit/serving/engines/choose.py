@@ -1,8 +1,8 @@
-"""Choice of an engine: one that loads the layout (the clients' table) and is installed.
+"""Choice of an engine that loads the checkpoint's layout (see inspection/clients.py) and is installed.
 
-`offers` lists the servers, best first, with the reason why one cannot serve a checkpoint and the way out;
-`choose` takes one. `choose_local` is the choice of commands that load models themselves. No engine is
-imported: a program on the PATH or a package that can be found is enough.
+`offers` lists the engines' servers, best first, and says for each whether it can serve a checkpoint; `choose`
+takes one. `choose_local` is for commands that load models in their own process. No engine is imported: a
+program on the PATH or a package that Python finds counts as installed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Offer:
-    """usable: True, False, or None where the combination is untried. reason: why, or a note.
+    """Says if an engine's server can serve a checkpoint. usable: None if nobody has tried the combination.
 
-    install: the command that would make it usable; empty where none would, or nothing is missing.
+    reason: why, or a note. install: command that would make the engine usable, or "".
     """
 
     engine: str
@@ -44,9 +44,9 @@ class Offer:
 
 
 def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
-    """Return an offer of each engine's server. record: of `inspection.record.describe`.
+    """Return an offer of each engine's server, best first. record: result of `inspection.record.describe`.
 
-    A `no` of the clients' table that was found with vLLM's CPU build says nothing about another device.
+    If only vLLM's CPU build failed to load a layout, other devices count as untried.
     """
     rows = {row["client"]: row for row in record["clients"]}
     return [_offer(name, rows[ENGINES[name][0]], device) for name in ENGINES]
@@ -55,8 +55,8 @@ def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
 def choose(record: Mapping[str, Any], requested: str | None = None, device: str = "auto") -> Offer:
     """Return the requested server, else the first that loads the checkpoint, else an untried one.
 
-    Raises QuantkitError for an unknown name (exit code 2), and where it is missing or cannot load the
-    checkpoint (4): with what can, and how to install it.
+    Raises QuantkitError for an unknown name (exit code 2), and if the server is missing or cannot load the
+    checkpoint (4). The hint names servers that can, or how to install them.
     """
     found, quantization = offers(record, device), record["quantization"]
     called = f"{record['source']} ({quantization['layout'] if quantization else record['container']})"
@@ -74,12 +74,12 @@ def choose(record: Mapping[str, Any], requested: str | None = None, device: str 
 
 
 def choose_local(requested: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
-    """Return the engine that this process loads checkpoints with, and a note on the choice.
+    """Return the name of the engine to load checkpoints with in this process, and a note on the choice.
 
     requested: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers or
-    llama.cpp. folders: checkpoints other than GGUF files. decoded: whether decoded weights are requested.
+    llama.cpp. folders: the checkpoints that are not GGUF files. decoded: whether --decoded is given.
 
-    Raises QuantkitError (exit code 4) where the requested engine cannot run them, or is missing.
+    Raises QuantkitError (exit code 4) if the requested engine is missing or cannot run the checkpoints.
     """
     if requested == "auto":
         if folders or decoded:
@@ -118,7 +118,7 @@ def _offer(name: str, row: Mapping[str, Any], device: str) -> Offer:
 
 
 def _way_out(found: Sequence[Offer]) -> str:
-    """Return the installed engines, else how to install others or why they cannot."""
+    """Return a hint: the usable engines, else how to install others, else why none can be used."""
     there = [offer.engine for offer in found if offer.usable is not False]
     if there:
         return f"{' and '.join(there)} can: leave out --engine, or name it"

@@ -2,7 +2,7 @@
 
     python -m quantkit.serving.engines.llama_server --model FILE.gguf --port 8080
 
-The wheel holds the server, but no program to start it with. The key comes from LLAMA_API_KEY, as there.
+The wheel contains the server but no program to start it. LLAMA_API_KEY sets the key, as in `llama-server`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = {"cache-type-k": "cache_type_k", "cache-type-v": "cache_type_v"}
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="llama_server", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--alias", required=True, help="the name that requests give")

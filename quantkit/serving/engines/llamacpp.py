@@ -1,7 +1,7 @@
-"""llama.cpp runs a GGUF file: inside this process, by the xllamacpp wheel, as llama.cpp's own server would.
+"""llama.cpp runs a GGUF file inside this process: the xllamacpp wheel contains llama.cpp's server.
 
-Its timings are llama.cpp's: milliseconds and tokens of prompt (`prompt_n`; `cache_n` more came from the
-cache) and of generation (`predicted_n`).
+Timings are llama.cpp's own, in milliseconds: `prompt_ms` for `prompt_n` computed prompt tokens (`cache_n`
+more were cached), `predicted_ms` for `predicted_n` new tokens.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items()
 
 
 def version() -> str | None:
-    """Return the version of the wheel; None where it is not installed."""
+    """Return the version of the xllamacpp wheel; None if it is not installed."""
     return metadata.version(PACKAGE) if util.find_spec(PACKAGE) else None
 
 
 def library() -> Any:
-    """Return the module of the wheel. Raises QuantkitError (exit code 4) where it is not installed."""
+    """Import and return the module xllamacpp. Raises QuantkitError (exit code 4) if it is not installed."""
     if version() is None:
         raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
     return import_module(PACKAGE)
@@ -44,8 +44,8 @@ def parameters(
 ) -> Any:
     """Return llama.cpp's settings for a file: `context` tokens for each of `slots` sequences.
 
-    threads: 0 for llama.cpp's own choice. kv_dtype: a name of `KV_TYPES`. device: cpu, or another that
-    llama.cpp was built for. Raises QuantkitError for an unknown KV type (exit code 2), or where the
+    threads: 0 for llama.cpp's own choice. kv_dtype: a name of `KV_TYPES`. device: `cpu`; any other type puts
+    all layers on the accelerator. Raises QuantkitError for an unknown KV type (exit code 2), or if the
     wheel is not installed (4).
     """
     one_of(kv_dtype, KV_TYPES, f"llama.cpp has no KV cache of {kv_dtype}")
@@ -64,7 +64,7 @@ def parameters(
 
 
 def stored_template(metadata: Mapping[str, Any]) -> str | None:
-    """Return the chat template of a GGUF file; None where it has none."""
+    """Return the chat template stored in a GGUF file's metadata; None if there is none."""
     found = metadata.get("tokenizer.chat_template")
     return found if isinstance(found, str) and found else None
 
@@ -72,8 +72,8 @@ def stored_template(metadata: Mapping[str, Any]) -> str | None:
 def chat_template(
     metadata: Mapping[str, Any], given: str | None, today: date
 ) -> tuple[ChatTemplate, tuple[int, str]]:
-    """Return the chat template of a GGUF file, or the one `given`, which quantkit renders with limits; and id
-    and text of the BOS token, 0 and "" where there is none."""
+    """Return (template, (id, text) of the BOS token). The template is `given`, or else the one stored in the
+    GGUF file; quantkit renders it with limits. Without a BOS token the pair is (0, "")."""
     template = given or stored_template(metadata)
     special = special_tokens(metadata) if template else {}
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
@@ -82,9 +82,9 @@ def chat_template(
 
 
 def check_templates(path: Path, question: str) -> None:
-    """Render the chat templates of a GGUF file once, with limits: llama.cpp's own server has none.
+    """Render the chat templates of a GGUF file with limits, because llama.cpp's own server has none.
 
-    Raises QuantkitError where one fails or runs away.
+    Raises QuantkitError if one fails, or takes too long or too much memory.
     """
     metadata, _ = gguf_file.read_header(path)
     asking = Conversation([{"role": "user", "content": question}], "a question")
@@ -99,10 +99,10 @@ def check_templates(path: Path, question: str) -> None:
 
 
 class Session:
-    """A loaded file that answers requests, until it is closed."""
+    """A loaded GGUF file that answers requests until `close`."""
 
     def __init__(self, settings: Any):
-        """Raises QuantkitError when llama.cpp does not load the file."""
+        """Load the file. Raises QuantkitError if llama.cpp cannot."""
         try:
             self._server = import_module(PACKAGE).Server(settings)
         except RuntimeError as error:
@@ -125,11 +125,11 @@ class Session:
         stopped: Callable[[], bool] | None = None,
         **fields: Any,
     ) -> tuple[str, Mapping[str, float], bool]:
-        """Continue a prompt by `tokens` at most: a text, or token ids and texts in turn.
+        """Continue a prompt by at most `tokens` tokens; return (text, timings, whether the answer ended).
 
-        fields: llama.cpp's own, such as temperature (0 unless given), seed, ignore_eos, cache_prompt.
-        stopped: called after every token. Returns the text, llama.cpp's timings, and whether it has ended.
-        Raises QuantkitError (exit code 5) for a prompt that is too long.
+        prompt: a text, or a sequence of token ids and texts. fields: llama.cpp's own, such as temperature (0
+        by default), seed, ignore_eos, cache_prompt. stream: receives the text as it comes. stopped: asked
+        after every token. Raises QuantkitError (exit code 5) if the prompt is too long.
         """
         given = prompt if isinstance(prompt, str) else list(prompt)
         parts, last = [], {"reason": None, "timings": {}}
@@ -151,7 +151,7 @@ class Session:
         receive: Callable[[Mapping[str, Any]], None],
         stopped: Callable[[], bool] | None = None,
     ) -> None:
-        """Send a request, and pass its chunks on until the end, or until `stopped()`.
+        """Send a request; call `receive` with each chunk of the answer until its end or until `stopped()`.
 
         Raises QuantkitError with llama.cpp's message, and the errors of `receive`.
         """

@@ -1,4 +1,4 @@
-"""transformers runs a checkpoint: with the kernels of its layout's own client, or from decoded weights."""
+"""transformers runs a checkpoint, with quantized weights and a client's kernels or with decoded weights."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ CHATTY = "bitsandbytes"  # warns at every product about the type of its inputs
 class Loaded:
     """A whole model, ready to run. kernels: the class of linears, such as `bitsandbytes Linear4bit`.
 
-    packed: whether the weights lie in memory as codes; note: why codes on disk were decoded.
-    weight_bytes: of all parameters and buffers, as they lie in memory. attention: its implementation.
+    packed: whether weights stay quantized in memory; note: why they were decoded. weight_bytes: size in
+    memory of all parameters and buffers. attention: transformers' name of the attention implementation.
     """
 
     model: nn.Module
@@ -47,9 +47,9 @@ def load(
     tokens: int,
     decoded: bool = False,
 ) -> Loaded:
-    """Return the model for `tokens` of context: packed where its client is installed, unless `decoded`.
+    """Load the model for `tokens` tokens of context. Weights stay quantized if their client is installed.
 
-    Raises QuantkitError when it does not fit the memory (exit code 5).
+    decoded: decode them anyway. Raises QuantkitError (exit code 5) if the model does not fit the memory.
     """
     model, note = None, ""
     if checkpoint.quantized and not decoded:
@@ -71,7 +71,7 @@ def load(
 
 
 def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module | None, str]:
-    """Return the model as transformers loads it, or None and the reason why it does not."""
+    """Return the model as transformers loads it, and ""; or None and the reason why it does not load."""
     if not checkpoint.folder.is_dir():
         return None, "transformers decodes GGUF files"
     need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
@@ -103,10 +103,10 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
-    """Return a copy of the checked configuration, with the file's description of the quantization.
+    """Return a copy of the checked configuration, with `quantization_config` as in config.json.
 
-    From the file itself transformers would also take the name of an attention: of a kernel of the hub, which
-    it would fetch and run.
+    transformers must not read config.json itself: an attention named there may be a kernel on the hub, which
+    transformers would download and run.
     """
     config = copy.deepcopy(checkpoint.config)
     if "quantization_config" in checkpoint.raw_config:
@@ -115,7 +115,7 @@ def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
 
 
 def _kernels(model: nn.Module) -> tuple[str, bool]:
-    """Return the commonest class that holds a quantized weight, or `torch`, and whether it holds codes."""
+    """Return the most frequent class of quantized linears and True; without any, `torch Linear` and False."""
     found = Counter(
         f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
         for module in model.modules()
@@ -130,7 +130,7 @@ Clock = Callable[[], float]  # seconds
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return a clock in seconds that waits for all the work on the device."""
+    """Return a clock: a function that waits for all work on the device and returns seconds."""
 
     def clock() -> float:
         synchronize(device)
@@ -140,7 +140,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 class Ticks(transformers.StoppingCriteria):
-    """Records the time now and after each token, and ends the text once `stopped()`."""
+    """Records the time at creation and after each token; ends the text once `stopped()` is True."""
 
     def __init__(self, clock: Clock, stopped: Callable[[], bool] = lambda: False):
         self.clock, self.times, self._stopped = clock, [clock()], stopped
@@ -151,7 +151,7 @@ class Ticks(transformers.StoppingCriteria):
 
 
 def cache_bytes(cache: Any) -> int | None:
-    """Return the bytes of all tensors of a cache of any class; None for no cache."""
+    """Return the bytes of all tensors in a KV cache of any class; None if `cache` is None."""
     found = {id(tensor): tensor for tensor in _tensors(cache, 0)}
     return sum(tensor.nbytes for tensor in found.values()) if cache is not None else None
 

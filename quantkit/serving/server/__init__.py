@@ -1,9 +1,9 @@
-"""`quantkit serve`: an engine's own server is started for a checkpoint, proven, and watched until it ends.
+"""`quantkit serve`: starts an engine's own server, requests a first answer, and runs it until it ends.
 
 settings.py   the flags
-sizing.py     context, sequences at once and memory for their cache, from the plan
+sizing.py     context length, number of sequences and cache size that fit the memory
 command.py    each engine's arguments, environment and notes
-process.py    the engine's processes: started, read, and ended with their children
-job.py        from a checkpoint to a command, and from a command to a server that has answered
-show.py       the output for people
+process.py    the engine's processes
+job.py        chooses the command for a checkpoint; starts the server and waits for its first answer
+show.py       the printed output
 """

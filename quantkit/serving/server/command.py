@@ -1,4 +1,4 @@
-"""Each engine's own command, which any shell could run."""
+"""The command that starts each engine's server; users can run it in their own shell."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SHARED = (
 
 @dataclass(frozen=True)
 class Command:
-    """argv: program and arguments; env: variables on top of ours; secret: the variable that the engine takes
-    its key from, and the key. model: the name in requests; notes: for the user."""
+    """A command. argv: program and arguments. model: name of the model in requests. env: variables added to
+    this process's. secret: (variable from which the engine reads its key, key). notes: for the user."""
 
     argv: tuple[str, ...]
     model: str
@@ -38,7 +38,7 @@ class Command:
     notes: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """Return the command for a shell, on one line. The key is read from the shell's environment."""
+        """Return the command as one line for a shell. The line names the key's variable, not the key."""
         given = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         given += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
         program = Path(self.argv[0]).name
@@ -46,14 +46,14 @@ class Command:
         return " ".join([*given, shlex.join([program, *self.argv[1:]])])
 
     def environment(self) -> dict[str, str]:
-        """Return all variables of the process."""
+        """Return all environment variables for the engine's process."""
         found = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
         found.pop(KEY_VARIABLE, None)
         return found | dict([self.secret] if self.secret else [])
 
 
 def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """Return the command of vLLM's OpenAI server, GPU or CPU build: https://docs.vllm.ai, `vllm serve`."""
+    """Return the command for vLLM's OpenAI server (GPU or CPU build): https://docs.vllm.ai, `vllm serve`."""
     program = shutil.which("vllm")
     python = Path(program).with_name("python") if program else Path(sys.executable)
     # the CPU build's own `vllm` does not run (0.32: it asks for the version of a package of that name)
@@ -76,7 +76,7 @@ def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
 
 
 def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """Return the command of `llama-server` where it is on the PATH, else of the xllamacpp wheel's server.
+    """Return the command for `llama-server` if it is on the PATH, else for the xllamacpp wheel's server.
     --ctx-size is the context of all sequences together."""
     if settings.dtype != "auto":
         hint = "leave out --dtype"
@@ -94,8 +94,8 @@ def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
 
 
 def transformers(model: str, name: str, settings: Settings, room: Room) -> Command:
-    """Return the command of `transformers serve`, with continuous batching over a paged cache for several
-    sequences. Requests must name the model by its folder."""
+    """Return the command for `transformers serve`, with continuous batching if there are several sequences.
+    Requests must name the model by its folder."""
     elsewhere = "serve with vllm or llama.cpp, or leave out"
     for refused, why, hint in (
         (settings.api_key, "takes no API key", f"{elsewhere} --api-key"),
@@ -125,13 +125,13 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
 
 
 def _visible(settings: Settings) -> dict[str, str]:
-    """Return the variable that shows the engine one device."""
+    """Return the environment variable that limits the engine to the device of --device."""
     place = settings.device.partition(":")[2]
     return {"CUDA_VISIBLE_DEVICES": place} if place else {}
 
 
 def _cache_type(engine: str, precision: str) -> str:
-    """Return the engine's name of a precision of the cache. Raises QuantkitError (exit code 4) for none."""
+    """Return the engine's name for a precision of the KV cache. Raises QuantkitError (exit code 4)."""
     own = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
     if not own[precision]:
         known = ", ".join(name for name, kind in own.items() if kind)

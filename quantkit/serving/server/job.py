@@ -1,4 +1,4 @@
-"""Preparation of an engine's command for a checkpoint, and a running server that has answered."""
+"""Prepares an engine's command for a checkpoint, and runs its server after a first answer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PROOF_SECONDS = 300.0  # for the first answer, which may build kernels
 
 @dataclass(frozen=True)
 class Prepared:
-    """A server before it is started. chat: whether the model has a chat template."""
+    """A server that can be started. source: the model as named by the user. offer: the chosen engine. room:
+    lengths and memory. chat: whether the model has a chat template."""
 
     source: str
     offer: Offer
@@ -46,14 +47,14 @@ class Prepared:
         return base_url(f"{self.settings.reached_at}:{self.settings.port}")
 
     def request(self, text: str | None = None) -> tuple[str, str, dict[str, Any]]:
-        """Return path, text and body of a chat request, or of a prompt without a chat template."""
+        """Return (path, text, body) of a chat request; of a completion if there is no chat template."""
         text = text or (QUESTION if self.chat else PROMPT)
         body = {"messages": [{"role": "user", "content": text}]} if self.chat else {"prompt": text}
         path = "/chat/completions" if self.chat else "/completions"
         return path, text, {"model": self.command.model, **body}
 
     def record(self, proof: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the versioned JSON, without the key."""
+        """Return the `quantkit.serve/1` JSON, without the API key. proof: the first answer, see `serving`."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -80,8 +81,8 @@ def prepare(
     listen: Progress = SILENT,
     fetch: bool = True,
 ) -> Prepared:
-    """Choose an engine and its flags for a folder, a GGUF file or a hub id, which is fetched. Without `fetch`
-    and without a revision the engine gets the hub id.
+    """Choose an engine and its arguments for a folder, a GGUF file or a hub id. A hub id is downloaded first,
+    unless `fetch` is False and `revision` is None.
 
     Raises QuantkitError for a damaged checkpoint, an engine that is missing or cannot load it, a port in use,
     too little memory, an option that the engine does not have, and a chat template that does not end.
@@ -132,7 +133,7 @@ def prepare(
 
 
 def _memory(settings: Settings) -> tuple[int, bool]:
-    """Return the bytes that the engine may take of its device as torch sees it; whether it is the CPU."""
+    """Return the bytes of the device's free memory that the engine may use, and whether it is the CPU."""
     from quantkit.models.machine import device
 
     place = device.choose_device(settings.device)
@@ -143,9 +144,9 @@ def _memory(settings: Settings) -> tuple[int, bool]:
 def serving(
     prepared: Prepared, listen: Progress = SILENT, output: BinaryIO | None = None
 ) -> Iterator[tuple[Engine, dict[str, Any]]]:
-    """Yield the engine, once it is healthy and has answered, and the proof; end the engine on the way out.
+    """Start the server; yield the engine and its first answer as JSON; stop the engine on exit.
 
-    output: for the lines of the engine. Raises QuantkitError, with the last lines, where the engine ends or
+    output: receives what the engine prints. Raises QuantkitError, with the engine's last lines, if it ends or
     does not answer.
     """
     engine = Engine(prepared.command, output)
@@ -159,7 +160,7 @@ def serving(
 
 
 def _wait(prepared: Prepared, engine: Engine) -> float:
-    """Wait until the engine is healthy; return the seconds."""
+    """Wait until the engine is healthy; return the seconds waited. Raises QuantkitError if it ends."""
     began, limit = time.monotonic(), prepared.settings.start_timeout
     endpoint = Endpoint(prepared.url, timeout=min(5.0, limit))
     while (waited := time.monotonic() - began) < limit:
@@ -174,7 +175,7 @@ def _wait(prepared: Prepared, engine: Engine) -> float:
 
 
 def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
-    """Request a completion with the engine's default sampling: transformers keeps the first request's."""
+    """Request a first answer with default sampling, which transformers keeps; return it as JSON."""
     path, prompt, body = prepared.request()
     name, began = prepared.offer.engine, time.monotonic()
     try:
@@ -193,6 +194,6 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
 
 
 def ended(prepared: Prepared, engine: Engine, code: int, when: str = "") -> QuantkitError:
-    """Return the error of an engine that ended by itself."""
+    """Return the error for an engine that ended by itself, with exit code `code`."""
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     return engine.failure(f"{prepared.offer.engine} ended {how}{when}")

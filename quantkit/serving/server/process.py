@@ -1,6 +1,6 @@
-"""An engine's processes: started in a group of their own, read, and ended with their children.
+"""An engine's processes, in a process group of their own.
 
-The group is not the terminal's, so that Ctrl-C reaches quantkit alone, which ends the engine in order.
+The terminal sends Ctrl-C only to quantkit's group; quantkit then stops the engine and its children.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 class Engine:
-    """A running engine. last: the last lines that it printed."""
+    """A running engine. last: the last lines of its output."""
 
     def __init__(self, command: Command, output: BinaryIO | None):
-        """Start the engine; what it prints goes to `output`, if there is one.
+        """Start the engine; copy what it prints to `output`, if given.
 
-        Raises QuantkitError where the program is missing.
+        Raises QuantkitError if the program is missing.
         """
         self.last: deque[str] = deque(maxlen=LAST)
         try:
@@ -46,11 +46,11 @@ class Engine:
 
     @property
     def pid(self) -> int:
-        """Return the id of the process, which is the id of its group as well."""
+        """Return the id of the process and of its group."""
         return self._process.pid
 
     def wait(self, seconds: float | None = None) -> int | None:
-        """Return the exit code; None where the engine has not ended within `seconds`."""
+        """Wait for the engine's end; return its exit code, or None if it runs longer than `seconds`."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -59,7 +59,7 @@ class Engine:
         return code
 
     def stop(self) -> None:
-        """Send SIGTERM to the engine and its children, later SIGKILL; at once where interrupted."""
+        """Send SIGTERM to the engine and its children, then SIGKILL after a delay or at Ctrl-C."""
         try:
             if self._process.poll() is None:
                 self._signal(signal.SIGTERM)
@@ -69,7 +69,7 @@ class Engine:
             self.wait(GRACE)
 
     def failure(self, what: str) -> QuantkitError:
-        """Return the error of an engine that ended or does not answer, with its last lines."""
+        """Return an error with the message `what` and the engine's last lines."""
         self._reader.join(0.5)  # the last lines may not have been read yet
         lines = [printable(line).strip() for line in self.last if line.strip()]
         output = f"; last lines: {' / '.join(lines)}" if lines else ", without output"
@@ -79,7 +79,7 @@ class Engine:
         return QuantkitError(what + output, hint)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Send a signal to what is left of the group."""
+        """Send a signal to all processes of the group that still run."""
         with suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of a group of the dead
             os.killpg(self.pid, number)
 

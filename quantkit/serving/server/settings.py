@@ -14,7 +14,7 @@ from quantkit.serving.bench.settings import require_numbers
 
 @dataclass(frozen=True)
 class Settings:
-    """Flags; for None the engine or the plan decides. extra: further arguments for the engine."""
+    """Flags. If one is None, the engine or sizing.py decides. extra: further arguments for the engine."""
 
     engine: str | None = option(
         None, "vllm, llama.cpp or transformers. (default: the first that is installed and loads the model)"
@@ -49,7 +49,7 @@ class Settings:
 
     @property
     def cache(self) -> str | None:
-        """Return the precision of the cache, by `kv_types`. Raises QuantkitError for an unknown one."""
+        """Return `kv_types`' name for the cache's precision. Raises QuantkitError for an unknown one."""
         return None if self.kv_dtype is None else kv_types.named(self.kv_dtype)
 
     def check(self) -> None:
@@ -64,13 +64,13 @@ class Settings:
 
     @property
     def reached_at(self) -> str:
-        """Return the host for clients on this machine: 0.0.0.0 is not an address to connect to."""
+        """Return the host to connect to from this machine: localhost's address in place of 0.0.0.0."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"[{host}]" if ":" in host else host
 
 
 def free_port(host: str, port: int) -> int:
-    """Return the port, or a free one for 0. Raises QuantkitError for a port in use or a foreign host."""
+    """Return `port`, or a free port for 0. Raises QuantkitError if host and port cannot be listened at."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: closed ones may linger

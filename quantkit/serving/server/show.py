@@ -1,4 +1,4 @@
-"""The output for people, before a server starts and once it has answered."""
+"""The printed output, before a server starts and after its first answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quantkit.tables import print_facts, print_line, size
 
 
 def announce(prepared: Prepared) -> None:
-    """Print the engine, its room and its command on stderr, which the engine writes to as well."""
+    """Print the engine, its memory and lengths, and its command on stderr."""
     console = Console(stderr=True, highlight=False, markup=False)
     room, offer = prepared.room, prepared.offer
     cache = "" if room.cache_bytes is None else f", cache {size(room.cache_bytes)}"
@@ -31,7 +31,7 @@ def announce(prepared: Prepared) -> None:
 
 
 def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
-    """Print the proof, the address and an example with curl on stdout."""
+    """Print the server's first answer and its address on stdout; if `staying`, also an example with curl."""
     console = Console(highlight=False, markup=False)
     text = " ".join(proof["text"].split())
     facts = {

@@ -1,7 +1,7 @@
-"""The length of sequences, their number at once and their cache, so that all fits the memory.
+"""Chooses the context length and the number of sequences at once so that weights and cache fit the memory.
 
-Memory is the device's (of a CPU what is free), times a fraction. Weights are what the files hold; the cache
-is counted as `quantkit plan` counts it, in pages.
+Usable memory is a fraction of the device's free memory. Weights take their size on disk; the cache takes the
+pages that `quantkit plan` counts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SHORT, SHORTEST = 2048, 512
 
 @dataclass(frozen=True)
 class Room:
-    """ctx: tokens of each of `parallel` sequences; cache_bytes: of all of them, at most what is free, None
-    where unknown; cache_tokens: tokens that fit the cache. memory_bytes: of the device, for weights and
-    cache; on_cpu: whether the device is the CPU."""
+    """Lengths and memory of a server. ctx: tokens per sequence. parallel: sequences at once. cache_bytes: for
+    the cache of all sequences, None if unknown; cache_tokens: tokens that fit in it. memory_bytes: usable
+    memory of the device, for weights and cache. on_cpu: whether the device is the CPU."""
 
     ctx: int
     parallel: int
@@ -44,14 +44,14 @@ def fit(
     reserves: bool,
     notes: list[str],
 ) -> Room:
-    """Return the requested or default room, halved until it fits; unchanged for an unknown model.
+    """Return lengths and memory that fit; defaults unchanged for a model whose cache is unknown.
 
-    Requested numbers stay. Defaults are halved: lengths down to SHORT, then sequences, then lengths down to
-    SHORTEST.
+    Requested numbers stay. Defaults are halved until they fit: first the length down to SHORT, then the
+    number of sequences, then the length down to SHORTEST.
 
-    usable: bytes for weights and cache; parallel: the engine's default; reserves: whether the
-    engine allocates all sequences at their full length in advance, rather than in pages. notes: for the user,
-    appended to. Raises QuantkitError (exit code 5) where not even the least fits.
+    usable: bytes for weights and cache. parallel: the engine's default number of sequences. reserves: whether
+    the engine allocates the full length of all sequences in advance. Appends notes for the user to `notes`.
+    Raises QuantkitError (exit code 5) if even the least does not fit.
     """
     found, requested = source and source.settings, settings.ctx
     limit = found.context if found else None
@@ -70,7 +70,7 @@ def fit(
     dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
 
     def one(tokens: int) -> int:
-        """Return the bytes of one sequence in pages."""
+        """Return the bytes of the cache of one sequence of `tokens`, in whole pages."""
         return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
 
     left, length, count = usable - weight_bytes, ctx, slots

@@ -1,8 +1,8 @@
-"""Speculative decoding: a draft guesses k tokens, the target checks them in one pass. Does it pay?
+"""Speculative decoding: a draft model proposes k tokens, the target model checks them in one pass.
 
 Leviathan, Kalman, Matias 2023, "Fast Inference from Transformers via Speculative Decoding",
 arXiv:2211.17192.
-`acceptance_rate.py` has the paper's formulas. `transformers.py` and `llamacpp.py` note an engine's steps.
-`measure.py` sums up numbers k against the target alone. `lossless.py` proves that nothing changed. `job.py`
-takes one draft after the other; `show.py` prints.
+`acceptance_rate.py` has the paper's formulas. `transformers.py` and `llamacpp.py` run an engine and record
+its steps. `measure.py` compares each k with the target alone. `lossless.py` checks that the text is the
+target's own. `job.py` measures one draft after the other; `show.py` prints the result.
 """

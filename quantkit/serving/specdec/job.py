@@ -1,4 +1,4 @@
-"""A target with one draft after the other: checked, loaded, measured."""
+"""Checks, loads and measures a target model with one draft model after the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCHEMA = "quantkit.specdec/2"
 
 
 def refuse_unlike(record: dict[str, Any]) -> None:
-    """Raise QuantkitError (exit code 6) where a draft changed the text more than rounding can."""
+    """Raise QuantkitError (exit code 6) if a draft changed the text more than rounding can explain."""
     unlike = [row["draft"] for row in record["drafts"] if row["proof"] and not row["proof"]["alike"]]
     if unlike:
         raise QuantkitError(
@@ -45,11 +45,11 @@ def refuse_unlike(record: dict[str, Any]) -> None:
 def compare(
     target: Checkpoint, drafts: Sequence[Checkpoint | None], settings: Settings, progress: Progress
 ) -> dict[str, Any]:
-    """Measure every draft (None: prompt-lookup) and the target alone in one run.
+    """Measure every draft (None: prompt-lookup) and the target alone; return the versioned JSON.
 
-    Returns the versioned record; its drafts are those of `measure`, prompts_sha256 is that of the prompts'
-    token ids, int64 little-endian. Raises QuantkitError where tokens differ or a context is too short, before
-    anything is loaded; and where memory does not suffice.
+    drafts: the results of `measure`. prompts_sha256: hash of the prompts' token ids (int64, little-endian).
+    Raises QuantkitError before loading if vocabularies differ or a context is too short, and later if memory
+    is too small.
     """
     device = choose_device(settings.device)
     dtype = shared_dtype(settings.dtype, target, device)
@@ -83,10 +83,10 @@ def compare(
 
 
 def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
-    """Raise QuantkitError where prompt and new tokens are more than a model was made for (exit code 2), and
-    where a draft's tokens are not the target's (4).
+    """Raise QuantkitError if prompt and new tokens exceed a model's context (exit code 2), or if a draft's
+    vocabulary differs from the target's (4).
 
-    Logits must be as wide as well: the rule that accepts compares the two distributions number by number.
+    The logits' widths must be equal too, since the acceptance rule compares both distributions by index.
     """
     needed = settings.prompt_tokens + settings.tokens
     for model in models:
@@ -102,8 +102,8 @@ def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
 
 
 def _prompts(checkpoint: Checkpoint, settings: Settings) -> Tensor:
-    """Return token ids, int64 `[prompts, tokens]`, from the given or the shipped text. Raises QuantkitError
-    for a text that cannot be read or is too short."""
+    """Return token ids, int64 `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
+    QuantkitError if the text cannot be read or is too short."""
     given = {} if settings.prompt_text is None else {"calibration": str(settings.prompt_text)}
     options = CalibrationOptions(
         samples=settings.prompts, seqlen=settings.prompt_tokens, seed=settings.seed, **given

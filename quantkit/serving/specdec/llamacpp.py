@@ -1,7 +1,7 @@
-"""llama.cpp's own speculation over GGUF files: its counts, its times.
+"""llama.cpp's own speculative decoding with GGUF files.
 
-llama.cpp streams its totals with every token, so each pass of the target is known. It does not time drafts: c
-is the draft's time for a token alone over the target's, v is the rest of the time.
+llama.cpp reports its totals with every streamed token; their differences give each pass of the target. It
+does not time drafts. So c is measured by running each model alone, and v is the rest of the time.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ TOTALS = ("predicted_n", "draft_n", "draft_n_accepted")
 
 
 class LlamaCppPair(Pair):
-    """A target in a GGUF file, for one draft after the other. Each k needs a server; only the last one stays
-    loaded. Raises QuantkitError where llama.cpp does not load a file (exit code 4)."""
+    """A target in a GGUF file, measured with one draft after the other. Each k needs a new server; only one k
+    is loaded at a time. Raises QuantkitError (exit code 4) if llama.cpp cannot load a file."""
 
     name = f"llama.cpp (xllamacpp {llamacpp.version()})"
     precision, reloads = "as stored", True
@@ -45,7 +45,7 @@ class LlamaCppPair(Pair):
         self._k: int | None = None
 
     def load(self, draft: Checkpoint | None) -> dict[str, Any]:
-        """Choose a draft; return the memory of target and draft."""
+        """Select a draft (None: prompt-lookup); return the sizes of target and draft in bytes."""
         self._draft, self._draft_seconds = draft, []
         return {"target_memory": self._size(self._target), "draft_memory": draft and self._size(draft)}
 
@@ -61,7 +61,7 @@ class LlamaCppPair(Pair):
         return {"weights": stored, "kv": kv, "stored": stored, "kernels": "ggml", "note": ""}
 
     def _open(self, checkpoint: Checkpoint, k: int) -> None:
-        """Load a server that drafts k tokens for each pass; warm up."""
+        """Load a server that drafts k tokens per pass, and warm it up."""
         context = self._settings.prompt_tokens + self._settings.tokens + k + 1
         threads, device = torch.get_num_threads(), self._device.type
         made = llamacpp.parameters(checkpoint.folder, context, 1, threads, KV, device)
@@ -79,7 +79,7 @@ class LlamaCppPair(Pair):
         self._stream(self._sessions[-1], self._prompts[0], WARM_UP)
 
     def _servers(self, k: int) -> list[Session]:
-        """Return the servers of a k: the target's, and for k = 0 the draft's."""
+        """Return the servers for k: the target's; for k = 0 also the draft's, which then runs alone."""
         if self._k != k:
             self.close()
             self._open(self._target, k)
@@ -91,7 +91,7 @@ class LlamaCppPair(Pair):
     def _stream(
         self, session: Session, prompt: Sequence[int], tokens: int, seed: int = 0, **fields: Any
     ) -> list[Mapping[str, Any]]:
-        """Return llama.cpp's chunks of a continuation, sampled from the whole distribution."""
+        """Return llama.cpp's chunks of a continuation. Sampling uses no top-k or top-p."""
         fields |= {"temperature": self._settings.temperature, "seed": seed, "cache_prompt": False}
         fields |= {"samplers": ["temperature"]} if self._settings.temperature else {}
         chunks: list[Mapping[str, Any]] = []
@@ -99,7 +99,7 @@ class LlamaCppPair(Pair):
         return chunks
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
-        """Continue a prompt, by its number; k = 0: the target alone, then the draft alone for its time."""
+        """Continue prompt number `prompt`. k = 0: run the target alone, and the draft alone to time it."""
         target, *draft = self._servers(k)
         for session in draft:
             alone = self._run(session, prompt, seed)
@@ -116,9 +116,10 @@ class LlamaCppPair(Pair):
         return Run(ids, steps, seconds, decoding, drafting, decoding - drafting)
 
     def part(self, prompt: int, k: int, own: Run, drafted: Run) -> dict[str, Any] | None:
-        """Return the first difference of a drafted text, with the fields of `lossless.parting`.
+        """Return the first difference of a drafted text: the fields of `lossless.parting`, or None.
 
-        Texts that differ are made anew with logits. noise: of the likeliest tokens, near the difference.
+        Texts that differ are generated again with logits. noise is measured on the most likely tokens only,
+        at positions near the difference.
         """
         if own.ids == drafted.ids:
             return None
@@ -138,7 +139,7 @@ class LlamaCppPair(Pair):
         return found | {"noise": noise, "tie": margin <= 2 * noise}
 
     def _logits(self, k: int, prompt: Sequence[int], tokens: int) -> list[tuple[int, dict[int, float]]]:
-        """Return each new token with logarithms of probabilities, which differ as logits do."""
+        """Return (id, {id: log-probability of the most likely ids}) of each new token."""
         chunks = self._stream(self._servers(k)[0], prompt, tokens, logprobs=LIKELIEST)
         found = [choice.get("logprobs") or {} for chunk in chunks for choice in chunk["choices"]]
         rows = [row for part in found for row in part.get("content") or ()]
@@ -148,8 +149,8 @@ class LlamaCppPair(Pair):
 def passes(chunks: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[Step]]:
     """Return the text of each new token, and the passes of the target, from streamed totals.
 
-    Tokens of a pass have the same time. A token that ends inside a character ("") arrives with the next one:
-    passes that arrive together share their drafted tokens.
+    Tokens of one pass have the same time. A token that ends inside a character (text "") is sent with the
+    next one; if several passes arrive together, the drafted tokens are divided among them.
     """
     texts: list[str] = []
     steps: list[Step] = []

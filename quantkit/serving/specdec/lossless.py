@@ -1,8 +1,8 @@
-"""Proof that a draft does not change the text: greedy text is token by token the target's own.
+"""Checks that a draft does not change the text: greedy text must equal the target's own, token by token.
 
-A pass over several tokens rounds otherwise than one over a single token, so texts may part at two tokens with
-nearly equal logits. Their difference is compared with the change of the target's logits by the length of a
-pass.
+A pass over several tokens rounds differently than passes over single tokens. So two texts may differ where
+two tokens have nearly equal logits. The difference of these logits is compared with the change that the
+length of a pass causes in the target's logits.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def parting(
 ) -> dict[str, Any] | None:
     """Return the first difference between a drafted text and the target's own, or None.
 
-    prompt: int64 `[1, tokens]`. index: of the new tokens. token, expected: the drafted text's and its own,
-    None where one of the texts ends there. margin: how much larger the logit of its own choice is, token by
-    token. noise: the largest difference between its logits token by token and in one pass over the same text.
-    tie: whether rounding explains the difference, since both logits may move by the noise.
+    prompt: int64 `[1, tokens]`. own, drafted: new token ids. index: position of the first difference among
+    the new tokens. token, expected: ids of the drafted and the own text there; None if one text ends there.
+    margin: logit of `expected` minus logit of `token`, computed token by token. noise: largest difference of
+    the target's logits between token by token and one pass. tie: whether margin <= 2 · noise.
     """
     index = first_difference(own, drafted)
     if index is None:
@@ -42,16 +42,15 @@ def parting(
 
 
 def _at_once(model: nn.Module, prompt: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return the logits that choose each new id, float32 on the CPU `[new tokens, vocabulary]`.
-
-    All ids go through one pass."""
+    """Return the logits that predict each new id, from one pass over all: float32 `[new tokens, vocabulary]`
+    on the CPU."""
     whole = torch.cat([prompt, torch.tensor([list(ids)], device=prompt.device)], 1)
     out = model(input_ids=whole, use_cache=False).logits[0, prompt.shape[1] - 1 : -1]
     return out.to("cpu").float()
 
 
 def _one_by_one(model: nn.Module, prompt: Tensor, ids: Sequence[int]) -> Tensor:
-    """Return the logits of `_at_once` as the target alone computes them: the prompt, then a token a pass."""
+    """Return the logits of `_at_once`, computed by a pass over the prompt and then one pass per token."""
     found, given, cache = [], prompt, None
     for token in ids:
         out = model(input_ids=given, past_key_values=cache, use_cache=True)

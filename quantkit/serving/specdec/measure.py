@@ -1,4 +1,4 @@
-"""Measurement of a draft: every k and the target alone on the same prompts, interleaved; then the proof."""
+"""Measures a draft: every k and the target alone, interleaved on the same prompts; compares the texts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ Repeats = Sequence[Sequence[Run]]  # by repeat, then by prompt
 def measure(
     draft: Checkpoint | None, pair: Pair, settings: Settings, counting: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    """Load a draft, warm up, run everything `settings.repeats` times, sum up, prove. counting: called with
-    the runs done and planned.
+    """Measure a draft and return its record. counting: called with the numbers of runs done and planned.
 
-    Returns the record of a draft. alone: the target without it, of which seconds are of all texts, and
-    step_seconds of a token once decoding. swept: see `sweep`. alpha, cost: α and c of all k together. Best k
-    (0: not drafting) and its speed-up: in_theory as α and c give it, of any up to MOST; measured of those
-    that were tried, net; by_bytes in theory where a step takes as long as its weights, as stored, take to be
-    read, which is c = cost_by_bytes.
+    alone: the target without a draft; seconds for all texts, step_seconds per decoded token. swept: results
+    of `sweep`. alpha, cost: α and c over all k. Three best k (0: do not draft) with speed-ups: measured: best
+    of the k tried, for the whole call; in_theory: from alpha and cost, k up to MOST; by_bytes: from alpha and
+    cost_by_bytes, the ratio of the models' sizes on disk. proof: comparison of the texts.
     """
     sizes = pair.load(draft)
     planned, done = (1 + len(settings.ks)) * (settings.prompts * settings.repeats + 1), itertools.count(1)
@@ -70,18 +68,18 @@ def measure(
 
 
 def _seed(settings: Settings, repeat: int, prompt: int, k: int) -> int:
-    """Return a seed for each run."""
+    """Return a different seed for each run."""
     place = (repeat * settings.prompts + prompt) * (MOST + 1) + k
     return (settings.seed * 1_000_003 + place) % 2**31
 
 
 def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
-    """Sum up one k. alone: runs of the target in the same repeats.
+    """Return the figures of one k. repeats, alone: runs with the draft and of the target alone, per repeat.
 
-    tokens_per_step: mean; expected_tokens: by α (equation 1), for as many tokens as each step was given.
-    histogram: steps with 0 to k accepted tokens. cost, check: c, and the paper's v. expected, decode:
-    speed-up by theory and as measured, after the first tokens. net: speed-up of the whole call, both models'
-    prompts included; seconds: of all texts.
+    tokens_per_step: mean; expected_tokens: mean by equation 1, from α and each step's drafted tokens.
+    histogram: number of steps that accepted 0, 1, …, k tokens. cost, check: c and v (see acceptance_rate.py).
+    Speed-ups: expected by theory; decode as measured, without the prompts' passes; net for the whole call.
+    seconds: time of all texts.
     """
     runs = list(itertools.chain(*repeats))
     steps = [step for run in runs for step in run.steps]
@@ -111,7 +109,7 @@ def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
 
 
 def _spread(values: Iterable[float]) -> dict[str, float]:
-    """Return median, least and largest of the repeats."""
+    """Return median, low (minimum) and high (maximum) of the repeats' values."""
     return dict(zip(("median", "low", "high"), np.quantile(list(values), (0.5, 0, 1)).tolist(), strict=True))
 
 
@@ -124,12 +122,12 @@ def _tokens(runs: Iterable[Run]) -> int:
 
 
 def _decoding(runs: Sequence[Run]) -> float:
-    """Return the seconds of a token while decoding."""
+    """Return the mean seconds per decoded token."""
     return _sum(runs, "decode_seconds") / max(1, _sum(runs, "decoded"))
 
 
 def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Repeats) -> dict[str, float]:
-    """Return the speed-up repeat by repeat: other load on the machine slows both."""
+    """Return the spread of speed-ups. Each compares runs of one repeat, since other load slows both."""
     pairs = zip(alone, repeats, strict=True)
     return _spread(seconds(plain) / max(seconds(runs), 1e-12) for plain, runs in pairs)
 
@@ -137,8 +135,8 @@ def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Re
 def _in_theory(
     swept: Sequence[Mapping[str, Any]], alpha: float | None, cost: float, model: bool
 ) -> dict[str, float]:
-    """Return the best k and its speed-up by α and c; for prompt-lookup, which often drafts nothing, of the k
-    tried."""
+    """Return the best k and its speed-up by α and c. For prompt-lookup, which often drafts nothing, only the
+    k tried are considered."""
     gains = {0: 1.0}
     if alpha is not None and model:
         gains = {(k := acceptance_rate.best_k(alpha, cost)): acceptance_rate.speedup(alpha, cost, k)}
@@ -149,8 +147,8 @@ def _in_theory(
 
 
 def _prove(pair: Pair, found: Mapping[int, Repeats]) -> dict[str, Any]:
-    """Compare drafted texts with the target's own: numbers of texts, equal texts and equal tokens, and the
-    first difference of each other text. alike: whether rounding explains all differences."""
+    """Compare drafted texts with the target's own; return the numbers of texts, equal texts and equal tokens.
+    partings: first difference of each other text. alike: whether rounding explains all differences."""
     partings, texts, tokens = [], 0, 0
     for k, (prompt, own) in itertools.product([*found][1:], enumerate(found[0][0])):
         for one in {tuple(runs[prompt].ids): runs[prompt] for runs in found[k]}.values():

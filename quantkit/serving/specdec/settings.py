@@ -16,7 +16,7 @@ MOST = 64  # tokens drafted at once
 
 @dataclass(frozen=True)
 class Settings:
-    """Flags. temperature 0: the likeliest token."""
+    """Flags of `quantkit specdec`."""
 
     k: str = option("1,2,4,8", "Numbers of tokens to draft for each pass of the target, separated by commas.")
     prompt_text: Path | None = option(
@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Tokens drafted at once, each number once, in order. Raises QuantkitError for anything else."""
+        """The numbers of --k, sorted, each once. Raises QuantkitError for an invalid list."""
         try:
             found = tuple(sorted({int(part) for part in self.k.split(",")}))
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""The result for people: first whether drafting pays, then the figures, then the proof."""
+"""The printed result: first whether drafting pays, then the figures, then whether the text is unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None
 
 
 def verdict(draft: Mapping[str, Any]) -> str:
-    """Return whether drafting pays, in a line."""
+    """Return a line that says whether drafting pays."""
     best, name = draft["measured"], draft["draft"]
     net = next(row["net"] for row in draft["swept"] if row["k"] == best["k"])
     summary = f"{best['speedup']:.2f}x at best (k = {best['k']})"

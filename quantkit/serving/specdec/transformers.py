@@ -1,7 +1,7 @@
 """transformers' assisted generation, with every step recorded: drafted tokens, kept tokens, seconds.
 
-Nothing here drafts or checks. A hook on the target's forward pass sees the tokens to check, a streamer the
-kept ones. k is constant: by default transformers drafts fewer tokens where the draft is unsure, and adapts k.
+A hook on the target's forward pass records the tokens to check; a streamer records the kept ones. k is
+constant here; by default transformers adapts k and drafts fewer tokens if the draft model is unsure.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own defau
 
 @dataclass(frozen=True)
 class Run:
-    """One text: the ids of its new tokens (of llama.cpp their texts), and each pass of the target. seconds:
-    of the whole call; decode_seconds: after the first pass. drafting, checking: its parts, between passes of
-    the target, and from the start of a pass until its tokens are chosen."""
+    """One generated text. ids: its new tokens' ids (with llama.cpp: texts). steps: the target's passes.
+    seconds: time of the whole call. decode_seconds: time after the first pass, of which drafting: seconds
+    between passes of the target; checking: seconds from a pass's start until its tokens are chosen."""
 
     ids: list[int] | list[str]
     steps: list[Step]
@@ -46,15 +46,14 @@ class Run:
 
     @property
     def decoded(self) -> int:
-        """Tokens after those of the first pass."""
+        """Number of new tokens after those of the first pass."""
         return len(self.ids) - self.steps[0].tokens
 
 
 class Pair:
-    """A target for one draft after the other (None: prompt-lookup), and prompts, int64 `[prompts, tokens]`.
+    """A target, measured with one draft after the other. prompts: token ids, int64 `[prompts, tokens]`.
 
-    Raises QuantkitError for what does not fit the memory (exit code 5), and for models with a recurrent state
-    (4).
+    Raises QuantkitError if a model does not fit the memory (exit code 5) or has a recurrent state (4).
     """
 
     name = f"transformers {transformers.__version__}"
@@ -76,7 +75,7 @@ class Pair:
         self.draft: nn.Module | None = None
 
     def load(self, draft: Checkpoint | None) -> dict[str, Any]:
-        """Load a draft; return the memory of target and draft."""
+        """Load a draft (None: prompt-lookup); return the sizes of target and draft, see `_load`."""
         self.draft, size = (None, None) if draft is None else self._load(draft)
         return {"target_memory": self._size, "draft_memory": size}
 
@@ -85,8 +84,8 @@ class Pair:
         self.draft = None
 
     def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the model; bytes of its weights in memory, of keys and values of one text (None where
-        unknown), and of the tensors on disk; its kernels, and why weights are not packed."""
+        """Return the model and {weights: bytes in memory, kv: bytes of the cache of one text or None, stored:
+        bytes on disk, kernels: name, note: why weights were decoded}."""
         tokens = self._settings.prompt_tokens + self._settings.tokens
         loaded = engine.load(checkpoint, self._dtype, self._device, tokens)
         if loaded.model._is_stateful:  # transformers refuses them as targets, and fails with them as drafts
@@ -104,12 +103,12 @@ class Pair:
         }
 
     def run(self, prompt: int, k: int, seed: int) -> Run:
-        """Continue a prompt, by its number; k = 0: the target alone."""
+        """Continue prompt number `prompt`, drafting k tokens per pass; k = 0: the target alone."""
         how = replace(self._sampling, seed=seed)
         return generate(self._model, self._prompts[prompt, None], how, self._ends, k, self.draft)
 
     def part(self, prompt: int, k: int, own: Run, drafted: Run) -> dict[str, Any] | None:
-        """Return the first difference of a drafted text: see `lossless.parting`."""
+        """Return the first difference between a drafted text and the target's own; see `lossless.parting`."""
         return lossless.parting(self._model, self._prompts[prompt, None], own.ids, drafted.ids)
 
 
@@ -121,8 +120,8 @@ def generate(
     k: int = 0,
     draft: nn.Module | None = None,
 ) -> Run:
-    """Continue prompt, int64 `[1, tokens]`, drafting k tokens a step with `draft`, or by looking them up in
-    the text so far where that is None; k = 0: the target alone. ends: ids that end a text."""
+    """Continue a prompt, int64 `[1, tokens]`, drafting k tokens per step; k = 0: the target alone. draft: the
+    draft model; None: prompt-lookup, which copies from the text so far. ends: ids that end a text."""
     drafting_options, notes = {}, _Notes(prompt.device)
     if k and draft is None:
         drafting_options = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM}
@@ -146,7 +145,7 @@ def generate(
 
 @dataclass
 class _Notes(BaseStreamer):
-    """Recorder of the times when the target begins a pass, and when its tokens have been chosen."""
+    """Records the tokens of each pass of the target, when it begins, and when its tokens are chosen."""
 
     device: torch.device
     given: list[Tensor] = field(default_factory=list)  # what each pass was given
@@ -163,13 +162,13 @@ class _Notes(BaseStreamer):
         self.begun.append(self.now())
 
     def put(self, value: Tensor) -> None:
-        """transformers hands over the prompt first, then the tokens of each step."""
+        """Store the tokens of a step. transformers calls this with the prompt first."""
         self.kept.append(value.flatten().tolist())
         if len(self.kept) > 1:
             self.chosen.append(self.now())
 
     def end(self) -> None:
-        """The text has ended."""
+        """Do nothing; transformers calls this when the text has ended."""
 
     def run(self, ids: list[int], prompt_tokens: int, ended: float) -> Run:
         steps = []
@@ -190,6 +189,6 @@ class _Notes(BaseStreamer):
 
 
 def step(drafted: Sequence[int], kept: Sequence[int]) -> Step:
-    """Return the step of drafted and kept tokens: accepted tokens are those that agree."""
+    """Return the step; accepted: number of leading `drafted` tokens that equal the `kept` ones."""
     parted = first_difference(drafted, kept)
     return Step(len(drafted), len(drafted) if parted is None else parted, len(kept))

@@ -1,7 +1,7 @@
-"""Prefill and decode under each attention implementation, one loaded model, lengths from short to long.
+"""Prefill and decode under each attention implementation, at prompt lengths from short to long.
 
-One model is loaded and switched between implementations, and they take turns at every repeat: a disturbance
-of the machine meets all of them, so ratios hold where seconds drift. The kernel that ran is read off torch's
+One loaded model is switched between implementations, which take turns at every repeat. A disturbance of the
+machine then slows all of them, so ratios hold where seconds drift. The kernel that ran is read off torch's
 dispatcher: `sdpa` is a name for several, and torch picks one by dtype, mask, head size and device.
 """
 
@@ -66,10 +66,10 @@ def measure(
     device: torch.device,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Load the model and run every implementation at every length: JSON, see bench-attention-2.json.
+    """Load the model, run every implementation at every length; return JSON (bench-attention-2.json).
 
     Raises QuantkitError where lengths exceed the model's context (exit code 2), the model does not fit the
-    memory (5), or none of the implementations runs (4). One that does not run is a row.
+    memory (5), or no implementation runs (4). If only some fail, their rows give the reason.
     """
     names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
@@ -117,7 +117,7 @@ class _Bench:
         return torch.randint(vocabulary, (self.batch, length), generator=self.generator).to(self.device)
 
     def at(self, names: Sequence[str], length: int) -> list[Row]:
-        """Return the rows of all implementations at a length; they take turns."""
+        """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
         empty = {"seconds": [], "step_seconds": [], "prefill_bytes": None}
         rows = {name: copy.deepcopy(empty) for name in names}
         if why := self._too_large(length):
@@ -135,7 +135,7 @@ class _Bench:
     def each(
         self, names: Sequence[str], work: Callable[[str, Tensor, Row], None], ids: Tensor, rows: dict
     ) -> None:
-        """Do `work` with every implementation not refused so far; refuse those that fail."""
+        """Call `work(name, ids, row)` for each implementation that has not failed; record new failures."""
         for name in names:
             if name in self.refused:
                 continue
@@ -149,7 +149,7 @@ class _Bench:
                 give_back(self.device)
 
     def watch(self, name: str, ids: Tensor, row: Row) -> None:
-        """Warm up, then note the kernel that runs."""
+        """Warm up, then store the name of the kernel that runs."""
         self._forward(ids)
         with Operators() as seen:
             self._forward(ids)
@@ -158,11 +158,11 @@ class _Bench:
         self.kernels[name] = describe(seen.names) + instead
 
     def weigh(self, name: str, ids: Tensor, row: Row) -> None:
-        """Note the peak of a prefill. The warm-up has allocated the buffers that libraries keep."""
+        """Store a prefill's peak bytes in `row`. Libraries allocated their lasting buffers in the warm-up."""
         row["prefill_bytes"] = allocated(self.device, lambda: self._forward(ids))
 
     def time(self, name: str, ids: Tensor, row: Row) -> None:
-        """Note the seconds of a prefill and of a decoded token."""
+        """Add the seconds of a prefill, and the median seconds of a decoded token, to `row`."""
         times = [self.clock()]
         cache, token = None, ids
         for _ in range(1 + self.settings.tokens):
@@ -178,7 +178,7 @@ class _Bench:
         return out.get("past_key_values"), out.logits[:, -1:].argmax(-1)
 
     def _too_large(self, length: int) -> str:
-        """Return why eager cannot run: a CPU does not refuse memory, the system kills its processes."""
+        """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""
         heads = getattr(self.checkpoint.text_config, "num_attention_heads", 1) or 1
         one = attention_scores(heads, length, self.model.dtype.itemsize) * self.batch
         need, free = WRITTEN_OUT * one, free_memory(self.device)
@@ -187,10 +187,10 @@ class _Bench:
 
 
 def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
-    """Return the peak of allocated bytes in `work`; None where the device does not count.
+    """Return the peak of bytes that `work` allocates; None where the device does not count them.
 
-    Counted exactly, above the start: by the allocator of a device, on the CPU by the allocation events of
-    torch's profiler.
+    An accelerator's allocator counts them; on the CPU, torch's profiler lists every allocation. Both are
+    exact. Bytes allocated before the call are not included.
     """
     gc.collect()
     if is_accelerator(device):
@@ -211,7 +211,7 @@ def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
 
 
 class Operators(TorchDispatchMode):
-    """`with Operators() as seen:` notes the name of every operator that runs, such as aten::_softmax."""
+    """`with Operators() as seen:` collects the names of the operators that run, such as aten::_softmax."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,8 +223,8 @@ class Operators(TorchDispatchMode):
 
 
 def describe(operators: Collection[str]) -> str:
-    """Return the fused attention operators of a forward, else whether the scores `[heads, N, N]` were written
-    out. A router of experts has a softmax of its own, so fused operators go first."""
+    """Return the names of the fused attention operators, or a text that says whether scores `[heads, N, N]`
+    were written out. Fused operators have priority, since a router of experts also runs a softmax."""
     if fused := sorted(name for name in operators if FUSED.search(name)):
         return ", ".join(fused)
     if SOFTMAX.intersection(operators):

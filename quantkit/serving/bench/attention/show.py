@@ -23,7 +23,7 @@ MEANINGS = {
 
 
 def report(record: Record) -> Report:
-    """Return how attention was measured, times and memory, and the kernels that ran."""
+    """Return the report: conditions, a table of times and memory, the kernels that ran, and plots."""
     settings, context = record["settings"], record["context"]
     limit = f", made for {context:,} tokens" if context else ""
     setup = f"{record['dtype']} on {record['device']}, batch {settings['batch'][0]}, prompts of N tokens"
@@ -45,7 +45,7 @@ def report(record: Record) -> Report:
 
 
 def _rows(record: Record, length: int) -> Iterator[list[str]]:
-    """Yield the cells of a length; ratio: to the speed of the first implementation that ran."""
+    """Yield table rows for prompts of `length` tokens; ratios are to the first implementation that ran."""
     ran = [row for row in record["rows"] if row["length"] == length and not row["refused"]]
     for row in ran:
         middle, first = statistics.median(row["seconds"]), statistics.median(ran[0]["seconds"])
@@ -58,7 +58,7 @@ def _rows(record: Record, length: int) -> Iterator[list[str]]:
 
 
 def _kernels(record: Record) -> Iterator[tuple[str, str]]:
-    """Yield the kernel of each name, and where the library refused it."""
+    """Yield each implementation's name, with its kernel or the reason and length of its failure."""
     for name in dict.fromkeys(row["attention"] for row in record["rows"]):
         rows = [row for row in record["rows"] if row["attention"] == name]
         if kernel := rows[0]["kernel"]:

@@ -1,7 +1,7 @@
-"""Costs of batching, counted: padding, idle steps, key-value slots reserved and used, latencies.
+"""Costs of batching: padding, idle steps, reserved and used slots of the KV cache, latencies.
 
-Pure numbers; every strategy gives the same kinds of events, so one arithmetic compares them. Shares of a
-paged cache that are really used: Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), figure 2.
+All strategies record the same events, from which the same functions compute their costs. The share of the
+cache that is used follows Kwon et al. 2023 (PagedAttention, arXiv:2309.06180), figure 2.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ PERCENTILES = (50, 90, 99)
 class Step:
     """One forward pass.
 
-    end: on the virtual clock. seconds: duration. prompt_slots: computed positions of prompts, padding
-    included; prompt_tokens: tokens among them. sequences: in decoding; finished: those with all their tokens
-    already. used, reserved: token slots of the key-value cache after the step: with a token of an unfinished
-    request, and taken by any tensor or block.
+    end: time of the virtual clock. seconds: duration. prompt_slots: computed positions of prompts, padding
+    included. prompt_tokens: computed prompt tokens. sequences: number that decode. finished: how many of
+    these have all their tokens already. used: slots of the KV cache after the step that hold a token of an
+    unfinished request. reserved: slots that are allocated.
     """
 
     end: float
@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Served:
-    """A request: when it came, when its first token and its whole answer were there; its tokens."""
+    """An answered request. Its arrival, first token and end: in seconds on the virtual clock. tokens: ids."""
 
     arrival: float
     first: float
@@ -47,15 +47,15 @@ class Served:
 
 @dataclass(frozen=True)
 class Replay:
-    """A trace served by one strategy; requests in the trace's order."""
+    """A trace served by one strategy. requests: in the trace's order. steps: in the order of time."""
 
     requests: tuple[Served, ...]
     steps: tuple[Step, ...]
 
 
 def figures(replay: Replay) -> dict[str, Any]:
-    """Return the figures of a replay with at least one request: seconds, shares of one, and token slots
-    averaged over the time that was computed."""
+    """Return the figures of a replay with at least one request. Times are seconds; padded, idle and busy are
+    shares from 0 to 1; used and reserved are token slots, averaged over the time of computation."""
     requests, steps = replay.requests, replay.steps
     start = min(request.arrival for request in requests)
     seconds = max(request.done for request in requests) - start

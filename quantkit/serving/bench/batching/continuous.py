@@ -1,8 +1,8 @@
-"""Continuous batching: requests join and leave at every step, their keys and values lie in blocks.
+"""Continuous batching: requests join and leave at every step; the KV cache consists of blocks of tokens.
 
-transformers runs it (`generate_batch` is its front door; Orca, Yu et al. 2022, and PagedAttention, Kwon et
-al. 2023, are the sources). Its loop's own three calls are made here one by one, and a virtual clock, on which
-requests arrive, goes on between them; its background thread has no place for a clock.
+Sources: Orca (Yu et al. 2022) and PagedAttention (Kwon et al. 2023). transformers runs it, by default in a
+background thread (`generate_batch`). This file makes the three calls of that thread's loop itself, because
+requests arrive on a virtual clock, which has to advance between the calls.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def serve(
 ) -> Replay:
     """Serve every request greedily, at most `size` at once, in cache blocks of `page` tokens.
 
-    clock: seconds, read when all the work on the device is done. Raises transformers' own errors for models
-    without a paged cache, and AttributeError where this transformers has another loop.
+    clock: returns seconds after waiting for the device. Raises transformers' own errors for models without a
+    paged cache, and AttributeError if the installed transformers has a different loop.
     """
     manager, before = None, model.config._attn_implementation
     try:
@@ -51,8 +51,8 @@ def serve(
 
 
 def _manager(model: nn.Module, requests: Sequence[Request], size: int, page: int) -> Any:
-    """Return a manager with a block for every token of the `size` longest requests, and nothing shared
-    between requests: each strategy computes every prompt."""
+    """Return a manager whose cache has room for `size` requests as long as the longest. Requests share no
+    blocks, so that every prompt is computed as in the other strategies."""
     longest = max(request.prompt + request.output for request in requests)
     prefill = sum(sorted((request.prompt for request in requests), reverse=True)[:size])
     settings = transformers.ContinuousBatchingConfig(
@@ -109,9 +109,9 @@ def _loop(
 
 
 def _count(processor: Any, batch: Sequence[Any]) -> dict[str, int]:
-    """Count a step that was computed, before its finished requests leave the batch.
+    """Return the counts of a computed step (fields of `Step`). Call it before finished requests leave.
 
-    Token slots of the cache, with a token in them and of the blocks in use, are averaged over the layers.
+    used and reserved, which count token slots, are averaged over the layers.
     """
     prompt = sum(part.query_length for part in batch if not part.state.generated_tokens)
     decoding = sum(1 for part in batch if part.state.generated_tokens)

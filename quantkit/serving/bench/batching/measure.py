@@ -1,7 +1,7 @@
 """Serve one trace by every strategy, in turn, on a virtual clock.
 
-Computation is measured, waiting is skipped: the clock is advanced by the seconds of each step, and to the
-next arrival when there is nothing to do. A trace of an hour at a low rate takes as long as its computation.
+Computation is measured, waiting is skipped. The clock advances by the seconds of each step, or to the next
+arrival if no request waits. So even an hour's trace takes only as long as its computation.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def strategies(settings: Batching) -> tuple[str, ...]:
 
 
 def draw_prompts(requests: Sequence[Request], vocabulary: int, seed: int) -> list[list[int]]:
-    """Return random tokens for each prompt: the cost depends on their number alone, except in mixtures of
-    experts, where random tokens are spread more evenly than text."""
+    """Return random token ids for each prompt. Cost depends only on their number, except in mixtures of
+    experts: routers spread random tokens more evenly over experts than text."""
     stream = random.Random(f"{seed} tokens")
     return [[stream.randrange(vocabulary) for _ in range(request.prompt)] for request in requests]
 
@@ -53,10 +53,10 @@ def measure(
     device: torch.device,
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
-    """Load the model and serve the trace with every strategy: JSON, see bench-batching-2.json.
+    """Load the model, serve the trace with every strategy; return JSON (bench-batching-2.json).
 
     Raises QuantkitError for an unknown strategy (exit code 2), a model that does not fit the
-    memory (5), or where no strategy can serve it (4). A strategy that cannot is an outcome.
+    memory (5), or if every strategy fails (4). If only some fail, their outcomes give the reason.
     """
     names = strategies(settings)
     requests = trace.sample(settings, checkpoint.context)
@@ -93,7 +93,7 @@ def measure(
 
 @dataclass
 class _Bench:
-    """A loaded model, a trace, the replays of every strategy, and the reasons of those refused."""
+    """A loaded model and a trace. replays: by strategy. refused: why a strategy failed, by strategy."""
 
     model: nn.Module
     requests: Sequence[Request]
@@ -108,7 +108,7 @@ class _Bench:
         self.prompts = draw_prompts(self.requests, vocabulary, self.settings.seed)
 
     def attempt(self, name: str, requests: Sequence[Request]) -> Replay | None:
-        """Serve the first requests by one strategy; None, and refused from here on, where that fails."""
+        """Serve `requests`, the first of the trace; None if the strategy fails now or did so before."""
         if name in self.refused:
             return None
         asked = self.model, requests, self.prompts[: len(requests)], self.size
@@ -123,10 +123,10 @@ class _Bench:
 
 
 def outcomes(names: Sequence[str], bench: _Bench) -> list[dict[str, Any]]:
-    """Return the round of every strategy whose throughput is the median.
+    """Return one record per strategy: `figures` of the round with the median throughput.
 
-    tokens_per_second: of every round. ratio: to the first strategy, the median over the rounds. refused: why
-    there are no figures.
+    tokens_per_second: throughput of each round. ratio: throughput divided by the first strategy's, median
+    over the rounds. refused: why there are no figures.
     """
     made = {name: [figures(replay) for replay in replays] for name, replays in bench.replays.items()}
     speeds = {name: [found["tokens_per_second"] for found in rows] for name, rows in made.items()}

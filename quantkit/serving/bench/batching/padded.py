@@ -1,6 +1,7 @@
-"""A batch of requests, padded on the left and run by transformers' `generate` until the longest has ended.
+"""Static and dynamic batching: a batch, padded on the left, runs until its longest answer has ended.
 
-A finished sequence goes on computing tokens that are discarded; a slot is free once the whole batch ends.
+transformers' `generate` runs it. Finished sequences go on computing tokens, which are discarded. New requests
+start when the whole batch has ended.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from quantkit.serving.engines.transformers import Clock
 def next_batch(
     arrivals: Sequence[float], waiting: int, free: float, size: int, wait: float
 ) -> tuple[range, float]:
-    """Return the members of the batch from request `waiting` on, and when it starts: once it is full, on a
-    machine that is free from `free` on.
+    """Return the numbers of the requests in the next batch, and the time at which the batch starts.
 
-    arrivals: of all requests, in order. wait: seconds that the first member of a dynamic batch waits for
-    company. A static batch waits for ever; its last one has the requests that are left.
+    arrivals: times of all requests, in order. waiting: the first request not yet served. free: time from
+    which the machine is free. size: most requests. wait: seconds after which the first request no longer
+    waits for a full batch; infinite for static batching, whose last batch takes the remaining requests.
     """
     patience = max(free, arrivals[waiting] + wait)
     members = range(waiting, min(waiting + size, bisect_right(arrivals, patience)))
@@ -40,8 +41,7 @@ def serve(
     wait: float,
     clock: Clock,
 ) -> Replay:
-    """Serve batch after batch until no request waits. requests: in order of arrival. size, wait: see
-    `next_batch`."""
+    """Serve all requests (in order of arrival), batch after batch. size, wait: see `next_batch`."""
     arrivals = [request.arrival for request in requests]
     free, served, steps = 0.0, [], []
     while len(served) < len(requests):
@@ -59,10 +59,10 @@ def serve(
 def account(
     requests: Sequence[Request], start: float, seconds: Sequence[float], written: Sequence[Sequence[int]]
 ) -> tuple[list[Served], list[Step]]:
-    """Return the answers and steps of one batch, started at `start`, of which each token took `seconds`.
+    """Return the answers and steps of one batch that started at `start`. seconds: time of each step.
 
-    An answer is handed back with the whole batch, as `generate` does; its first token was there before. The
-    cache has a slot a position for every member, padding and finished ones included.
+    All answers are done when the batch ends, because `generate` returns them together; first tokens count
+    from the first step. Padding and finished members occupy slots of the cache too.
     """
     size, width = len(requests), max(request.prompt for request in requests)
     clock, steps = start, []

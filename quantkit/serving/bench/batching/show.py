@@ -32,7 +32,7 @@ UNITS = {"KV used": "tokens", "reserved": "tokens", **dict.fromkeys(SECONDS, "s"
 
 
 def report(record: Record) -> Report:
-    """Return how batching was measured, speed, latency and waste."""
+    """Return the report: conditions, a table of speed, latency and waste, and a plot of latencies."""
     settings = record["settings"]
     setup = f"{record['dtype']} on {record['device']}, {settings['batch'][0]} sequences at once"
     done = [outcome for outcome in record["outcomes"] if outcome["figures"]]
@@ -90,7 +90,7 @@ def _notes(record: Record, done: Sequence[Record]) -> Iterator[tuple[str, str]]:
 
 
 def _latencies(done: Sequence[Record]) -> Figure:
-    """Return the share of requests answered within a time."""
+    """Return a plot of the share of requests answered within a time."""
     series = []
     for place, outcome in enumerate(done):
         latencies = sorted(served["done"] - served["arrival"] for served in outcome["requests"])

@@ -1,8 +1,7 @@
 """Requests with their times of arrival, drawn from a seed.
 
-Arrivals are a Poisson process: the gaps between them are exponential. Prompts are uniform, answers
-exponential around their mean. Each has a stream of its own, so another rate brings the same requests at other
-times.
+Arrivals are a Poisson process: the gaps between them are exponential. Prompt lengths are uniform, answer
+lengths exponential. Each of the three has its own random stream: changing the rate changes only the times.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from quantkit.serving.bench.settings import Batching
 
 @dataclass(frozen=True)
 class Request:
-    """arrival: seconds after the first one's. prompt, output: tokens."""
+    """One request. arrival: seconds after the first request's. prompt, output: numbers of tokens."""
 
     arrival: float
     prompt: int
@@ -23,8 +22,8 @@ class Request:
 
 
 def sample(settings: Batching, context: int | None) -> tuple[Request, ...]:
-    """Return --requests at --rate a second, of --prompt-tokens and --tokens, all on average. Prompts take
-    at most half of `context`, answers the rest."""
+    """Return random requests by the flags, whose rate and lengths are means. context: most tokens of a
+    request; prompts take at most half of it."""
     prompt, seed = settings.prompt_tokens, settings.seed
     gaps, prompts, outputs = (random.Random(f"{seed} {name}") for name in ("arrivals", "prompts", "outputs"))
     arrival, made = 0.0, []

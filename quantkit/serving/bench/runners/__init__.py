@@ -1,9 +1,9 @@
-"""The engines that are measured, one file each, found by its name: how it loads, prefills and decodes.
+"""The engines that are measured, one file each, named after the engine.
 
-`prepare(job)` imports the engine's libraries and returns torch's device, or None where torch does not
-compute, and the bytes of a decoded weight and of a value in the cache. `Runner(job)` loads the model. A
-runner has `facts`; its `run(prompts, tokens)` generates exactly `tokens` tokens after each of the prompts, of
-one length, greedily, and returns a `Timing`.
+`prepare(job)` imports the engine's libraries. It returns torch's device (None where torch does not compute)
+and the bytes of one decoded weight or value of the cache. `Runner(job)` loads the model and has `facts`. Its
+`run(prompts, tokens)` takes prompts of equal length, greedily generates exactly `tokens` tokens after each,
+and returns a `Timing`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAMES = ("auto", "transformers", "llama.cpp")
 
 @dataclass(frozen=True)
 class Facts:
-    """A loaded model. kernels: of products by the weights; packed: whether the weights lie in memory as
-    codes; note: why not. weight_bytes: in memory. dtype: of the computation."""
+    """A loaded model. weight_bytes: in memory. kernels: name of the kernels that multiply by the weights.
+    packed: whether weights stay quantized in memory; note: why not. attention: transformers' name."""
 
     version: str
     weight_bytes: int
@@ -37,9 +37,9 @@ class Facts:
 class Timing:
     """One run: all prompts prefilled, then decoded.
 
-    prefill_seconds: until every sequence had its first token. decode_tokens: made after that, by all
-    sequences together, in decode_seconds. step_seconds: from one token of a sequence to its next. kv_bytes:
-    of keys and values, None where they are not known.
+    prefill_seconds: time until every sequence had its first token. decode_tokens: later tokens of all
+    sequences together; decode_seconds: their time. step_seconds: times from one token of a sequence to its
+    next. kv_bytes: bytes of keys and values, None if unknown.
     """
 
     prefill_tokens: int
@@ -51,12 +51,12 @@ class Timing:
 
 
 def find(engine: str) -> ModuleType:
-    """Return the module of an engine."""
+    """Return the module in this folder that runs an engine."""
     return import_module(f"{__name__}.{engine.replace('.', '')}")
 
 
 def names(settings: Settings) -> tuple[str, ...]:
-    """Return the engines of --engine. Raises QuantkitError for an unknown one."""
+    """Return the engines named by --engine. Raises QuantkitError for an unknown one."""
     found = settings.names("engine")
     if "vllm" in found:
         hint = "quantkit serve ./model --engine vllm, then quantkit bench server http://127.0.0.1:8000"

@@ -1,4 +1,4 @@
-"""llama.cpp by the xllamacpp wheel: one request with all prompts, tokens timed as they arrive."""
+"""llama.cpp through the xllamacpp wheel: one request with all prompts, tokens timed as they arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def prepare(job: Job) -> tuple[None, int]:
 
 
 class Runner:
-    """A file of which a session is opened for every point: each has a context of its own size."""
+    """A GGUF file. It is loaded again for every point, since each needs a context of another size."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -51,7 +51,7 @@ class Runner:
         return timing(began, arrivals, point, tokens, kv)
 
     def _open(self, point: Point) -> None:
-        """Load the file with room for a point, unless it is loaded so."""
+        """Load the file with a context for `point`, unless it is already loaded with that context."""
         if self._point == point:
             return
         self._session = None  # one at a time
@@ -71,10 +71,10 @@ class Runner:
 def timing(
     began: float, arrivals: Sequence[Sequence[tuple[float, int]]], point: Point, tokens: int, kv: Any
 ) -> Timing:
-    """Return the timing of a run. arrivals: of each sequence, (moment, tokens so far).
+    """Return the timing of a run. arrivals: a list of (time, number of tokens so far) per sequence.
 
     The prefill ends when the last sequence has its first token; only tokens after that moment are counted as
-    decoded. Raises QuantkitError where there are none.
+    decoded. Raises QuantkitError if there are none.
     """
     first = max(rows[0][0] for rows in arrivals)
     last = max(rows[-1][0] for rows in arrivals)

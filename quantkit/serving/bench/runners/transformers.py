@@ -1,4 +1,4 @@
-"""transformers: its own `generate`, timed as each token appears."""
+"""transformers' own `generate`, with the time of each token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CLIENTS = {  # packages with the kernels of a layout
 
 
 def prepare(job: Job) -> tuple[torch.device, int]:
-    """Import the layout's client and the family's own code, which transformers imports on demand."""
+    """Import the layout's client and the model family's code, so that later timings do not include it."""
     package = CLIENTS.get(job.subject.stored or "")
     if package and util.find_spec(package) and not job.settings.decoded:
         import_module(package)  # its memory and seconds are not the model's
@@ -36,14 +36,14 @@ def prepare(job: Job) -> tuple[torch.device, int]:
 
 
 def _open(job: Job) -> tuple[Checkpoint, torch.dtype, torch.device]:
-    """Return the checkpoint, its precision on this hardware and the device."""
+    """Return the checkpoint, the dtype to compute in on this hardware, and the device."""
     checkpoint = open_checkpoint(str(job.subject.path), trust_remote_code=job.settings.trust_remote_code)
     device = choose_device(job.settings.device)
     return checkpoint, shared_dtype(job.settings.dtype, checkpoint, device), device
 
 
 class Runner:
-    """A model of transformers that generates."""
+    """A model loaded by transformers."""
 
     def __init__(self, job: Job):
         """Raises QuantkitError as `engines.transformers.load` does."""
