@@ -1,1 +1,1 @@
-"""A checkpoint coming in: its files, its configuration, and the model without weights."""
+"""Reading and writing checkpoints: files, configurations, and the model without weights."""

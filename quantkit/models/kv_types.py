@@ -1,6 +1,6 @@
-"""Precisions of a key/value cache, by name: what a value takes, scales and all, and which engine keeps it.
+"""Precisions of a key/value cache, by name: bytes of a value including scales, and engines that support it.
 
-One list for `eval`, `plan`, `serve`, `chat` and `bench`. What each rounds to: `evaluation/kv_rounding.py`.
+Shared by `eval`, `plan`, `serve`, `chat` and `bench`. How each rounds: `evaluation/kv_rounding.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ BLOCK = 32  # values of llama.cpp's types that share a 16-bit scale
 
 @dataclass(frozen=True)
 class KvType:
-    """A precision. nbytes: of a value, with its share of scales. keeper: the engine that `eval` rounds as.
-    llamacpp, vllm: their name for it; None if they have no such cache."""
+    """A precision. nbytes: bytes of a value including its share of scales. keeper: the engine whose rounding
+    `eval` applies. llamacpp, vllm: the engines' own names; None if unsupported."""
 
     nbytes: Fraction
     keeper: str
@@ -48,5 +48,5 @@ ALIASES = {
 
 
 def named(text: str) -> str:
-    """Return a name of `TYPES`. Raises QuantkitError with the nearest names for an unknown one."""
+    """Return the precision that the user typed. For an unknown name, the QuantkitError lists similar ones."""
     return one_of(text.lower(), TYPES, f"no precision of a key/value cache is called {text!r}", ALIASES)

@@ -1,1 +1,1 @@
-"""Containers: how named tensors lie in files. They know bytes, not what the tensors mean."""
+"""Containers of named tensors: safetensors folders and GGUF files. No code here knows what a tensor means."""

@@ -1,7 +1,7 @@
 """A checkpoint on disk: configuration, tokenizer, and tensors read one at a time, whatever their layout.
 
-`Checkpoint.read("model.layers.0.mlp.up_proj.weight", ...)` returns the weight's values also when the
-file holds packed codes, so evaluation and inspection see one kind of model.
+`Checkpoint.read("model.layers.0.mlp.up_proj.weight", ...)` also decodes packed codes, so evaluation and
+inspection treat quantized and original models alike.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # files of one
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder, opened: headers are read and checked, no tensor is loaded.
+    """An open checkpoint folder: headers are read and checked, but no tensor is loaded.
 
-    `infos` maps stored names to places. `config` is the model's own configuration, without any
-    quantization. `layout` decodes quantized linears; None for a plain checkpoint. seen: its files before any
-    was read.
+    infos: file and offset (TensorInfo) by tensor name. config: the model's configuration without
+    quantization. layout: decodes quantized linears; None for a plain checkpoint. seen: state of each file,
+    recorded before reading.
     """
 
     source: str
@@ -49,23 +49,23 @@ class Checkpoint:
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
     def files(self) -> set[Path]:
-        """Return the paths of everything that is read of the checkpoint."""
+        """Return the paths of all files and folders that are read for this checkpoint."""
         own = {self.folder, self.folder / CONFIG, self.folder / INDEX}
         return own | {info.file for info in self.infos.values()} | set(self.companions())
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
-        """Return the same model with other tensors: a staged block is read so before the output exists."""
+        """Return the same model with other tensors, such as a staged block before the output exists."""
         packed = layouts.group_by_linear(layout, infos)
         return replace(self, infos=infos, layout=layout, _quantized=packed)
 
     def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
-        """Return the same model with these tensors, which are not packed, instead of its own."""
+        """Return the same model with some tensors replaced by `infos`, which are not packed."""
         packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
         return replace(self, infos=self.infos | infos, _quantized=packed)
 
     @cached_property
     def names(self) -> list[str]:
-        """Return names of all tensors as a plain checkpoint would have them: `X.weight` for packed `X.*`."""
+        """Return the names of all tensors as in a plain checkpoint: `X.weight` for packed `X.*`."""
         packed = {name for parts in self._quantized.values() for name in parts.values()}
         return [name for name in self.infos if name not in packed] + [
             f"{linear}.weight" for linear in self._quantized
@@ -85,7 +85,7 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> int:
-        """Return the bytes of all its tensors as they lie there, none counted twice."""
+        """Return the stored bytes of all tensors, each counted once."""
         return sum(info.nbytes for name, info in self.infos.items() if getattr(info, "of", name) == name)
 
     @property
@@ -99,8 +99,8 @@ class Checkpoint:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     def coded_bytes(self) -> dict[str, int]:
-        """Return the bytes of every weight that is stored as codes, scales and the like included, by
-        `X.weight`."""
+        """Return the bytes of every weight that is stored as codes, by `X.weight`. Scales and other parts of
+        the weight count."""
         return {
             f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
             for linear, parts in self._quantized.items()
@@ -120,7 +120,7 @@ class Checkpoint:
         return None if self.is_quantized(name) else self.infos[name].dtype
 
     def stored_as(self, name: str) -> list[str]:
-        """Return names of the stored tensors that make `name`: itself, or the parts of a packed linear."""
+        """Return the names of the stored tensors that make up `name`: itself, or a packed linear's parts."""
         packed = self._quantized.get(name.removesuffix(".weight"))
         return list(packed.values()) if packed else [name]
 
@@ -140,7 +140,7 @@ class Checkpoint:
         return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one stored tensor, or the values that stand for it, in `dtype` if given."""
+        """Return one stored or computed tensor, in `dtype` if given."""
         info = self.infos[name]
         try:
             otherwise = isinstance(info, reading.OTHERWISE)
@@ -152,7 +152,7 @@ class Checkpoint:
             ) from error
 
     def plain(self, info: TensorInfo) -> TensorInfo:
-        """Return the name, type, shape and bytes of an unchanged tensor in a safetensors file."""
+        """Return name, dtype, shape and bytes that a tensor will have in a plain safetensors file."""
         return info
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
@@ -163,7 +163,7 @@ class Checkpoint:
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """Return the checkpoint's tokenizer. Raises QuantkitError when it has none that loads."""
+        """Return the checkpoint's tokenizer. Raises QuantkitError if there is none, or it does not load."""
         return load_tokenizer(self.source, self.folder, self.trust_remote_code)
 
     @property
@@ -173,7 +173,7 @@ class Checkpoint:
 
     @property
     def context(self) -> int | None:
-        """Return the longest sequence the model was made for, in tokens; None without a limit."""
+        """Return the model's maximum context length in tokens; None without a limit."""
         length = getattr(self.text_config, "max_position_embeddings", None)
         return length if length and length > 0 else None  # -1 is XLNet's way to say so
 
@@ -190,7 +190,7 @@ class Checkpoint:
             shutil.copyfile(path, place / path.name)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
-        """Return the hash of config.json and of every weight file, with their names."""
+        """Return one hash of config.json and of all weight files with their names."""
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
@@ -201,7 +201,7 @@ class Checkpoint:
 def load_tokenizer(
     source: str, folder: Path, trust_remote_code: bool = False
 ) -> transformers.PreTrainedTokenizerBase:
-    """Return the tokenizer in a folder. Raises QuantkitError if there is none that loads."""
+    """Return the tokenizer in a folder. Raises QuantkitError if there is none, or it does not load."""
     untrusted.refuse_tokenizer_file(folder / "tokenizer.json")
     try:
         with tokenizing.explained():
@@ -225,7 +225,7 @@ def load_tokenizer(
 
 
 class _Parts(dict[str, torch.Tensor]):
-    """Tensors of a packed linear; asking for one that is not stored is the checkpoint's error."""
+    """Stored tensors of a packed linear. Raises QuantkitError if an absent one is read."""
 
     def __init__(self, linear: str, parts: dict[str, torch.Tensor]):
         super().__init__(parts)

@@ -1,6 +1,6 @@
-"""sha256 sums of what was written, in the manifest of a folder and in the metadata of a GGUF file.
+"""sha256 sums of written tensors, stored in the manifest of a folder or in the metadata of a GGUF file.
 
-They show damage, not forgery: a forger of a file can change its sum.
+Sums detect damage, not forgery: whoever forges a file can change its sum.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ PIECE = 1 << 22
 def of_folder(
     folder: Path, leave: Collection[str], listen: Callable[[int], None] = lambda nbytes: None
 ) -> dict[str, str]:
-    """Return the sha256 of every file but those to `leave`, by name. listen: receives the bytes as they are
-    read."""
+    """Return the sha256 of every file by name, except the names in `leave`. listen: called with the number of
+    bytes of each piece that is read."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in leave)
     return {path.name: of_file(path, listen=listen) for path in files}
 
 
 def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:
-    """Return the sha256 of a file from a byte on."""
+    """Return the sha256 of a file from byte `start` on; listen as in `of_folder`."""
     digest = hashlib.sha256()
     add(digest, path, start, listen)
     return digest.hexdigest()
 
 
 def add(digest, path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> None:
-    """Add the bytes of a file, from a byte on, to a digest of hashlib."""
+    """Add the bytes of a file, from byte `start` on, to a hashlib digest; listen as in `of_folder`."""
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while piece := file.read(PIECE):
@@ -47,7 +47,7 @@ def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) 
 
 
 def seal(path: Path) -> None:
-    """Put the sum of its tensors into a GGUF file, where its metadata has a place for it."""
+    """Write the sha256 of a GGUF file's tensors into its metadata, where space is reserved for the sum."""
     from quantkit.models.files import gguf_file
 
     header = gguf_file.read_whole_header(path)

@@ -1,10 +1,9 @@
-"""The GGUF container, read: every size is checked before it is believed. gguf_writer.py writes it.
+"""Reading GGUF files. Every size is checked before it is used. gguf_writer.py writes them.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little-endian: magic, version,
-counts, metadata, one entry a tensor (name, dimensions with the fastest first, type, offset), then the
-tensors, each at a multiple of the alignment. The `gguf` package knows the types and their sizes; its own
-reader believes every size, hence this one.
-Nothing here imports torch.
+counts, metadata, one entry per tensor (name, dimensions with the fastest first, type, offset), then the
+tensors, each at a multiple of the alignment. The `gguf` package knows the types and their sizes, but its
+reader checks no sizes. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy ar
 
 
 def tensor_bytes(type: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor `[..., in]`. Raises ValueError unless `in` is a multiple of the type's
-    block."""
+    """Return the bytes of a tensor `[..., in]`. Raises ValueError unless the type's ggml blocks divide
+    `in`."""
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[type]]
     if shape[-1] % block:
         raise ValueError(f"{shape[-1]} columns are no whole blocks of {block} ({type})")
@@ -50,7 +49,7 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """A header. places: of key and value of every entry of the metadata in the file; end: of the header."""
+    """A file's header. places: byte range of each metadata entry with its key. end: byte after the header."""
 
     metadata: Metadata
     infos: dict[str, TensorInfo]
@@ -60,12 +59,12 @@ class Header:
 
     @property
     def tensors(self) -> int:
-        """Return the byte at which the tensors begin."""
+        """Return the offset of the first tensor in bytes."""
         return self.end + -self.end % self.alignment
 
 
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Return the metadata and the place of every tensor; see `read_whole_header`."""
+    """Return the metadata, and file and offset of every tensor; see `read_whole_header`."""
     header = read_whole_header(path)
     return header.metadata, header.infos
 
@@ -73,8 +72,8 @@ def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
 def read_whole_header(path: Path) -> Header:
     """Return the header of a file; shapes are `[out, in]` as in torch.
 
-    Raises QuantkitError naming the file when it is a Git LFS pointer, is not GGUF, is cut short, or its
-    header contradicts itself or the size of the file.
+    Raises QuantkitError naming the file if it is a Git LFS pointer, not GGUF or cut short, or if its header
+    contradicts itself or the file's size.
     """
     try:
         untrusted.refuse_pointer(path)
@@ -97,7 +96,7 @@ def read_whole_header(path: Path) -> Header:
 
 @dataclass
 class _Cursor:
-    """A place in the header; never goes beyond what is there."""
+    """A position in the header. Raises QuantkitError if it would pass the end."""
 
     path: Path
     data: memoryview
@@ -106,7 +105,7 @@ class _Cursor:
     items: int = 0
 
     def take(self, nbytes: int) -> int:
-        """Return the place of the next `nbytes`, and move after them."""
+        """Return the current position and move it by `nbytes`."""
         start = self.place
         if nbytes > len(self.data) - start:
             if start + nbytes > self.file_bytes:
@@ -212,8 +211,8 @@ def _info(cursor: _Cursor) -> TensorInfo:
 
 
 def _placed(cursor: _Cursor, infos: list[TensorInfo], header: Header) -> dict[str, TensorInfo]:
-    """Return the tensors by name with offsets from the beginning of the file; all inside it, none over
-    another."""
+    """Return the tensors by name, with offsets from the beginning of the file. Raises QuantkitError if any
+    lie outside the file or overlap."""
     path, base = cursor.path, header.tensors
     placed: dict[str, TensorInfo] = {}
     end = base

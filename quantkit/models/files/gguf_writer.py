@@ -1,7 +1,7 @@
-"""The GGUF container, written tensor by tensor, as they come; the format: gguf_file.py.
+"""Writing GGUF files, one tensor after another. The format is described in gguf_file.py.
 
-The `gguf` package's own writer packs a vocabulary value by value, wants an architecture in every file and
-has no empty arrays, hence this one.
+The `gguf` package's own writer packs a vocabulary value by value, demands an architecture in every file and
+cannot write empty arrays.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Entry:
 
 
 class GgufWriter:
-    """A writer of a file, tensor by tensor in the order of `entries`, in constant memory: a context manager.
+    """A context manager that writes a GGUF file tensor by tensor, in the order of `entries`, in constant
+    memory.
 
-    The file has its name when the last tensor is in it: before that it is `NAME.partial`,
-    and nothing is left when an exception leaves the context. The same arguments make the same bytes.
-    Numbers of `metadata` become uint32 (int32 where one is negative, 64 bits where they need them),
-    float32 and bool; numpy arrays and scalars keep their type.
+    The file is called `NAME.partial` until the last tensor is written. An exception inside the context
+    removes it. Equal arguments give equal bytes. Integers of `metadata` become uint32 (int32 if one is
+    negative, 64 bits if too large), other numbers float32 or bool; numpy values keep their type.
     """
 
     def __init__(self, path: Path, metadata: Mapping[str, Any], entries: Sequence[Entry]):
@@ -68,7 +68,7 @@ class GgufWriter:
         return self
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview | np.ndarray]) -> None:
-        """Write the next tensor, or more of it: its bytes are those of all `chunks`, one after the other."""
+        """Write the bytes of all `chunks`, in order, to the next tensor or the rest of an unfinished one."""
         entry = self._entries[self._done]
         assert entry.name == name, f"{name}: {self._missing()}"
         for chunk in chunks:
@@ -96,8 +96,8 @@ class GgufWriter:
 
 
 def with_text(source: Path, place: Path, key: str, text: str) -> int:
-    """Copy a GGUF file with another text under `key` of its metadata, added where there was none; all else,
-    tensors above all, keeps its bytes. Returns by how many bytes the tensors lie further back."""
+    """Copy a GGUF file and set `key` of its metadata to `text`. All other metadata and the tensors keep their
+    bytes. Returns by how many bytes the tensors move."""
     header = gguf_file.read_whole_header(source)
     entry, places = _packed(key) + _value(text), header.places
     with open(source, "rb") as old, open(place, "wb") as new:
@@ -137,7 +137,7 @@ def _packed(text: str) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """Return a metadata value with its type before it."""
+    """Return the bytes of a metadata value: its type, then the value."""
     if isinstance(value, str):
         return struct.pack("<I", Kind.STRING) + _packed(value)
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], str):

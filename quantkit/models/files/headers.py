@@ -1,6 +1,5 @@
-"""Contents of a checkpoint that are known before a tensor is read: the headers and small files of a folder, a
-hub repository or a GGUF file. Nothing here imports torch.
-"""
+"""All about a checkpoint that can be read without its tensors: headers and small files of a folder, a hub
+repository or a GGUF file. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -53,11 +52,11 @@ SECONDS = 30.0  # for the hub to answer in
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that is known of a checkpoint before a weight is read.
+    """All that is known about a checkpoint before a weight is read.
 
-    files: bytes of every file, by name. config: that of the model, as it stands in config.json or follows
-    from a GGUF file's metadata. problems: what was found wrong on the way. fetch: the place of a file, None
-    where it is out of reach. path: of the folder or the GGUF file.
+    files: size in bytes of every file, by name. config: the contents of config.json, or the same derived from
+    a GGUF file's metadata. infos: headers of the tensors, by name. fetch: returns the local path of a file by
+    name; None if unavailable. problems: messages about what is wrong. path: of the folder or GGUF file.
     """
 
     source: str
@@ -77,13 +76,13 @@ class Contents:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """Return the configuration of the language model, if `config` has several."""
+        """Return the configuration of the language model, which may be a part of `config`."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 
     @property
     def family(self) -> str | None:
-        """Return `model_type` of the language model; of a GGUF file the architecture, by llama.cpp's name."""
+        """Return the language model's `model_type`; for a GGUF file, llama.cpp's name of the architecture."""
         if self.container == "gguf":
             return self.metadata.get("general.architecture", "unknown")
         return self.text_config.get("model_type")
@@ -98,17 +97,17 @@ class Contents:
 
     @cached_property
     def absent(self) -> frozenset[str]:
-        """Return tensors that the index promises and no shard holds, because one is absent or broken."""
+        """Return the tensors in the index that no shard holds, because a shard is missing or broken."""
         mapped = (self.index or {}).get("weight_map")
         return frozenset(mapped) - frozenset(self.infos) if isinstance(mapped, dict) else frozenset()
 
     @cached_property
     def index(self) -> dict[str, Any] | None:
-        """Return the index of shards; None for a single file."""
+        """Return the parsed index of shards; None for a single file."""
         return self.json(INDEX)
 
     def read(self, name: str) -> bytes | None:
-        """Return the bytes of a small file; None if it is absent, out of reach or too large."""
+        """Return the bytes of a small file; None if it is absent, unavailable or too large."""
         if self.files.get(name, 0) > SMALL_BYTES:
             self.problems.append(f"{name} is larger than {SMALL_BYTES >> 20} MiB: not read")
             return None
@@ -116,7 +115,7 @@ class Contents:
         return None if place is None else place.read_bytes()
 
     def json(self, name: str) -> dict[str, Any] | None:
-        """Return a JSON file of the checkpoint; None if it is absent or cannot be read."""
+        """Return a parsed JSON file of the checkpoint; None if it is absent or invalid."""
         data = self.read(name)
         return None if data is None else _parse(name, data, self.problems)
 
@@ -139,10 +138,10 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
 def open_contents(
     source: str, revision: str | None = None, offline: bool = False, strict: bool = False, bare: bool = False
 ) -> Contents:
-    """Return the contents of a folder, a GGUF file or a hub id; only headers and small files are fetched.
+    """Return the contents of a folder, a GGUF file or a hub id; only headers and small files are downloaded.
 
-    Raises QuantkitError when there is no such thing, or its headers are broken: all of them, where there are
-    several shards; `strict`: whatever is wrong. bare: a config.json without weights will do.
+    Raises QuantkitError if the source does not exist or no header can be read; with `strict`, for any
+    problem. bare: a config.json without weights is accepted.
     """
     place = hub.local(source)
     if place is None and not offline:
@@ -209,9 +208,9 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
 
 
 def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict[str, TensorInfo] | None:
-    """Return all tensors, from the headers alone; None where there are no safetensors. files: bytes by name.
+    """Return all tensors from their headers; None without safetensors. files: size in bytes, by name.
 
-    Raises QuantkitError for headers that are none, or do not fill their files.
+    Raises QuantkitError if a header is invalid or does not match the size of its file.
     """
     from huggingface_hub import get_safetensors_metadata
     from huggingface_hub.errors import NotASafetensorsRepoError, SafetensorsParsingError

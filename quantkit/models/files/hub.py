@@ -1,4 +1,4 @@
-"""From what the user typed to a local folder: an existing path, or a hub id and its snapshot."""
+"""Turn a path or a hub id that the user typed into a local folder."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from quantkit.models.files.safetensors_folder import INDEX, SINGLE
 
 
 def is_id(source: str) -> bool:
-    """Return whether this can be a hub id, `OWNER/NAME`."""
+    """Return whether the text has the form of a hub id, `OWNER/NAME`."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith((".", "/"))
 
 
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
-    """Return the folder that holds `source`, or the GGUF file that it is: itself if it exists, else a
-    snapshot of the hub repository.
+    """Return the local folder or GGUF file `source`; for a hub id, the folder of a downloaded snapshot.
 
-    The small files come first, then the weights that the index of shards names, or the single file: many
-    repositories hold the same weights again, as `consolidated.safetensors` or in subfolders. The token comes
-    from the environment (`HF_TOKEN` or `hf auth login`), never from an argument.
-    Raises QuantkitError (exit code 3) when it is neither, or the hub cannot be reached.
+    Small files are downloaded first, then the weights that the index names, or the single weight file. Other
+    copies of the weights, such as `consolidated.safetensors` or those in subfolders, are not downloaded. The
+    token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument. Raises
+    QuantkitError (exit code 3) if `source` does not exist or the hub cannot be reached.
     """
     if place := local(source):
         return place
@@ -47,7 +46,7 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 
 
 def local(source: str) -> Path | None:
-    """Return folder `source` if it exists; None for a hub id. Raises QuantkitError for neither."""
+    """Return the path if it exists; None for a hub id. Raises QuantkitError if the text is neither."""
     path = Path(source).expanduser()
     if path.is_dir():
         untrusted.refuse_folder(path)
@@ -71,16 +70,15 @@ def local(source: str) -> Path | None:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins as GGUF does, or has such a name."""
+    """Return whether a file begins with GGUF's magic bytes, or has the suffix `.gguf`."""
     with open(path, "rb") as file:
         return file.read(4) == b"GGUF" or path.suffix == ".gguf"
 
 
 def dataset_revision(repo: str, revision: str | None = None) -> str:
-    """Return the commit that `revision` (default: main) of a dataset repository stands for; its files may be
-    read.
+    """Return the commit hash of `revision` (default: main) of a dataset repository.
 
-    Raises QuantkitError (exit code 3) as `resolve` does.
+    Raises QuantkitError (exit code 3) as `resolve` does, or if its files may not be read.
     """
     from huggingface_hub import HfApi
 
@@ -108,7 +106,7 @@ def _weights(folder: Path) -> list[str]:
 def explained(
     repo: str, revision: str | None = None, offline: bool = False, kind: str = "model"
 ) -> Iterator[None]:
-    """Turn what huggingface_hub raises about a repository into QuantkitError (exit code 3) with a way out."""
+    """Turn huggingface_hub's errors about a repository into QuantkitError (exit code 3) with a hint."""
     from huggingface_hub import errors as hub
 
     noun, local, option = (

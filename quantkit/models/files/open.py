@@ -1,4 +1,4 @@
-"""Opening a checkpoint: from what the user typed to a `Checkpoint`, of a folder or of a GGUF file."""
+"""Open what the user typed, a folder, a GGUF file or a hub id, as a `Checkpoint`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 def open_checkpoint(
     source: str, revision: str | None = None, offline: bool = False, trust_remote_code: bool = False
 ) -> Checkpoint:
-    """Open a local folder, GGUF file or hub id. Raises QuantkitError for anything unfit."""
+    """Open a local folder, GGUF file or hub id. Raises QuantkitError if quantkit cannot use it."""
     folder = hub.resolve(source, revision, offline)
     seen = _states(folder.iterdir() if folder.is_dir() else [folder])
     if folder.is_file():
@@ -79,9 +79,9 @@ def _parts(config: transformers.PretrainedConfig) -> Iterator[transformers.Pretr
 
 
 def _choose_code(config: transformers.PretrainedConfig) -> None:
-    """Leave to transformers which of its own code computes attention and experts, unless that is named:
-    a downloaded configuration may name kernels of the hub, which would be fetched and run. Nor are attention
-    weights and hidden states returned, whatever it says."""
+    """Replace a configuration's attention and expert kernels by transformers' default, unless they are
+    transformers' own: other names may make transformers download and run code. Also switch off the return of
+    attention weights and hidden states."""
     if config._attn_implementation not in ATTENTION:
         config._attn_implementation = None
     if config._experts_implementation not in EXPERTS:
@@ -90,14 +90,14 @@ def _choose_code(config: transformers.PretrainedConfig) -> None:
 
 
 def _states(paths: Iterable[Path]) -> dict[Path, State]:
-    """Return the states of those of the paths that are files."""
+    """Return device, inode, size and modification time of each path that is a file."""
     found = ((path, path.stat()) for path in paths if path.is_file())
     return {path: (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) for path, now in found}
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Raise QuantkitError naming the files that are no longer as they were when it was opened: a job reads
-    them for hours, and twice, and a result of two models would be no model."""
+    """Raise QuantkitError naming the files that changed since the checkpoint was opened: a job reads them for
+    hours, and a mixture of two models would be useless."""
     now = _states(checkpoint.seen)
     wrong = [
         f"{path.name} {'changed' if path in now else 'gone'}"
@@ -114,7 +114,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
 
 @contextmanager
 def watched(checkpoint: Checkpoint) -> Iterator[None]:
-    """Check at the end, also after an error, whose cause a change may be."""
+    """Run `check_unchanged` at the end, also after an error, because a changed file may be its cause."""
     try:
         yield
     except Exception:

@@ -1,8 +1,8 @@
-"""Tensors of safetensors files by plain reads, each byte once and no others.
+"""Read tensors of safetensors files with plain reads, not memory maps; each byte is read once.
 
-A mapped file counts as the process's memory, page by page as it is touched, and its whole shard as address
-space: under `ulimit -v` a model of a few large shards could not even be opened. What is read here takes the
-tensor's own bytes, whatever file they lie in.
+The pages of a mapped file count as the process's memory, and each whole shard as address space: under
+`ulimit -v` a model with a few large shards could not even be opened. Plain reads take only the tensor's own
+bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Index = tuple[int | slice, ...]
 
 
 def tensor(info: TensorInfo) -> Tensor:
-    """Return a tensor as it lies in its file. Raises QuantkitError where the file has fewer bytes or torch no
-    such type, OSError where it cannot be read."""
+    """Return a tensor as it is stored. Raises QuantkitError if the file is too short or torch lacks the
+    dtype, OSError if the file cannot be read."""
     dtype = _dtype(info.name, info.dtype)
     return octets(info.file, info.offset, info.nbytes, info.name).view(dtype).view(info.shape)
 
 
 def part(whole: TensorInfo, index: Index) -> Tensor:
-    """Return `tensor(whole)[index]`; only the bytes from its first to its last row are read."""
+    """Return `tensor(whole)[index]`. Only the bytes from the first to the last row of the part are read."""
     dtype = _dtype(whole.name, whole.dtype)
     start, count, shape, rest = _run(whole.shape, index)
     found = octets(whole.file, whole.offset + start * dtype.itemsize, count * dtype.itemsize, whole.name)
@@ -40,8 +40,8 @@ def part(whole: TensorInfo, index: Index) -> Tensor:
 
 
 def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...], Index]:
-    """Return the smallest run of values that holds a part: the first, how many, their shape, and the part's
-    index in them."""
+    """Return the smallest contiguous range of values that holds a part: first value, number of values, their
+    shape, and the part's index inside."""
     start, shape, index = 0, tuple(shape), tuple(index)
     while index and type(index[0]) is int:
         start += index[0] * math.prod(shape[1:])
@@ -55,8 +55,8 @@ def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...
 
 
 def octets(file: Path, offset: int, nbytes: int, name: str) -> Tensor:
-    """Return uint8 `[nbytes]` of a file from `offset` on: every weight that is read passes here. name: of the
-    tensor, for the error if the file is too short."""
+    """Return `nbytes` bytes of a file from `offset` on, uint8; every weight is read by this function. name:
+    of the tensor, for the error if the file is too short."""
     found = torch.empty(nbytes, dtype=torch.uint8)
     left = memoryview(found.numpy())
     with open(file, "rb", buffering=0) as source:
@@ -78,20 +78,20 @@ def _dtype(name: str, stored: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Mxfp4(TensorInfo):
-    """Experts in MXFP4 as the values they stand for, bfloat16 `[experts, in, out]` as transformers has them:
-    `blocks [experts, out, groups, 16]` and `scales [experts, out, groups]`."""
+    """MXFP4 experts that are decoded when read, to bfloat16 `[experts, in, out]` as in transformers. Stored
+    are `blocks [experts, out, groups, 16]` and `scales [experts, out, groups]`."""
 
     blocks: TensorInfo
     scales: TensorInfo
 
     def rows(self, expert: int, outputs: slice) -> Tensor:
-        """Return `[out, in]` of one expert, for these outputs."""
+        """Return the decoded rows `outputs` of one expert, `[out, in]`."""
         return decode_mxfp4(part(self.blocks, (expert, outputs)), part(self.scales, (expert, outputs)))
 
 
 def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors of a checkpoint with `X` for each `X_blocks` and `X_scales`. Raises QuantkitError
-    for those that do not go together, and for none."""
+    """Return a checkpoint's tensors with a decoded `X` for each pair of `X_blocks` and `X_scales`. Raises
+    QuantkitError if the shapes do not fit, or if there is no pair."""
     found = dict(infos)
     for name in [name for name in infos if name.endswith("_blocks")]:
         base = name.removesuffix("_blocks")
@@ -115,9 +115,9 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True)
 class Slice(TensorInfo):
-    """The part `index` of the stored tensor `source`, which begins at `offset`, transposed if `transposed`.
-    Shape and bytes are the part's own, as it is once read. whole: the source's shape; packed: how it is
-    coded."""
+    """The part `index` of the stored tensor `source`, transposed if `transposed`. Shape and nbytes are the
+    part's, offset is the source's. whole: shape of the source; packed: the source if it is MXFP4, else
+    None."""
 
     source: str = ""
     index: Index = ()
@@ -128,8 +128,8 @@ class Slice(TensorInfo):
 
 @dataclass(frozen=True)
 class Rewritten(TensorInfo):
-    """A tensor that is computed from the stored tensor `of`: `values(exact)` in its precision, or in float32
-    if `exact`."""
+    """A tensor computed from the stored tensor `of`. `values(exact)` returns it in its own precision, or in
+    float32 if `exact`."""
 
     of: str
     values: Callable[[bool], Tensor]
@@ -137,7 +137,7 @@ class Rewritten(TensorInfo):
 
 
 def read(info: Slice | Mxfp4 | Rewritten) -> Tensor:
-    """Return the values of a tensor that lies otherwise; only bytes that lie together are read."""
+    """Return the values of a tensor that is a slice, decoded or computed."""
     if isinstance(info, Rewritten):
         return info.values(info.exact)
     if isinstance(info, Mxfp4):

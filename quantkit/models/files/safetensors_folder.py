@@ -32,7 +32,7 @@ COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of one tensor: `nbytes` bytes at `offset` of `file`."""
+    """Location of one stored tensor: `nbytes` bytes at `offset` of `file`, with dtype and shape."""
 
     name: str
     dtype: str
@@ -75,9 +75,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def check_header(
     path: Path, header: dict, file_bytes: int | None = None, base: int = 0
 ) -> dict[str, TensorInfo]:
-    """Return every tensor of a parsed header, at its place in a file whose tensors begin at byte `base`.
+    """Return every tensor of a parsed header, for a file whose tensors begin at byte `base`.
 
-    file_bytes: None leaves the end of the file unchecked. Raises as `read_header` does.
+    file_bytes: size of the file; None: the end is not checked. Raises as `read_header` does.
     """
     try:
         header.pop("__metadata__", None)
@@ -120,7 +120,7 @@ def _malformed(path: Path, error: Exception) -> QuantkitError:
 
 
 def broken(path: Path, why: str, form: str = "safetensors") -> QuantkitError:
-    """Return the error of a file that is not what its header says."""
+    """Return the error for a file that contradicts its header."""
     return QuantkitError(
         f"{path} is truncated or not {form}: {why}",
         hint="download or copy the file again and compare its size with the original",
@@ -128,7 +128,7 @@ def broken(path: Path, why: str, form: str = "safetensors") -> QuantkitError:
 
 
 def read_json(path: Path) -> dict:
-    """Return a JSON file. Raises QuantkitError (exit code 3 if it is absent) for anything but an object."""
+    """Return a parsed JSON object. Raises QuantkitError for anything else (exit code 3 if it is absent)."""
     if not path.is_file():
         raise QuantkitError(
             f"{path.parent} holds no {path.name}",
@@ -148,9 +148,9 @@ def read_json(path: Path) -> dict:
 def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:
     """Return all tensors of a checkpoint folder, single-file or sharded.
 
-    Raises QuantkitError when there are no weights, only pickles, or the index names a file that is
-    absent, outside the folder, or does not hold the tensor. `errors` takes what is wrong with single shards
-    instead, and the tensors of all others are returned.
+    Raises QuantkitError if there are no weights, only pickles, or if the index names a file that is absent,
+    outside the folder, or without the tensor. errors: a list that collects errors of single shards instead;
+    the tensors of all other shards are returned.
     """
     if (folder / INDEX).is_file():
         return _read_sharded(folder, errors)
@@ -205,8 +205,8 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the shard of every tensor. Raises QuantkitError for no index, or one that points outside its
-    folder."""
+    """Return the shard of every tensor. Raises QuantkitError if the index is invalid or names a path outside
+    the folder."""
     try:
         weight_map = dict(untrusted.parse(untrusted.read(path))["weight_map"])
         if any(len(name) > LONGEST_TENSOR for name in weight_map):
@@ -253,10 +253,10 @@ Data = Callable[[TensorInfo], Iterable[bytes | memoryview]]
 
 
 def write_file(path: Path, infos: Iterable[TensorInfo], data: Data = raw) -> None:
-    """Write one safetensors file; `data` gives each tensor's bytes, by default those where it lies now.
+    """Write one safetensors file. data: returns a tensor's bytes; default: the stored bytes.
 
-    Larger dtypes come first, so that every tensor is aligned without holes (the format allows none).
-    The metadata map has one key: with more, their order would change from run to run.
+    Larger dtypes come first, so that every tensor is aligned without holes (the format allows none). The
+    metadata has one key, because the order of several keys would change from run to run.
     """
     infos = sorted(infos, key=lambda info: (-DTYPE_BYTES.get(info.dtype, 1), natural(info.name)))
     header: dict = {"__metadata__": {"format": "pt"}}
@@ -274,8 +274,8 @@ def write_file(path: Path, infos: Iterable[TensorInfo], data: Data = raw) -> Non
 
 
 def write_folder(folder: Path, infos: Iterable[TensorInfo], shard_bytes: int, data: Data = raw) -> None:
-    """Write `model.safetensors`, or `model-0000i-of-0000n.safetensors` and their index: tensors in natural
-    order of their names, in files of at most `shard_bytes`. A larger tensor gets a file of its own."""
+    """Write `model.safetensors`, or shards `model-0000i-of-0000n.safetensors` and their index. Shards have at
+    most `shard_bytes` and hold tensors in natural order of names; a larger tensor gets its own shard."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {info.name: info for info in sorted(infos, key=lambda info: natural(info.name))}

@@ -1,10 +1,10 @@
-"""Text to token ids, by tokenizers from any source and for texts of any length.
+"""Tokenize texts of any length.
 
-A tokenizer takes a hundred times the memory of what it is given, so a long text goes in pieces. They are cut
-after line ends, and only if the tokenizer gives the characters around the cut the same ids: the ids are
-those of the whole. Each piece but the first is read after a line of its own, `LEAD`,
-whose ids are taken away again, because many tokenizers begin a text otherwise than a line. Where there is no
-such place in `LONGEST` characters (one line without end), it is cut at such a space, else right there.
+A tokenizer takes a hundred times the memory of its text, so a long text is tokenized in pieces. A cut comes
+after a line end, at a place where the ids around it are the same with and without the cut, so the result is
+that of the whole text. Each piece but the first gets a line `LEAD` in front, whose ids are removed again,
+because many tokenizers treat the start of a text differently. If no such place exists in `LONGEST` characters
+(one endless line), the cut comes at a space, or else anywhere.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ LEAD = "a\n"
 
 
 def encode(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
-    """Return the token ids of a text, without special tokens; of its first `limit` if given.
+    """Return the token ids of a text without special tokens; only the first `limit` ids if given.
 
-    Raises QuantkitError for a tokenizer that cannot read it.
+    Raises QuantkitError if the tokenizer fails on the text.
     """
     with explained():
         ids: list[int] = []
@@ -43,7 +43,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _behind(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text that continues another."""
+    """Return the ids of a text as a continuation of another text."""
     lead, found = _ids(tokenizer, LEAD), _ids(tokenizer, LEAD + text)
     return found[len(lead) :] if found[: len(lead)] == lead else _ids(tokenizer, text)
 
@@ -72,7 +72,7 @@ def _end(tokenizer: Any, text: str, start: int) -> int:
 
 
 def _may_cut(tokenizer: Any, text: str, at: int) -> bool:
-    """Return whether the ids around a place are the same with a cut there."""
+    """Return whether a cut at `at` leaves the ids around it unchanged."""
     left, right = text[max(0, at - AROUND) : at], text[at : at + AROUND]
     if not (left.strip() and right.strip()):
         return False  # what matters may lie further away
@@ -82,7 +82,7 @@ def _may_cut(tokenizer: Any, text: str, at: int) -> bool:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn what tokenizers raise for a text, panics of the library among it, into QuantkitError."""
+    """Turn errors of tokenizers, including panics of the library, into QuantkitError."""
     try:
         yield
     except QuantkitError:

@@ -1,4 +1,4 @@
-"""Checks of untrusted input: files, JSON, configurations, tokenizers. Code that runs later trusts it.
+"""Checks of untrusted input: files, JSON, configurations and tokenizers. Later code relies on these checks.
 
 Nothing here imports torch. Headers of weights are checked where they are read (`safetensors_folder`,
 `gguf_file`).
@@ -30,11 +30,11 @@ TEMPLATES = "additional_chat_templates"  # the one folder inside a model's folde
 
 
 def refuse_folder(folder: Path) -> None:
-    """Raise QuantkitError for links that lead out of a model's folder, and for companions of the weights that
-    are no plain files, or too large to be read.
+    """Raise QuantkitError if a link in a model's folder leads outside, or a companion file of the weights is
+    no plain file or too large.
 
-    What such links lead to would be read as the model's, and much of it copied into the output. Those of the
-    hub's cache lead to its blobs.
+    Files outside would be read as the model's and copied into the output. Links of the hub's cache to its own
+    blobs are allowed.
     """
     inside = folder.resolve()
     caches = [place.parent for place in inside.parents if place.name == "snapshots"]
@@ -61,8 +61,8 @@ def refuse_folder(folder: Path) -> None:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise QuantkitError for a Git LFS pointer, the commonest broken download: lines of text in place of a
-    large file that git alone fetched (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
+    """Raise QuantkitError for a Git LFS pointer: a few lines of text in place of a large file. It is the most
+    common broken download (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
     with open(path, "rb") as file:
         if file.read(len(POINTER)) != POINTER:
             return
@@ -73,7 +73,7 @@ def refuse_pointer(path: Path) -> None:
 
 
 def refuse_irregular(path: Path) -> None:
-    """Raise QuantkitError for a pipe, a device or a socket, which may never end. OSError is the caller's."""
+    """Raise QuantkitError for a pipe, device or socket, which may never end; OSError if it is absent."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise QuantkitError(f"{path} is no plain file", "copy its contents into a plain file", UNSUPPORTED)
@@ -96,7 +96,7 @@ def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
 def parse(data: bytes, values: int = VALUES) -> Any:
     """Parse a JSON text. Raises ValueError if it is malformed, too deep, or may hold too many values.
 
-    values: the most that are parsed, because a value takes far more memory than its text.
+    values: the limit; a parsed value takes far more memory than its text.
     """
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > values:
         raise ValueError(f"more than {values:,} values")
@@ -109,7 +109,7 @@ def parse(data: bytes, values: int = VALUES) -> Any:
 
 
 def _check_depth(tree: Any) -> None:
-    """Raise ValueError for lists in lists beyond what code that calls itself for each can take."""
+    """Raise ValueError if lists and objects are nested more deeply than recursive code can handle."""
     inside = [tree]
     for _ in range(DEEP):
         inside = [
@@ -126,7 +126,7 @@ def _check_depth(tree: Any) -> None:
 def check_schema(
     found: Any, schema: dict[str, Any], name: str, hint: str, exit_code: int = UNSUPPORTED
 ) -> None:
-    """Raise QuantkitError if parsed JSON from outside does not match a JSON schema.
+    """Raise QuantkitError if parsed JSON does not match a JSON schema.
 
     The message names `name`, the path inside the document and the first rule that is broken.
     """
@@ -150,7 +150,7 @@ PARTS = 8  # configurations inside one another
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
-    """Raise QuantkitError naming what cannot be. tensors: how many are stored; each layer has some."""
+    """Raise QuantkitError naming impossible numbers. tensors: how many are stored, a limit for layers."""
     most = COUNTED | dict.fromkeys(LAYERS, max(tensors, FEW))
     odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > most.get(name, SIZES)]
     odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
@@ -161,7 +161,7 @@ def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
 
 
 def _routed(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield counts of experts for each token that exceed the experts of a layer, of a configuration or one
+    """Yield a message if more experts per token are configured than a layer has, in a configuration or one
     inside it."""
     for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         numbers = {name: part[name] for name in (*EXPERTS, *ROUTED) if type(part.get(name)) is int}
@@ -171,7 +171,7 @@ def _routed(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, int]]:
-    """Yield the whole numbers of a configuration and of those inside it, by name."""
+    """Yield name and value of the integers in a configuration and in those inside it."""
     for name, value in config.items():
         if isinstance(value, Mapping) and depth < PARTS:
             yield from _numbers(value, depth + 1)
@@ -189,9 +189,9 @@ UNDESCRIBED = (
 
 
 def refuse_codes(infos: Iterable[Any]) -> None:
-    """Raise QuantkitError (exit code 4) naming matrices of codes that no layout is known to have written.
+    """Raise QuantkitError (exit code 4) naming weights with a dtype of codes, if no layout was found.
 
-    infos: `TensorInfo` of a whole checkpoint. Read as they lie, codes would be nonsense.
+    infos: `TensorInfo` of a whole checkpoint. Read as plain weights, codes would be nonsense.
     """
     coded = (info for info in infos if info.dtype in CODED and len(info.shape) > 1)
     if found := [info.name for info in coded if WEIGHTS.search(info.name)]:
@@ -207,9 +207,9 @@ TEXT = 1 << 16  # characters of a text that something is put before
 
 
 def refuse_tokenizer_file(path: Path) -> None:
-    """Raise QuantkitError for a tokenizer.json that would abort the process: the library takes as much memory
-    as the largest id says, and what it calls the prefix from the second part of every merge, whether it is
-    there or not."""
+    """Raise QuantkitError for a tokenizer.json that would abort the process: the library allocates memory for
+    the largest id, and removes continuing_subword_prefix from the second part of every merge without checking
+    that it is there."""
     if not path.is_file():
         return
     data = path.read_bytes()
@@ -239,7 +239,7 @@ def _refused(path: Path, why: str) -> QuantkitError:
 
 
 def refuse_growth(tokenizer: Any) -> None:
-    """Raise QuantkitError for a tokenizer whose normalizer writes far more text than it is given."""
+    """Raise QuantkitError for a tokenizer whose normalizer makes a text far longer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     normalizer = getattr(backend, "normalizer", None)
     if normalizer is None:
@@ -254,7 +254,7 @@ def refuse_growth(tokenizer: Any) -> None:
 
 
 def _growth(normalizer: dict) -> float:
-    """Return how many characters a normalizer may make of one."""
+    """Return an upper limit of the characters that a normalizer makes of one character."""
     factor = 1.0
     for part in normalizer.get("normalizers") or ():
         factor *= _growth(part)

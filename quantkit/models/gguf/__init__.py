@@ -1,1 +1,1 @@
-"""GGUF files as llama.cpp expects them, written and read: metadata, names, row orders, tokenizers."""
+"""GGUF files as llama.cpp expects them, written and read: metadata, names, order of rows, tokenizers."""

@@ -1,9 +1,8 @@
-"""The architectures that llama.cpp runs and quantkit writes and reads: one row of architectures.json each.
+"""The architectures that llama.cpp runs and quantkit reads and writes: one row of architectures.json each.
 
-A row relates llama.cpp's metadata to fields of transformers' configuration, in both directions, and says
-what llama.cpp takes for granted. Sources: the loaders of llama.cpp (src/models) for keys and for what is
-computed whatever the file says, transformers' configurations for the fields. Nothing here imports torch:
-plans and inspections ask, too.
+A row maps llama.cpp's metadata keys to fields of transformers' configuration, in both directions, and lists
+what llama.cpp assumes without a key. Sources: the loaders of llama.cpp (src/models), transformers'
+configurations. Nothing here imports torch, because `plan` and `inspect` use it.
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ LATENT: Computed = {  # of multi-head latent attention: of a token's vector, wha
 
 @dataclass(frozen=True)
 class Architecture:
-    """An architecture of llama.cpp called `name`; a mixture of experts may have the name of a dense one.
+    """An architecture that llama.cpp calls `name`. A mixture of experts may share the name of a dense one.
 
-    model_types: of transformers; a file is read as the first. fields: metadata key below the name -> field of
-    the configuration, in the order in which they are written; of several fields, the first that is set; None:
-    llama.cpp reads the key, the configuration has no field for it. fixed: field -> values that give what
-    llama.cpp computes, such as all forms of GELU, as it has the tanh form for each. flags: field -> tensor
-    whose presence says it is true ("not" before the name: absence). rows: GGUF tensor -> order of its rows
-    (see `tensors`). constants: keys that are the same in every file. norm_shift: what llama.cpp wants added
-    to norms. rope: scalings of rotary embeddings it can express; None for other positions. partial_rotary:
-    heads may be rotated in part. free_head_dim: heads need not fill the hidden size. window: it knows sliding
-    attention, in all but the last of so many blocks by default; window_depth: at this depth alone.
-    wide_blocks: at this depth it takes hidden size per head, not the head's size, for the scale of attention.
-    head: output.weight must exist ("always"), is left out when tied, or is never read. latent: keys and
-    values are made from one vector of each token (MLA). truncate: yarn has whole dimensions as bounds, which
-    llama.cpp takes for granted. refuse: of `variants`, further reasons against a configuration; restore:
-    further fields of the configuration that a file describes.
+    model_types: transformers' names; a file is read as the first. fields: metadata key without the name ->
+    field of the configuration, in the order of writing; of several fields, the first that is set; None:
+    llama.cpp reads the key, but no field corresponds. fixed: field -> values for which llama.cpp computes the
+    same, such as all forms of GELU. flags: field -> tensor whose presence means True (absence with "not"
+    before the name). rows: GGUF tensor -> order of its rows (see `tensors`). constants: keys with the same
+    value in every file. norm_shift: number added to weights of norms in the file. rope: supported scalings of
+    rotary embeddings; None: other position embeddings. partial_rotary: only a part of each head may be
+    rotated. free_head_dim: heads need not fill the hidden size. window: default period of blocks with full
+    attention, if others have sliding attention; window_depth: only models with this many blocks have it.
+    wide_blocks: with this many blocks, attention is scaled by hidden size per head instead of the head size.
+    head: output.weight is required ("always"), omitted if tied ("tied"), or never read. latent: keys and
+    values are computed from one vector per token (MLA). truncate: llama.cpp assumes YaRN with integer bounds.
+    refuse, restore: functions in `variants` that return a reason against a configuration, and further fields
+    of the configuration of a file.
     """
 
     name: str
@@ -87,13 +86,13 @@ class Architecture:
     restore: str | None = None
 
     def period(self, blocks: int) -> int | None:
-        """Return the period of blocks that attend to all tokens, for a model of so many, unless the file says
-        otherwise."""
+        """Return n if every nth block has full attention in a model with `blocks` blocks; None without
+        sliding attention. A key of the file may override it."""
         return self.window if self.window_depth in (None, blocks) else 1
 
     @property
     def hybrid(self) -> bool:
-        """Return whether some blocks keep a state instead of attending."""
+        """Return whether some blocks have a recurrent state instead of attention."""
         return "ssm.state_size" in self.fields
 
     @property
@@ -102,11 +101,11 @@ class Architecture:
         return "expert_count" in self.fields
 
     def experts(self, config: PretrainedConfig) -> int:
-        """Return the experts of a layer; 0 for a dense model."""
+        """Return the number of experts of a layer; 0 for a dense model."""
         return getattr(config, self.fields["expert_count"]) if self.mixture else 0
 
     def inexpressible(self, what: str) -> QuantkitError:
-        """Return the error for a model that llama.cpp would compute otherwise."""
+        """Return the error for a model that llama.cpp would compute differently."""
         return QuantkitError(f"llama.cpp's {self.name} does not know {what}", ALIKE, UNSUPPORTED)
 
 
@@ -115,7 +114,7 @@ _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf
 
 
 def _whole(part: Any) -> Any:
-    """Return a part of a row with groups replaced by their content; in a list of mappings later ones win."""
+    """Return a part of a row with names of groups replaced by their content; in a list later mappings win."""
     part = _stored["groups"].get(part) if isinstance(part, str) else part
     if not isinstance(part, list):
         return part
@@ -131,7 +130,7 @@ TABLE = tuple(
 
 
 def of_config(config: PretrainedConfig) -> Architecture:
-    """Return the row of a configuration's model_type. Raises QuantkitError (exit code 4) if there is none."""
+    """Return the row for a configuration's model_type. Raises QuantkitError (exit code 4) without one."""
     kind = config.model_type
     for row in TABLE:
         if kind in row.model_types:
@@ -148,7 +147,7 @@ def of_config(config: PretrainedConfig) -> Architecture:
 
 
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
-    """Return row that a file's `general.architecture` names. Raises QuantkitError for another."""
+    """Return the row for a file's `general.architecture`. Raises QuantkitError if there is none."""
     name = metadata.get("general.architecture")
     keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
     if row := named(str(name), keys):
@@ -163,10 +162,9 @@ def of_file(metadata: Mapping[str, Any]) -> Architecture:
 
 
 def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
-    """Return the row of an architecture of llama.cpp, by the keys below its name; None if there is none.
+    """Return the row of a llama.cpp architecture; None if there is none. keys: metadata without the name.
 
-    Of two mixtures with one name, the one whose router computes as the file says; the first if it says
-    nothing.
+    If two mixtures have the name, the router's function in `keys` decides; without it, the first is returned.
     """
     rows = [row for row in TABLE if row.name == name and row.mixture == bool(keys.get("expert_count"))]
     gate = keys.get(GATE)
@@ -198,7 +196,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def refuse_imatrix(source: str | Path, metadata: Mapping[str, Any]) -> None:
-    """Raise QuantkitError (exit code 4) for a file of sums over activations."""
+    """Raise QuantkitError (exit code 4) if a GGUF file is an importance matrix."""
     if metadata.get("general.type") == "imatrix":
         raise QuantkitError(
             f"{source} is an importance matrix, not a model", "give it to --imatrix", UNSUPPORTED
@@ -206,7 +204,7 @@ def refuse_imatrix(source: str | Path, metadata: Mapping[str, Any]) -> None:
 
 
 def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
-    """Return the configuration that a file of any architecture describes."""
+    """Return the contents of config.json that a GGUF file of any architecture describes."""
     name = str(metadata.get("general.architecture", "unknown"))
     prefix = f"{name}."
     own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
@@ -232,7 +230,7 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
 
 
 def config_fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
-    """Return the fields of the configuration that the row's keys and the names of tensors give."""
+    """Return the fields of the configuration that keys and tensor names give by the row."""
     found: dict[str, Any] = {
         names if isinstance(names, str) else names[-1]: keys[key]
         for key, names in row.fields.items()
@@ -246,7 +244,8 @@ def config_fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> d
 
 
 def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[str] | None:
-    """Return the kind of attention of every block, of `most` at most; None if the file does not give it."""
+    """Return the kind of attention of every block; None if it is not given, or for more than `most`
+    blocks."""
     blocks = keys.get("block_count")
     period = keys.get(PATTERN, row.period(blocks))
     if isinstance(period, list):
@@ -257,13 +256,14 @@ def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[s
 
 
 def dtype(infos: Infos) -> str:
-    """Return the type in which a job computes: the file's own 16 bit, unless weights are packed."""
+    """Return the dtype to compute in: float16 or bfloat16 if all matrices are stored so, else float32."""
     stored = {info.dtype for info in infos.values()} - {"F32"}
     return {frozenset({"F16"}): "float16", frozenset({"BF16"}): "bfloat16"}.get(frozenset(stored), "float32")
 
 
 def _uniform(config: dict[str, Any]) -> dict[str, Any]:
-    """Return configuration with one number for all blocks where they are alike; other lists are dropped."""
+    """Return the configuration with one number in place of a list of equal numbers; other lists are
+    dropped."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"):
         if isinstance(config.get(key), list):
             values = set(config.pop(key))

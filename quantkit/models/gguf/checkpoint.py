@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: names, shapes and values as transformers has them, whatever llama.cpp did."""
+"""A GGUF file as a checkpoint: tensors have the names, shapes and values that transformers uses."""
 
 from __future__ import annotations
 
@@ -38,12 +38,11 @@ CHUNK = 1 << 20  # weights decoded at a time
 
 @dataclass(frozen=True)
 class GgufCheckpoint(Checkpoint):
-    """A GGUF file, opened: the header is read and checked, the factors of rotary embeddings are loaded.
+    """An open GGUF file: the header is read and checked, and the factors of rotary embeddings are loaded.
 
-    `infos` hold the names and shapes of a checkpoint of the same model, and where the file has their
-    bytes; `dtype` there is a ggml type. targets: how each lies in the file, by the same names. pieces: of
-    a tensor that lies there as several, all of them and where they are; its info is that of the first.
-    scales: what the matrices of a tensor are multiplied with, by its name in the file.
+    infos: transformers' names and shapes, ggml's dtype, and file and offset. targets: how the file stores
+    each tensor (Target), by transformers' name. pieces: for a tensor stored in several pieces, all of them;
+    `infos` has the first. scales: factors of a tensor's matrices, by the tensor's name in the file.
     """
 
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -53,22 +52,22 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def name(self) -> str:
-        """Return the model's name in the file, or the file's own."""
+        """Return the model's name in the metadata, or else the file's name without suffix."""
         name = self.metadata.get("general.name")
         return name if isinstance(name, str) and name else self.folder.stem
 
     @property
     def quantized(self) -> bool:
-        """Return whether tensors are stored in blocks of codes."""
+        """Return whether any tensor is stored in quantized ggml blocks."""
         return bool(self.coded_bytes())
 
     def coded_bytes(self) -> dict[str, int]:
-        """Return the bytes of every tensor that is stored in blocks of codes."""
+        """Return the bytes of every tensor that is stored in quantized ggml blocks."""
         stored = {name: info for name, info in self.infos.items() if self._is_own(info)}
         return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
 
     def _is_own(self, info: TensorInfo) -> bool:
-        """Return whether a tensor lies in this file, and is read as it lies there."""
+        """Return whether a tensor is stored in this file and read without changes."""
         return info.file == self.folder and not isinstance(info, reading.OTHERWISE)
 
     def manifest(self) -> str | None:
@@ -77,8 +76,8 @@ class GgufCheckpoint(Checkpoint):
         return found if isinstance(found, str) else None
 
     def coded(self, linears: Collection[str]) -> GgufCheckpoint:
-        """Return the file with these linears in their blocks of codes, as packed linears of any other layout;
-        types without a grid or with a scale of their own, and tensors in several pieces, are left out."""
+        """Return a copy in which these linears are packed linears of GgmlLayout. Types without a grid, types
+        with a separate scale, and tensors in several pieces stay as they are."""
         infos = {name: self.infos.get(f"{name}.weight") for name in linears}
         packed = {
             name: {GgmlLayout.marker: info.name}
@@ -88,8 +87,8 @@ class GgufCheckpoint(Checkpoint):
         return replace(self, layout=GgmlLayout(), _quantized=packed)
 
     def parts(self, name: str) -> dict[str, Tensor]:
-        """Return the blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows as the model has them,
-        and the number of their type."""
+        """Return the ggml blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows in the model's
+        order, and the number of their type."""
         info, target = self.infos[name], self.targets[name]
         raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
         rows = target.to_hf(raw.view(target.shape[-2], -1))
@@ -97,8 +96,8 @@ class GgufCheckpoint(Checkpoint):
         return {"ggml": rows.contiguous(), "ggml_type": number}
 
     def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
-        """Return the place of `X.weight` in the file and its bytes, of blocks as `parts` returns them or of a
-        vector's values."""
+        """Return the offset of a tensor in the file and its new bytes. tensor: ggml blocks as `parts` returns
+        them, or the values of a vector."""
         info, target = self.infos[name], self.targets[name]
         moved = target.to_gguf(tensor)
         if tensor.dtype != torch.uint8:
@@ -113,9 +112,9 @@ class GgufCheckpoint(Checkpoint):
         return self.folder.stat().st_size
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor's values, in the order and orientation that transformers stores.
+        """Return a tensor's values in the order and orientation of transformers.
 
-        In 16 bit where the file has 16 bit, else float32, unless `dtype` says otherwise.
+        dtype: default float16 or bfloat16 if stored so, else float32.
         """
         info = self.infos[name]
         if not self._is_own(info):
@@ -142,14 +141,14 @@ class GgufCheckpoint(Checkpoint):
         return whole
 
     def _scale(self, target: Target, name: str | None = None) -> Tensor | None:
-        """Return scales of a tensor's matrices, or that of the one of this name; None if there are none."""
+        """Return the scales of a tensor's matrices, or only that of parameter `name`; None without scales."""
         scale = self.scales.get(target.name)
         alone = scale is None or len(target.parameters) == 1 or name is None
         return scale if alone else scale[[target.parameters.index(name)]]
 
     def plain(self, info: TensorInfo) -> TensorInfo:
-        """Return a tensor's type, shape and bytes in a safetensors file: float32 for types that do not exist
-        there."""
+        """Return dtype, shape and bytes of a tensor in a safetensors file; types that safetensors lacks
+        become float32."""
         if not self._is_own(info):
             return info
         dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
@@ -164,7 +163,7 @@ class GgufCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
-        """Return the tokenizer that the metadata describe. Raises QuantkitError when they describe none."""
+        """Return the tokenizer in the metadata. Raises QuantkitError if it is absent or unsupported."""
         from quantkit.models.gguf import tokenizer
 
         return tokenizer.from_metadata(self.metadata)
@@ -180,7 +179,7 @@ class GgufCheckpoint(Checkpoint):
 
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:
-    """Open the file. Raises QuantkitError naming what is absent, unknown or of another shape."""
+    """Open a GGUF file. Raises QuantkitError naming tensors that are absent, unknown or misshapen."""
     metadata, stored = gguf_file.read_header(path)
     refuse_imatrix(source, metadata)
     factors = {
@@ -216,8 +215,8 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
 
 
 def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, Tensor]:
-    """Return the scales of tensors, by the names of the scales. Raises QuantkitError for one that does not
-    fit its matrix."""
+    """Return the scales of tensors by the tensors' names. Raises QuantkitError for a scale whose shape does
+    not fit its tensor."""
     found = {}
     for target in targets:
         owner = stored.get(target.name)
@@ -239,7 +238,7 @@ def _understood(
     stored: Mapping[str, TensorInfo],
     factors: Mapping[str, Tensor],
 ) -> tuple[transformers.PretrainedConfig, list[Target]]:
-    """Return the configuration, and the tensors that its model has in the file."""
+    """Return the configuration of the model and the tensors that the file should hold."""
     try:
         config = configuration.to_config(metadata, stored, factors)
         config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
@@ -253,7 +252,7 @@ def _understood(
 
 
 def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], factors: set[str]) -> None:
-    """Raise QuantkitError unless the file holds the model's tensors, all of them and no others."""
+    """Raise QuantkitError unless the file holds exactly the tensors of the model."""
     wanted = {target.name: target for target in targets}
     absent = [name for name in wanted if name not in stored]
     require(not absent, f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
@@ -284,12 +283,12 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without leading dimensions of 1, which ggml does not tell apart."""
+    """Return a shape without leading dimensions of 1, because ggml does not store them."""
     return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
 def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the stored tensors that a tensor of the file holds, each with its place."""
+    """Yield name and location of each of transformers' tensors that one GGUF tensor holds."""
     if len(target.parameters) == 1:
         name = target.parameters[0]
         shape = target.shape[::-1] if target.conv1d else target.shape
@@ -308,8 +307,8 @@ def _decode(
     target: Target | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """Return values of `shape`; rows go back to the model's order before they are decoded. scale: factor of
-    each matrix."""
+    """Return values of `shape`. Rows are put into the model's order before they are decoded. scale: one
+    factor per matrix."""
     encoded = reading.octets(info.file, info.offset, info.nbytes, info.name)
     if target is not None and target.index is not None:
         encoded = target.to_hf(encoded.view(shape[0], -1))

@@ -1,4 +1,4 @@
-"""transformers' configuration <-> the metadata keys of an architecture, by the rows of `architectures`."""
+"""Convert transformers' configuration to metadata keys and back, by the rows of `architectures`."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ SPECIAL_TOKENS = {
 
 
 def to_metadata(config: PretrainedConfig) -> dict[str, Any]:
-    """Return all keys of the architecture, `general.architecture` first.
+    """Return the metadata keys of the architecture, `general.architecture` first.
 
-    Raises QuantkitError (exit code 4) naming everything about the model that llama.cpp would compute
-    otherwise.
+    Raises QuantkitError (exit code 4) naming all fields for which llama.cpp would compute something else.
     """
     row = architectures.of_config(config)
     _refuse_others(row, config)
@@ -60,7 +59,7 @@ def _value(config: PretrainedConfig, key: str, names: str | tuple[str, ...] | No
 
 
 def _refuse_others(row: Architecture, config: PretrainedConfig) -> None:
-    """Raise QuantkitError if llama.cpp would compute something else than this configuration says."""
+    """Raise QuantkitError if llama.cpp would compute something else for this configuration."""
     why = [
         f"{name} {getattr(config, name)!r}"
         for name, allowed in row.fixed.items()
@@ -79,14 +78,14 @@ def _refuse_others(row: Architecture, config: PretrainedConfig) -> None:
 
 
 def _attention_scalar(row: Architecture, config: PretrainedConfig) -> int:
-    """Return the number by whose root llama.cpp divides the scores of attention."""
+    """Return n if llama.cpp divides attention scores by the square root of n."""
     if config.num_hidden_layers == row.wide_blocks:
         return config.hidden_size // config.num_attention_heads
     return head_dim(config)
 
 
 def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the pattern of sliding blocks, unless it is the architecture's default."""
+    """Return the keys of sliding attention that differ from the architecture's default."""
     if row.window is None:
         return {}
     kinds = list(config.layer_types)
@@ -99,7 +98,7 @@ def _window(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def notes(config: PretrainedConfig) -> list[str]:
-    """Return notes about parts of this model that llama.cpp leaves out or rounds."""
+    """Return notes about features of this model that llama.cpp omits or rounds."""
     row = architectures.of_config(config)
     found = []
     kinds = getattr(config, "layer_types", None)
@@ -122,10 +121,10 @@ def notes(config: PretrainedConfig) -> list[str]:
 def to_config(
     metadata: Mapping[str, Any], infos: Mapping[str, TensorInfo], factors: Mapping[str, Tensor]
 ) -> PretrainedConfig:
-    """Return the configuration of a file, from its metadata, the places and the names of its tensors.
+    """Return the configuration of a file, from its metadata and the headers of its tensors.
 
-    factors: the tensors `rope.parameters` wants, read. Raises QuantkitError naming keys that are absent
-    or make no sense; values of wrong types end in the configuration's own errors.
+    factors: values of the tensors that `rope.parameters` needs. Raises QuantkitError naming keys that are
+    absent or invalid; for wrong types the configuration raises its own errors.
     """
     row = architectures.of_file(metadata)
     prefix = f"{row.name}."
@@ -184,7 +183,7 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
 
 
 def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields about sliding attention and its scale."""
+    """Return the fields of sliding attention and of the scale of attention scores."""
     if row.window is None:
         return {"sliding_window": None} if keys.get("attention.sliding_window") == 0 else {}
     kinds = layer_types(row, keys, keys["block_count"])
@@ -202,6 +201,6 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _special_tokens(metadata: Mapping[str, Any], vocab_size: int) -> dict[str, int | None]:
-    """Return the ids of special tokens by field; None for ids that no token has."""
+    """Return the ids of special tokens by field; None for an id outside the vocabulary."""
     ids = {name: metadata.get(key) for name, key in SPECIAL_TOKENS.items()}
     return {name: id if type(id) is int and 0 <= id < vocab_size else None for name, id in ids.items()}

@@ -1,7 +1,7 @@
-"""The file types of llama-quantize: a base type, and the rules for what gets more bits than that.
+"""The file types of llama-quantize: a base type, and rules that give some tensors more bits.
 
-Source of file_types.json: llama.cpp, `src/llama-quant.cpp`, `llama_tensor_get_type_impl`. Weights and bytes
-of blocks are those of `gguf.GGML_QUANT_SIZES`, for which plans and help would wait a fifth of a second.
+Source of file_types.json: llama.cpp, `src/llama-quant.cpp`, `llama_tensor_get_type_impl`. Sizes of ggml
+blocks are copied from `gguf.GGML_QUANT_SIZES`, because importing gguf takes a fifth of a second.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
 class Model(NamedTuple):
-    """The model, as far as types depend on it, names and shapes aside. architecture:
-    `general.architecture`."""
+    """The numbers of a model on which types depend. architecture: the file's `general.architecture`."""
 
     architecture: str
     blocks: int
@@ -35,20 +34,20 @@ class Model(NamedTuple):
 
     @property
     def grouped(self) -> bool:
-        """Return whether four or more heads share keys and values: the matrices that make those are small."""
+        """Return whether at least four query heads share a key/value head, so that k and v are small."""
         return self.kv_heads > 0 and self.heads // self.kv_heads >= 4
 
     @property
     def is_70b(self) -> bool:
-        """Return whether llama.cpp takes the model for a 70B: a Llama with grouped heads, or any Qwen 2, of
-        80 blocks."""
+        """Return whether llama.cpp treats the model as a 70B: 80 blocks, and Llama with grouped heads or any
+        Qwen 2."""
         if self.architecture == "llama":
             return self.blocks == 80 and self.heads != self.kv_heads
         return self.blocks == 80 and self.architecture == "qwen2"
 
 
 class Place(NamedTuple):
-    """The position of a tensor: it is the `index`-th of `count` of its kind."""
+    """The position of a tensor: number `index` among `count` tensors of its kind."""
 
     index: int
     count: int
@@ -56,13 +55,12 @@ class Place(NamedTuple):
     has_imatrix: bool
 
     def holds(self, condition: str) -> bool:
-        """Return whether all words of a condition of file_types.json hold here; "!" before one: it does
-        not."""
+        """Return whether all words of a condition in file_types.json are true here; "!" negates a word."""
         return all(CONDITIONS[word.lstrip("!")](self) != word.startswith("!") for word in condition.split())
 
 
 def _more(at: Place) -> bool:
-    """Return whether a block is in the first or last eighth, or a third one between (llama.cpp's
+    """Return whether a block is in the first or last eighth, or every third between (llama.cpp's
     `use_more_bits`)."""
     eighth = at.count // 8
     return at.index < eighth or at.index >= 7 * at.count // 8 or (at.index - eighth) % 3 == 2
@@ -86,13 +84,14 @@ CONDITIONS: dict[str, Callable[[Place], bool]] = {
 
 @dataclass(frozen=True)
 class FileType:
-    """A file type: `base` is the type of what no rule names. A rule has types by condition; the first counts.
+    """A file type. base: type of all tensors without a rule. A rule maps conditions to types; the first true
+    one counts.
 
-    values: of attention's values, or q, k and v in one. queries, keys: of attention's. attention: of its
-    output; eight_experts: the same in models of eight experts. down, wide: of the feed-forward's way down,
-    and of its two ways up. embedding: of one that is not the output, too. output: of the output matrix.
-    experts: of the matrices of experts. sparing: so few bits that eight experts get no Q8_0; ways down are
-    counted, not numbered by their blocks.
+    values: of attention v, or of fused q, k and v. queries, keys: of attention q and k. attention: of the
+    output projection; eight_experts: the same with eight experts. down, wide: of the MLP's down, and of gate
+    and up. embedding: of a token embedding that is not the output matrix. output: of the output matrix.
+    experts: of experts' matrices. sparing: eight experts do not mean Q8_0, and MLP matrices are numbered by a
+    counter instead of their blocks.
     """
 
     base: str
@@ -109,7 +108,7 @@ class FileType:
     sparing: bool = False
 
     def by_rule(self, part: str, at: Place) -> str | None:
-        """Return the type that the rule for a part gives; None for the base type."""
+        """Return the type that the rule of a part gives; None if the base type applies."""
         rule = getattr(self, part)
         return next((type for condition, type in rule.items() if at.holds(condition)), None)
 
@@ -118,7 +117,7 @@ FILE_TYPES = {name: FileType(**row) for name, row in _stored["file_types"].items
 
 
 def number(file_type: str) -> int:
-    """Return the number of a file type in `general.file_type`."""
+    """Return the number that `general.file_type` has for a file type."""
     from gguf import LlamaFileType
 
     names = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
@@ -126,11 +125,10 @@ def number(file_type: str) -> int:
 
 
 def parse_file_type(text: str) -> str:
-    """Return the file type a user names, in llama-quantize's spelling. Raises QuantkitError for an unknown
-    one."""
+    """Return llama-quantize's spelling of a file type. Raises QuantkitError if it is unknown."""
     return one_of(text.upper(), FILE_TYPES, f"no file type {text!r}", ALIASES)
 
 
 def parse_type(text: str, flag: str) -> str:
-    """Return the ggml type a user names after `flag`. Raises QuantkitError for an unknown one."""
+    """Return the ggml type that the user gave for `flag`. Raises QuantkitError if it is unknown."""
     return one_of(text.upper(), BLOCKS, f"{flag}: no type {text!r}")

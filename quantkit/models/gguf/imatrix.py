@@ -1,8 +1,8 @@
-"""Importance matrices: how much each input column of a matrix counts, as llama-imatrix writes them.
+"""Importance matrices as llama-imatrix writes them: how much each input column of a matrix matters.
 
-For every matrix, Σx² of each input column over the calibration tokens, and how many tokens that were, as
-`NAME.in_sum2` and `NAME.counts` of a GGUF file.
-Source: llama.cpp, `tools/imatrix/imatrix.cpp` and `common/imatrix-loader.cpp`.
+A GGUF file holds, for every matrix, Σx² of each input column over the calibration tokens (`NAME.in_sum2`) and
+the number of these tokens (`NAME.counts`). Source: llama.cpp, `tools/imatrix/imatrix.cpp` and
+`common/imatrix-loader.cpp`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HINT = "make one with quantkit imatrix MODEL -o FILE.gguf, or with llama-imatrix
 
 @dataclass(frozen=True)
 class Imatrix:
-    """An importance matrix. sums, counts: by GGUF name of a matrix, float32; Σx² `[in]` over `[1]` tokens.
+    """An importance matrix. sums: Σx² float32 `[in]`, by GGUF name; counts: tokens, float32 `[1]`.
 
-    Of stacked experts `[experts, in]` and `[experts]`. A chunk is a sequence of `chunk_size` tokens; 0 where
-    the file does not say. datasets: the texts it was made with.
+    Stacked experts have sums `[experts, in]` and counts `[experts]`. chunk_count: sequences of `chunk_size`
+    tokens; 0 if unknown. datasets: names of the texts.
     """
 
     sums: Mapping[str, Tensor]
@@ -39,7 +39,7 @@ class Imatrix:
     chunk_size: int = 0
 
     def values(self) -> dict[str, Tensor]:
-        """Return the mean squares by name, as llama-quantize takes them: 1 where no token came by."""
+        """Return the mean of x² per column, by name, as llama-quantize uses it; 1 without tokens."""
         found = {}
         for name, sums in self.sums.items():
             counts = self.counts[name][:, None]
@@ -48,7 +48,7 @@ class Imatrix:
         return found
 
     def metadata(self, file: str) -> dict[str, Any]:
-        """Return llama-quantize's metadata about the importance matrix `file` that it used."""
+        """Return the keys by which llama-quantize records the importance matrix `file` that it used."""
         dataset = {"quantize.imatrix.dataset": self.datasets[0]} if self.datasets else {}
         chunks = {"quantize.imatrix.chunks_count": self.chunk_count} if self.chunk_count else {}
         entries = {"quantize.imatrix.entries_count": len(self.sums)}
@@ -56,9 +56,9 @@ class Imatrix:
 
 
 def write(path: Path, imatrix: Imatrix) -> None:
-    """Write the GGUF kind, whole or not at all; `read` gives the same sums and counts.
+    """Write a GGUF file, completely or not at all. `read` returns the same sums and counts.
 
-    Of experts llama-imatrix writes sums `[experts, in]` and counts `[experts, 1]`.
+    For experts llama-imatrix writes sums `[experts, in]` and counts `[experts, 1]`.
     """
     metadata = {
         "general.type": "imatrix",
@@ -78,7 +78,7 @@ def write(path: Path, imatrix: Imatrix) -> None:
 
 
 def read(path: Path) -> Imatrix:
-    """Read a GGUF file of sums. Raises QuantkitError for another kind of file, or a damaged one."""
+    """Read an importance matrix in GGUF. Raises QuantkitError if the file is another kind or damaged."""
     try:
         with open(path, "rb") as file:
             magic = file.read(len(gguf_file.MAGIC))
@@ -127,7 +127,7 @@ def _read_gguf(path: Path) -> Imatrix:
 
 
 def _load(path: Path, info: TensorInfo) -> Tensor:
-    """Return a tensor at the place that the header's reader has checked."""
+    """Return the float32 tensor at a checked location."""
     if info.dtype != "F32":
         _refuse(path, f"{info.name} is {info.dtype}, not F32")
     return reading.tensor(info)

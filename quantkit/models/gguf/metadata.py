@@ -1,7 +1,7 @@
-"""All metadata of a GGUF file: what it is, the architecture's keys, the tokenizer's.
+"""All metadata of a GGUF file: general keys, the architecture's and the tokenizer's.
 
-What llama.cpp does with the tokenizer's keys: `src/llama-vocab.cpp`; what they mean:
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The way back is tokenizer.py.
+How llama.cpp uses the tokenizer's keys: `src/llama-vocab.cpp`; their meaning:
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. tokenizer.py is the inverse.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ ENDS = frozenset(  # llama.cpp stops at these for their text alone
 def assemble(
     checkpoint: Checkpoint, targets: Iterable[Target], file_type: str, tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return keys and values in the order in which they are written.
+    """Return all keys and values in the order of writing.
 
-    file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: what `tokenizer`
-    returned. Raises QuantkitError as `configuration.to_metadata` does.
+    file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: the keys from `tokenizer`. Raises
+    QuantkitError as `configuration.to_metadata` does.
     """
     keys = configuration.to_metadata(checkpoint.text_config)
     weights = sum(math.prod(target.shape) for target in targets if target.values is None)
@@ -75,8 +75,8 @@ def assemble(
 
 
 def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
-    """Return the keys that begin with `tokenizer.`: see `of_folder`; a GGUF file's own are copied,
-    but for `pre`."""
+    """Return the keys that begin with `tokenizer.`. For a folder see `of_folder`; those of a GGUF file are
+    copied, except `pre` if given."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return of_folder(checkpoint.folder, size, pre, warn)
     found = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
@@ -86,7 +86,7 @@ def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) ->
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:
-    """Return the model's name, spelled so that llama.cpp does not take another model for Phi-3."""
+    """Return the model's name, changed if llama.cpp would mistake the model for Phi-3."""
     if re.search("phi-?3", name, re.IGNORECASE) and not set(tokens) >= PHI3_TOKENS:
         name = re.sub("(phi)-?3", r"\1_3", name, flags=re.IGNORECASE)
     return name
@@ -110,11 +110,11 @@ def _licence(folder: Path) -> str | None:
 def of_folder(
     folder: Path, vocab_size: int, pre: str | None = None, warn: Warn = lambda message: None
 ) -> dict[str, Any]:
-    """Return the keys and values that describe the tokenizer of `folder` to llama.cpp.
+    """Return the metadata that describes the tokenizer of `folder` to llama.cpp.
 
-    vocab_size: rows of the embedding, to which the vocabulary is padded or cut. pre: llama.cpp's name for
-    the pre-tokenizer, where it is not to be recognised. warn: receives what llama.cpp will do differently.
-    Raises QuantkitError for a tokenizer that cannot be represented.
+    vocab_size: rows of the embedding, to which the vocabulary is padded or cut. pre: llama.cpp's name of the
+    pre-tokenizer; None: detected. warn: called with messages about what llama.cpp does differently. Raises
+    QuantkitError if llama.cpp cannot represent the tokenizer.
     """
     try:
         return _metadata(TokenizerFiles(folder), vocab_size, pre, warn)
@@ -153,7 +153,7 @@ def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: War
 
 
 def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
-    """Put added tokens in their places. A text has one id: an added token's goes before the model's."""
+    """Insert added tokens by id. If a model's token has the same text, the added token replaces it."""
     numbers = {token.text: number for number, token in tokens.items()}
     stripping = []
     for number, entry in files.added_tokens():
@@ -168,7 +168,7 @@ def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
 
 
 def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
-    """Return a token for every row of the embedding."""
+    """Return one token for every row of the embedding."""
     beyond = [token.text for number, token in sorted(tokens.items()) if number >= vocab_size]
     if beyond:
         warn(f"tokens beyond the embedding's {vocab_size} rows are left out: {name_all(beyond)}")
@@ -185,7 +185,7 @@ def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
 def _special_tokens(
     files: TokenizerFiles, tokens: Vocabulary, model: str, vocab_size: int, warn: Warn
 ) -> dict[str, int | bool]:
-    """Return the ids of special tokens, and whether a text is put between them."""
+    """Return the ids of special tokens, and whether BOS and EOS are added to a text."""
     numbers = {token.text: number for number, token in tokens.items()}
     found: dict[str, int] = {}
     for role in ROLES:

@@ -1,9 +1,9 @@
-"""The choice of a ggml type for every tensor of a GGUF file, as llama-quantize makes it.
+"""Choose a ggml type for every tensor of a GGUF file as llama-quantize does.
 
-A file type has a base type and spends more bits where they pay: on the attention's values, its output, the
-way down in the feed-forward, the output matrix. Where a type's blocks do not divide a matrix's columns,
-another type stands in. Source: llama.cpp, `src/llama-quant.cpp`; `scripts/ggml.py mixtures` compares every
-choice with `llama_model_quantize`'s.
+A file type has a base type and gives more bits to some tensors: attention v, the output projection, the MLP's
+down, the output matrix. If the ggml blocks of a type do not divide a matrix's columns, another type replaces
+it. Source: llama.cpp, `src/llama-quant.cpp`; `scripts/ggml.py mixtures` compares every choice with
+`llama_model_quantize`'s.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first
 
 @dataclass(frozen=True)
 class Wishes:
-    """The types a user asks for, in the words of llama-quantize's options.
+    """The types that a user asks for, named as llama-quantize's options.
 
-    tensor_type: `REGEX=TYPE` each, searched for in GGUF names; the first match counts. pure: the base type
-    for all that is not wished otherwise.
+    tensor_type: texts `REGEX=TYPE`, searched for in GGUF names; the first match counts. pure: use the base
+    type for all other tensors.
     """
 
     tensor_type: tuple[str, ...] = ()
@@ -70,8 +70,8 @@ class Wishes:
 class Choice:
     """The type of one tensor.
 
-    wanted: the type that did not fit its columns, where `type` stands in for it; reason: why not;
-    cost_bytes: how much larger the tensor is for that, were it possible at all.
+    wanted: the type that `type` replaces, if any; reason: why it does not fit; cost_bytes: how many bytes
+    more `type` takes than `wanted` would.
     """
 
     name: str
@@ -82,33 +82,33 @@ class Choice:
 
 
 def order(name: str) -> tuple[int, str]:
-    """Return a key of llama-quantize's order: globals by name, then blocks by number, names sorted inside."""
+    """Return a sort key of llama-quantize's order: tensors outside blocks by name, then blocks by number."""
     block = re.match(r"blk\.(\d+)\.", name)
     return (int(block[1]) if block else -1, name)
 
 
 def stays_float(name: str, shape: Sequence[int]) -> bool:
-    """Return whether a tensor is float32 in every file: vectors, biases, norms, positions, gates of
-    experts."""
+    """Return whether a tensor is float32 in every file: vectors, biases, norms, position embeddings,
+    routers."""
     is_matrix = any(size > 1 for size in shape[:-1])  # ggml drops leading dimensions of 1
     return not is_matrix or not name.endswith(".weight") or any(part in name for part in FLOATS)
 
 
 def without_importance(choices: Sequence[Choice]) -> list[Choice]:
-    """Return the tensors that llama-quantize does not make without an importance matrix."""
+    """Return the tensors whose types llama-quantize refuses to make without an importance matrix."""
     return [c for c in choices if c.type in NEED_IMPORTANCE and c.name not in (EMBEDDING, OUTPUT)]
 
 
 def scale_of(name: str, type: str, shape: Sequence[int]) -> tuple[str, tuple[int]] | None:
-    """Return name and shape of the scale of a tensor `[out, in]` or `[experts, out, in]`; None if its type
-    has none."""
+    """Return name and shape of the separate scale of a tensor `[out, in]` or `[experts, out, in]`; None if
+    its type has none."""
     if type not in SCALED:
         return None
     return f"{name.removesuffix('.weight')}.scale", (shape[0] if len(shape) == 3 else 1,)
 
 
 def nbytes(type: str, shape: Sequence[int]) -> int:
-    """Return the bytes of a tensor; if blocks do not divide its rows, at their bits per weight."""
+    """Return the bytes of a tensor, also if the type's ggml blocks do not divide its rows."""
     weights, size = BLOCKS[type]
     return math.prod(shape) * size // weights
 
@@ -120,11 +120,11 @@ def choose(
     has_imatrix: bool = False,
     wishes: Wishes | None = None,
 ) -> list[Choice]:
-    """Return the type of every tensor, `(GGUF name, shape [..., in])` each, in llama-quantize's order.
+    """Return the type of every tensor in llama-quantize's order. tensors: (GGUF name, shape `[..., in]`).
 
-    It goes further than llama-quantize where that gives up or takes no notice: what no block fits becomes
-    F16, also where blocks of 32 were wanted, and wishes count in unquantized files. Raises QuantkitError
-    naming every wish that is malformed or meets no tensor that could be quantized.
+    Where llama-quantize stops or ignores a wish, this function goes on: a matrix that no ggml block fits
+    becomes F16, and wishes also count in unquantized files. Raises QuantkitError naming every wish that is
+    malformed or matches no tensor that could be quantized.
     """
     names = [name for name, shape in tensors if not stays_float(name, shape)]
     requested = _Requested(wishes or Wishes(), names)
@@ -141,7 +141,7 @@ def choose(
 
 
 def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
-    """Return why llama.cpp would not apply a matrix's scale; None if it does."""
+    """Return why llama.cpp would not apply the separate scale of a matrix; None if it would."""
     if model.architecture not in SCALING:
         return f"llama.cpp leaves out scales in {model.architecture}"
     if not SCALES.match(name):
@@ -172,7 +172,7 @@ class _Requested:
             )
 
     def type(self, name: str) -> str | None:
-        """Return the type requested for a tensor; None if there is none. A tied embedding is the output."""
+        """Return the type that the user asked for; None if there is none. A tied embedding is the output."""
         if name == EMBEDDING and self.embedding:
             return self.embedding
         if name == OUTPUT and self.output:
@@ -191,9 +191,9 @@ def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
 
 
 class _Mixture:
-    """Types by the rules of a file type. It counts the tensors that it sees, so their order matters.
+    """Types by the rules of a file type. Rules count tensors, so the order of calls matters.
 
-    Tensors with a type from the user are not counted, as in llama-quantize.
+    Tensors whose type the user asked for are not counted, as in llama-quantize.
     """
 
     def __init__(self, chosen: FileType, model: Model, has_imatrix: bool, names: Sequence[str], pure: bool):
@@ -207,7 +207,7 @@ class _Mixture:
         self.seen = Counter()
 
     def type(self, name: str, columns: int) -> str:
-        """Return the type by the rules. That of the output matrix depends on whether blocks fit `columns`."""
+        """Return the type by the rules; that of the output matrix also depends on its number of columns."""
         if self.plain:
             return self.chosen.base
         if self.chosen.experts and "_exps." in name:
@@ -244,8 +244,8 @@ def _kind(name: str) -> str | None:
 
 
 def _fitting(name: str, shape: Sequence[int], wanted: str, unscaled: str | None = None) -> Choice:
-    """Return the type itself, or its stand-in if its blocks do not divide the columns or llama.cpp ignores
-    its scale."""
+    """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
+    ignores its scale."""
     columns, block = shape[-1], BLOCKS[wanted][0]
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type

@@ -1,8 +1,8 @@
-"""Ways in which byte-level BPE cuts text into words, and llama.cpp's names for them (`tokenizer.ggml.pre`).
+"""How byte-level BPE splits text into words, and llama.cpp's names for it (`tokenizer.ggml.pre`).
 
 llama.cpp has a fixed list of names with their regular expressions (`src/llama-vocab.cpp`,
-`llm_tokenizer_bpe`). A row of pre_tokenizers.json is one way of cutting, as tokenizer.json writes it, with
-every name that stands for it. A tokenizer is recognised by how it cuts, never by its vocabulary.
+`llm_tokenizer_bpe`). A row of pre_tokenizers.json is one way to split, as in tokenizer.json, with all its
+names. quantkit recognises a tokenizer by how it splits, never by its vocabulary.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ WORDS: Json = _stored["steps"]["words"]  # cut by GPT-2's expression, bytes as p
 
 
 def split(pattern: str) -> Json:
-    """Return a step that makes words of all matches of a regular expression and of the text between them."""
+    """Return a step that splits a text into the matches of a regular expression and the text between them."""
     return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """A way to cut text into words. names: what llama.cpp calls it; the first is what files get.
+    """A way to split text into words. names: llama.cpp's names of it; files get the first.
 
-    steps: names of patterns to split at, and of other steps. nfc: models of these names normalize text to NFC
-    first; llama.cpp does not. ignore_merges: a word that is a token becomes it, whatever the merges say.
-    add_bos: what holds when a file does not say. otherwise: where llama.cpp's expression of that name cuts
-    ordinary text in other words.
+    steps: names of patterns to split at, and of other steps. nfc: models with these names normalize text to
+    NFC first; llama.cpp does not. ignore_merges: a word that is a token becomes it, whatever the merges say.
+    add_bos: default if a file does not say. otherwise: where llama.cpp splits ordinary text differently.
     """
 
     names: list[str]
@@ -59,14 +58,14 @@ ROWS = tuple(PreTokenizer(**row) for row in _stored["rows"])
 
 @cache
 def by_name() -> dict[str, PreTokenizer]:
-    """Return the rows by every name of llama.cpp."""
+    """Return the rows by all their llama.cpp names."""
     return {name: row for row in ROWS for name in row.names}
 
 
 def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
-    """Return the steps of a pre-tokenizer in a canonical form: equal for those that cut alike.
+    """Return the steps of a pre-tokenizer in a canonical form: equal if two split text alike.
 
-    None where it does what no byte-level BPE of llama.cpp does, such as a space put before the text.
+    None if no byte-level BPE of llama.cpp does the same, for example adds a space before the text.
     """
     steps = []
     for step in flat(pre_tokenizer):
@@ -78,7 +77,7 @@ def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
 
 
 def flat(step: Json | None, inside: str = "pretokenizers") -> Iterator[Json]:
-    """Yield the steps of a pre-tokenizer, or normalizer (`inside` "normalizers"), one after the other."""
+    """Yield the steps of nested sequences in order. inside: "pretokenizers" or "normalizers"."""
     if step is None:
         return
     if step["type"] == "Sequence":
@@ -89,7 +88,7 @@ def flat(step: Json | None, inside: str = "pretokenizers") -> Iterator[Json]:
 
 
 def is_byte_level(pre_tokenizer: Json | None) -> bool:
-    """Return whether a pre-tokenizer makes printable characters of bytes."""
+    """Return whether a pre-tokenizer maps bytes to printable characters."""
     return any(step["type"] == "ByteLevel" for step in flat(pre_tokenizer))
 
 

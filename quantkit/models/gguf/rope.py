@@ -1,9 +1,9 @@
-"""Rotary embeddings between transformers' `rope_parameters` and llama.cpp's keys and factor tensors.
+"""Convert rotary embeddings between transformers' `rope_parameters` and llama.cpp's keys and factor tensors.
 
-llama.cpp (src/llama-context.cpp, ggml's rope): base and dimensions as usual; linear and YaRN as numbers in
-the metadata; LongRoPE as two tensors of divisors of the frequencies, one for contexts up to the original
-length and one beyond; Llama 3's scaling as one such tensor. YaRN multiplies what it rotates by
-1 + 0.1 ln(factor) of its own accord (arXiv:2309.00071, section 3.4), times `attn_factor`.
+llama.cpp (src/llama-context.cpp, ggml's rope) stores linear and YaRN scaling as numbers in the metadata,
+LongRoPE as two tensors of divisors of the frequencies (for contexts up to the original length and beyond),
+and Llama 3's scaling as one such tensor. With YaRN it multiplies queries and keys by 1 + 0.1 ln(factor)
+(arXiv:2309.00071, section 3.4) and by `attn_factor`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
 
 
 def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
-    """Return keys below the architecture's name. Raises QuantkitError for rotary embeddings that llama.cpp
-    cannot express."""
+    """Return the keys of rotary embeddings, without the architecture's name. Raises QuantkitError if
+    llama.cpp cannot express them."""
     if row.rope is None:
         return {}
     rope, sliding = _parameters(config)
@@ -59,7 +59,7 @@ def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
-    """Return the numbers of a scaling that llama.cpp has no key for, or would refuse."""
+    """Return the parameters of a scaling that llama.cpp has no key for, or would reject."""
     if kind == "yarn":
         usual = YARN | {"truncate": truncate}
         found = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
@@ -71,8 +71,8 @@ def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) ->
 
 
 def _parameters(config: PretrainedConfig) -> tuple[dict, dict | None]:
-    """Return the parameters of blocks with full attention, and of those with sliding attention if they have
-    their own."""
+    """Return the parameters of blocks with full attention, and those of blocks with sliding attention (None
+    if the same)."""
     rope = config.rope_parameters
     if "full_attention" in rope:
         return rope["full_attention"], rope.get("sliding_attention")
@@ -96,7 +96,7 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
 
 
 def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
-    """Return the keys of YaRN with latent attention: what is rotated keeps its size, the scores grow by
+    """Return YaRN's keys for latent attention: rotated vectors keep their size, and attention scores grow by
     `mscale_all_dim`."""
     share = rope.get("mscale_all_dim")
     if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
@@ -111,13 +111,13 @@ def _mscale(factor: float) -> float:
 
 
 def _attention(config: PretrainedConfig, kind: str) -> float:
-    """Return the factor on what is rotated."""
+    """Return the factor that multiplies rotated queries and keys."""
     _, factor = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config), torch.device("cpu"))
     return float(factor)
 
 
 def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
-    """Return the tensors the file needs next to the model's own: float32 `[dimensions / 2]`, by GGUF name."""
+    """Return the factor tensors that the file needs: float32 `[dimensions / 2]`, by GGUF name."""
     if row.rope is None:
         return {}
     rope, _ = _parameters(config)
@@ -129,7 +129,7 @@ def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
 
 
 def _llama3(rope: Mapping[str, Any], dimensions: int) -> Tensor:
-    """Return the divisors of the frequencies: 1 for short waves, `factor` for long ones, blended between.
+    """Return the divisors of the frequencies: 1 for short waves, `factor` for long waves, a blend between.
 
     Source: Llama 3.1's reference code (`apply_scaling`).
     """
@@ -145,9 +145,9 @@ def _llama3(rope: Mapping[str, Any], dimensions: int) -> Tensor:
 def parameters(
     row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
-    """Return `rope_parameters` of a file, from its keys below the architecture's name and its factor tensors.
+    """Return `rope_parameters`, from a file's keys without the architecture's name and its factor tensors.
 
-    dimensions: of a head. Raises QuantkitError for a scaling that is not understood.
+    dimensions: size of a head. Raises QuantkitError if the scaling is unknown.
     """
     if row.rope is None:
         return None
@@ -167,7 +167,7 @@ def parameters(
 def _unscaled(
     row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return the type of scaling and its numbers."""
+    """Return the type of scaling and its parameters."""
     kind = keys.get("rope.scaling.type", "none")
     original = keys.get("rope.scaling.original_context_length", keys["context_length"])
     if LONG in tensors and SHORT in tensors:
@@ -198,8 +198,8 @@ def _unscaled(
 
 
 def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int) -> dict[str, Any]:
-    """Return Llama 3's scaling if its usual numbers give these divisors, else LongRoPE with them at any
-    length."""
+    """Return Llama 3's scaling if its usual parameters give these divisors; else LongRoPE with these divisors
+    for every length."""
     theta, factor = keys.get("rope.freq_base", 10000.0), divisors.max().item()
     for original in LLAMA3_CONTEXTS:
         for bounds in (LLAMA3, LLAMA4):

@@ -1,8 +1,8 @@
-"""The tensors of a model as llama.cpp wants them: names, order of rows, shifted norms; both directions.
+"""Convert a model's tensors to llama.cpp's names, order of rows and shifted norms, and back.
 
-The model that transformers builds says which parameters there are; the `gguf` package's name map says what
-llama.cpp calls them. Weights keep their orientation `W [out, in]`: only rows change places, so values and
-encoded rows (`uint8 [out, bytes]`) are treated alike.
+transformers' model gives the parameters; the `gguf` package's name map gives llama.cpp's names. Weights keep
+their orientation `W [out, in]`. Only rows are reordered, so the same code handles values and encoded rows
+(`uint8 [out, bytes]`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BALANCE = re.compile(r"(?:\.gate(?=\.moe_statics))?(\.moe_statics|\.gate|\.mlp)\
 
 @dataclass(frozen=True)
 class Part:
-    """Several tensors of a file may hold a parameter of `shape`: `of` gives one of them as a view of it."""
+    """A part of a parameter of `shape`, stored as its own tensor; `of` returns the part as a view."""
 
     shape: tuple[int, ...]
     of: Callable[[Tensor], Tensor]
@@ -50,12 +50,12 @@ class Part:
 class Target:
     """One tensor of a GGUF file.
 
-    parameters: the model's names of what it is made of, one or (a norm per head, a linear per expert)
-    several to be stacked; none for computed ones, whose values are `values`. stored: the same by the
-    checkpoint's names. shape: `[out, in]`, of experts `[experts, out, in]`. index: row k of the file is row
-    `index[k]` of the model; None when they agree. shift: what the file's values have over the model's.
-    part: what it holds of its parameter, where that is not all. decay: it has minus their exponential.
-    conv1d: the checkpoint holds `[in, out]`; single: `[out, 1, in]`.
+    parameters: the model's names of its parameters: one, several that are stacked (a norm per head, a linear
+    per expert), or none if computed. stored: the same parameters by the checkpoint's names. shape:
+    `[out, in]`, or `[experts, out, in]`. index: row k of the file is row `index[k]` of the model; None: equal
+    order. shift: number that is added to the model's values in the file. decay: the file holds -exp(value).
+    conv1d: the checkpoint holds `[in, out]`; single: `[out, 1, in]`. values: of a computed tensor. part:
+    which part of its parameter it holds; None: all.
     """
 
     name: str
@@ -77,14 +77,14 @@ class Target:
 
     @property
     def parts(self) -> list[Target]:
-        """Return the matrices of a tensor, one for each expert; any other tensor itself."""
+        """Return the matrices of a stacked tensor, one per expert; for another tensor itself."""
         if len(self.shape) < 3 or self.part:
             return [self]
         pairs = zip(self.parameters, self.stored or self.parameters, strict=True)
         return [replace(self, parameters=(p,), stored=(s,), shape=self.shape[1:]) for p, s in pairs]
 
     def read(self, checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values `[out, in]` in the model's order, from the checkpoint; see `to_gguf`.
+        """Return the values `[out, in]` from the checkpoint, in the model's order of rows.
 
         Raises QuantkitError if they have another shape or are not finite.
         """
@@ -119,20 +119,20 @@ class Target:
 
 
 def of_config(config: PretrainedConfig, source: str = "the model") -> list[Target]:
-    """Return every tensor of a file of this model, in llama-quantize's order: globals, then block after
-    block.
+    """Return every tensor of this model's GGUF file in llama-quantize's order: first those outside the
+    blocks.
 
-    Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no place for.
+    Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no tensor for.
     """
     row = architectures.of_config(config)
     return _targets(row, _model(config, source), config)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
-    """Return every tensor of a file with its names in the checkpoint; of a multimodal one, those of its
-    language model.
+    """Return every tensor of the GGUF file with its names in the checkpoint; of a multimodal checkpoint, the
+    tensors of its language model.
 
-    Raises QuantkitError also for stored tensors that the model does not have, and for absent ones.
+    Raises QuantkitError as `of_config` does, and for tensors that are absent or unknown to the model.
     """
     config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.text_config)
     model = _model(config, checkpoint.source)
@@ -159,8 +159,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
 def _of_language_model(
     row: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
 ) -> list[Target]:
-    """Return targets whose parameters have the names of `model`, which may be a wrapper around the language
-    model."""
+    """Return targets with parameter names of `model`, which may wrap the language model."""
     language = meta_model.language_model(model, checkpoint)
     if not language:
         return _targets(row, model, config)
@@ -185,14 +184,14 @@ def _name_of(model: nn.Module, part: nn.Module) -> str:
 
 
 def _model(config: PretrainedConfig, source: str) -> nn.Module:
-    """Return the model in shapes alone; experts are linears, as checkpoints have them."""
+    """Return the model on the meta device, with one linear per expert and projection."""
     model = meta_model.empty(copy.deepcopy(config), source)
     take_apart(model)
     return model
 
 
 def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool:
-    """Return whether both tensors are stored, with unlike values."""
+    """Return whether both tensors are stored and their values differ."""
     if name is None or other is None or name == other:
         return False
     one, two = checkpoint.infos.get(name), checkpoint.infos.get(other)
@@ -269,7 +268,7 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
 
 
 def _experts(model: nn.Module) -> dict[str, str]:
-    """Return llama.cpp's name of the tensor of all experts of a layer, by each expert's weight or bias."""
+    """Return llama.cpp's name of a layer's stacked experts, by the name of each expert's weight or bias."""
     found = {}
     for place, layer in model.named_modules():
         if isinstance(layer, Experts):
@@ -299,12 +298,12 @@ def _named(names: gguf.TensorNameMap, prefix: str, name: str) -> str | None:
 
 
 def _rotary(rows: int, heads: int) -> Tensor:
-    """Return order of rows that puts pairs to be rotated, (0, d/2), (1, d/2 + 1), …, next to each other."""
+    """Return the order of rows that makes rotated pairs (0, d/2), (1, d/2 + 1), … neighbours."""
     return torch.arange(rows).view(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def _grouped(rows: int, config: PretrainedConfig) -> Tensor:
-    """Return the order of rows from q, k, v of one group after the other to all q, all k, all v."""
+    """Return the order of rows that turns q, k, v of each group into all q, all k, all v."""
     groups = kv_heads(config)
     queries = config.num_attention_heads // groups
     index = torch.arange(rows).view(groups, queries + 2, -1)
@@ -320,8 +319,8 @@ ORDERS: dict[str, Callable[[int, PretrainedConfig], Tensor]] = {
 
 
 def _latent(config: PretrainedConfig) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Return views of the rows that make keys and values of a token's vector, of every head: keys transposed,
-    `[heads, in, out]`, for queries are multiplied with them, and values `[heads, out, in]`."""
+    """Return functions that cut the rows for keys or values out of a weight, for all heads: keys
+    `[heads, in, out]`, transposed because queries are multiplied with them, and values `[heads, out, in]`."""
     heads, size = config.num_attention_heads, config.qk_nope_head_dim
     return {
         "attn_k_b": lambda weight: weight.unflatten(0, (heads, -1))[:, :size].transpose(1, 2),

@@ -1,8 +1,8 @@
-"""The two kinds of BPE that llama.cpp runs, out of what a Hugging Face folder holds.
+"""The two kinds of BPE that llama.cpp runs, converted from a Hugging Face folder.
 
-Byte-level BPE is its "gpt2": merges and a named pre-tokenizer. The BPE of SentencePiece is its "llama":
-no merges but a score for every token. Whatever llama.cpp cannot do is refused where it changes ordinary
-text, else reported to `warn`.
+llama.cpp calls byte-level BPE "gpt2": merges and a named pre-tokenizer. It calls SentencePiece's BPE "llama":
+a score per token instead of merges. A feature that llama.cpp lacks is an error if it changes ordinary text,
+else a message to `warn`.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ NAMES = ", ".join(row.names[0] for row in pre_tokenizers.ROWS)
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The JSON files of a folder, read when they are needed; an absent one is empty."""
+    """The JSON files of a tokenizer's folder, read on first use; an absent file is empty."""
 
     folder: Path
 
     @cached_property
     def tokenizer(self) -> Json:
-        """Return tokenizer.json as the library reads it, or as transformers makes it of older files
+        """Return tokenizer.json as the tokenizers library reads it; transformers converts older files
         (vocab.json, merges.txt, tokenizer.model)."""
         return json.loads(self._library.to_str())
 
@@ -61,7 +61,7 @@ class TokenizerFiles:
         return _load(self.folder)
 
     def affixes(self) -> tuple[list[int], list[int]]:
-        """Return the ids of the tokens that are put before and after every text."""
+        """Return the ids of the tokens that the tokenizer adds before and after every text."""
         self._library.no_padding()
         self._library.no_truncation()
         with tokenizing.explained():
@@ -74,7 +74,7 @@ class TokenizerFiles:
         return _read(self.folder / "tokenizer_config.json") or {}
 
     def added_tokens(self) -> Iterator[tuple[int, Json]]:
-        """Return the ids and entries of the tokens that are found in a text before it is cut into words."""
+        """Yield id and entry of each added token: these are found before a text is split into words."""
         entries = {entry["id"]: entry for entry in self.tokenizer.get("added_tokens", [])}
         for number, entry in self.config.get("added_tokens_decoder", {}).items():
             entries.setdefault(int(number), entry)
@@ -83,7 +83,7 @@ class TokenizerFiles:
         yield from sorted(entries.items())
 
     def special(self, role: str) -> Iterator[str | int]:
-        """Yield the token of a role ("bos") by text or id, most trusted source first."""
+        """Yield the text or id of a role's token ("bos"), from the most to the least trusted source."""
         key = f"{role}_token"
         for source in (self.config, _read(self.folder / "special_tokens_map.json") or {}):
             found = source.get(key)
@@ -94,12 +94,12 @@ class TokenizerFiles:
             yield from self.ids(name, f"{key}_id")
 
     def ids(self, name: str, key: str) -> list[int]:
-        """Return token ids under a key of a configuration file: one, several or none."""
+        """Return the token ids under `key` of a configuration file; [] if there are none."""
         found = (_read(self.folder / name) or {}).get(key)
         return [k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int)]
 
     def chat_templates(self) -> dict[str, str]:
-        """Return chat templates by name, the unnamed one as "default"; files go before the configuration."""
+        """Return chat templates by name, the unnamed one as "default"; files win over the configuration."""
         path = self.folder / "chat_template.jinja"
         files = {"default": path} if path.is_file() else {}
         files |= {path.stem: path for path in sorted((self.folder / untrusted.TEMPLATES).glob("*.jinja"))}
@@ -113,7 +113,7 @@ class TokenizerFiles:
 
 
 def _load(folder: Path) -> tokenizers.Tokenizer:
-    """Return the tokenizer of tokenizer.json, or of the older files as transformers reads them."""
+    """Return the tokenizer of tokenizer.json; transformers reads older files."""
     path = folder / "tokenizer.json"
     if path.is_file():
         try:
@@ -127,14 +127,14 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _read(path: Path) -> Json | None:
-    """Return a JSON object; None if there is no such file."""
+    """Return a parsed JSON object; None if the file is absent."""
     return read_json(path) if path.is_file() else None
 
 
 def byte_level(
     files: TokenizerFiles, vocab_size: int, pre: str | None, warn: Warn
 ) -> tuple[dict[str, Any], Vocabulary]:
-    """Return the keys of byte-level BPE, and its tokens. `pre` goes before what is recognised."""
+    """Return the keys and tokens of byte-level BPE. pre: pre-tokenizer's name; None: detected."""
     stored = files.tokenizer
     model = _bpe(files)
     _check_forms(files, warn, refuse=pre is None)
@@ -170,7 +170,7 @@ def _recognise(files: TokenizerFiles, nfc: bool, merges: list[Merge]) -> PreToke
 
 
 def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[Merge]) -> None:
-    """Raise QuantkitError unless the merges alone make every token: then it does not matter."""
+    """Raise QuantkitError unless merges make every token, so that ignore_merges does not matter."""
     vocabulary = files.tokenizer["model"]["vocab"]
     added = {entry["content"] for _, entry in files.added_tokens()}
     model = tokenizers.models.BPE(vocabulary, merges)
@@ -185,7 +185,7 @@ def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[Merg
 
 
 def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
-    """Return keys of a SentencePiece BPE that tokenizer.json holds as merges, and its tokens with scores."""
+    """Return the keys of a SentencePiece BPE that is stored as merges, and its tokens with scores."""
     model = _bpe(files)
     if not model.get("byte_fallback"):
         raise _refused(files, "which is neither byte-level nor has byte fallback")
@@ -204,7 +204,7 @@ def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vo
 
 
 def _scores(files: TokenizerFiles, merges: list[Merge], normal: set[str]) -> dict[str, float]:
-    """Return scores under which llama.cpp merges as `merges` say. Raises QuantkitError if there are none."""
+    """Return scores by which llama.cpp merges as `merges` do. Raises QuantkitError if none exist."""
     scores = scores_of(merges)
     never_made = sorted(text for text in normal if len(text) > 1 and text not in scores)
     scores |= {text: -float(len(scores) + k) for k, text in enumerate(never_made)}
@@ -264,7 +264,7 @@ def _bpe(files: TokenizerFiles) -> Json:
 
 
 def _check_forms(files: TokenizerFiles, warn: Warn, refuse: bool = False) -> None:
-    """Warn of normalizers; `refuse` those that change ordinary text."""
+    """Warn about normalizers; with `refuse`, raise QuantkitError for those that change ordinary text."""
     steps = list(flat(files.tokenizer["normalizer"], "normalizers"))
     odd = [str(step) for step in steps if step["type"] not in FORMS]
     if refuse and odd:
@@ -286,18 +286,16 @@ def _refused(files: TokenizerFiles, what: str) -> QuantkitError:
 
 
 def scores_of(merges: Iterable[Merge]) -> dict[str, float]:
-    """Return the score of every token that is merged: the earlier its first merge, the higher, from 0
-    downwards."""
+    """Return the score of every merged token: 0 for the first merge, then -1, -2, …."""
     products = dict.fromkeys(left + right for left, right in merges)
     return {token: -float(k) for k, token in enumerate(products)}
 
 
 def from_scores(scores: Mapping[str, float], tokens: Collection[str]) -> list[Merge]:
-    """Return every pair of `tokens` that makes a scored token, the highest score first: what `scores_of`
-    undoes.
+    """Return all pairs of `tokens` that make a scored token, highest score first: the inverse of `scores_of`.
 
-    SentencePiece and llama.cpp merge whichever neighbours make the token of the highest score, so all
-    ways to halve a token are merges of one rank (here the longer left half goes first).
+    SentencePiece and llama.cpp merge the neighbours whose token has the highest score, so all ways to split a
+    token are merges of one rank (here the longer left half goes first).
     """
     merges = [
         (-score, -cut, token)
@@ -309,7 +307,7 @@ def from_scores(scores: Mapping[str, float], tokens: Collection[str]) -> list[Me
 
 
 def canonical(merges: Iterable[Merge]) -> list[tuple[str, list[Merge]]]:
-    """Return merges in a form that is equal for merges that act alike: neighbours in rank that make the same
-    token have no order."""
+    """Return merges in a canonical form: equal if two lists differ only in the order of neighbouring merges
+    that make the same token."""
     runs = itertools.groupby(merges, key="".join)
     return [(token, sorted(run)) for token, run in runs]

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file's metadata, as transformers runs it: what metadata.py undoes.
+"""The tokenizer in a GGUF file's metadata, converted for transformers: the inverse of metadata.py.
 
-Also for files of other tools. What is not in a file is taken as llama.cpp takes it, but text is normalized
-to NFC where the models of that name do so.
+Files of other tools are read too. Missing keys have llama.cpp's defaults, but text is normalized to NFC if
+the models of that pre-tokenizer do so.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MAX_TOKEN_CHARS = 1024  # of a token that is merged: halving is quadratic
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """Return the tokenizer that `tokenizer.*` keys describe. Padding up to the embedding's rows is left out.
+    """Return the tokenizer that `tokenizer.*` keys describe, without padding tokens.
 
-    Raises QuantkitError for metadata that is damaged, or of a kind that is not read.
+    Raises QuantkitError if the metadata is damaged or of an unsupported kind.
     """
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
@@ -76,7 +76,7 @@ def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
 
 def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
-    """Return the chat template, or all of them by name if there are several."""
+    """Return the chat template; if there are several, all by name."""
     default = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates", [])
     for name in names if isinstance(names, list) else [names]:
@@ -88,9 +88,9 @@ def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> Special:
-    """Return the id and the text of every special token that a template may name, by role.
+    """Return id and text of every special token that a chat template may name, by role.
 
-    Raises QuantkitError for metadata that is damaged.
+    Raises QuantkitError if the metadata is damaged.
     """
     keys = _keys(metadata)
     if not isinstance(keys.get("tokens"), list):
@@ -99,7 +99,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> Special:
 
 
 def _keys(metadata: Mapping[str, Any]) -> Json:
-    """Return the entries of `tokenizer.ggml.*` by the last part of their keys."""
+    """Return the entries of `tokenizer.ggml.*`, keyed without this prefix."""
     return {key.removeprefix(PREFIX): value for key, value in metadata.items() if key.startswith(PREFIX)}
 
 
@@ -154,7 +154,7 @@ def _model(tokens: Tokens, merges: list[Merge]) -> Json:
 
 
 def _tokens(keys: Json) -> Tokens:
-    """Return all tokens but padding. Raises QuantkitError where a text has two ids."""
+    """Return all tokens except padding. Raises QuantkitError if a text has two ids."""
     texts = keys["tokens"]
     types = list(keys.get("token_type", [NORMAL] * len(texts)))
     if len(types) != len(texts) or not all(isinstance(text, str) for text in texts):
@@ -167,7 +167,7 @@ def _tokens(keys: Json) -> Tokens:
 
 
 def _special(keys: Json, texts: Mapping[int, str]) -> Special:
-    """Return special tokens by role. Ids that no token has are passed over, as llama.cpp does."""
+    """Return special tokens by role. Ids outside the vocabulary are ignored, as in llama.cpp."""
     defaults = DEFAULT_IDS if keys.get("model") == "llama" else {}
     ids = {role: keys.get(f"{name}_token_id", defaults.get(role)) for role, name in ROLES.items()}
     return {role: (id, texts[id]) for role, id in ids.items() if isinstance(id, int) and id in texts}

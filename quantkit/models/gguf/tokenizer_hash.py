@@ -1,4 +1,4 @@
-"""When two tokenizers are the same one, however they are written down."""
+"""Hashes that are equal for tokenizers that do the same, in whatever format they are stored."""
 
 from __future__ import annotations
 
@@ -26,18 +26,17 @@ The quick brown fox jumps over the lazy dog.  Zwölf Boxkämpfer jagen Viktor qu
 
 
 def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
-    """Return a hash of a vocabulary and of how texts are cut: equal hashes mean comparable perplexities.
+    """Return a hash of the vocabulary and of how text is split. Equal hashes mean comparable perplexities.
 
-    Equal also for a checkpoint folder and for the GGUF file made of it, which states the same otherwise.
-    Normalization shows only as far as it changes SAMPLE, so NFC does not. vocab_size: rows of the
-    embedding; tokens beyond them do not count.
+    A checkpoint folder and the GGUF file made from it have equal hashes. Normalization counts only if it
+    changes SAMPLE, so NFC does not. vocab_size: rows of the embedding; tokens beyond do not count.
     """
     vocabulary, sample, rules = _behaviour(tokenizer, vocab_size)
     return hashlib.sha256(repr((vocabulary, sample, list(rules.values()))).encode()).hexdigest()
 
 
 def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
-    """Say how the vocabularies of two tokenizers of unlike hashes differ, `other` as seen from `first`."""
+    """Return a sentence that says how two tokenizers with different hashes differ."""
     both = zip((first, other), vocab_sizes, strict=True)
     ours, theirs = ({text for _, text in _behaviour(*each)[0]} for each in both)
     changes = {"lacks": sorted(ours - theirs), "adds": sorted(theirs - ours)}
@@ -48,7 +47,7 @@ def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
 
 
 def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
-    """Return a tokenizer's vocabulary, its ids of SAMPLE, and its rules by name."""
+    """Return a tokenizer's vocabulary, the ids of SAMPLE, and its rules by name."""
     size = math.inf if vocab_size is None else vocab_size
     vocabulary = sorted(
         (number, text.replace(SPACE, " ")) for text, number in tokenizer.get_vocab().items() if number < size
@@ -61,7 +60,7 @@ def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
 
 
 def _rules(stored: dict, size: float) -> dict:
-    """Return the rules that tell tokenizers of one vocabulary apart, in a canonical form."""
+    """Return rules that may differ between tokenizers with one vocabulary, in a canonical form."""
     model, pre_tokenizer = stored["model"], stored["pre_tokenizer"]
     if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
         return {"normalizer": stored["normalizer"], "pre-tokenizer": pre_tokenizer, "model": model}

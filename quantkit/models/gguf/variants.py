@@ -1,7 +1,7 @@
-"""Variants of architectures: which of them llama.cpp does not compute, and what a whole file says of one.
+"""Variants of architectures: those that llama.cpp does not support, and fields that only a whole file shows.
 
-Rows of architectures.json name the functions. One that refuses takes a configuration, and returns what about
-it llama.cpp does not know, or None. One that restores takes the keys of a file below the architecture's name
+Rows of architectures.json name these functions. A `refuse` function takes a configuration and returns what
+llama.cpp does not support, or None. A `restore` function takes a file's keys without the architecture's name
 and the names of its tensors, and returns further fields of the configuration.
 """
 
@@ -23,7 +23,7 @@ UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a m
 
 
 def kv_heads(config: PretrainedConfig) -> int:
-    """Return the key/value heads of attention, whatever the configuration calls them."""
+    """Return the number of key/value heads, under whatever name the configuration has it."""
     if getattr(config, "new_decoder_architecture", False):
         return config.num_kv_heads
     if hasattr(config, "multi_query"):  # GPTBigCode's num_key_value_heads may be wrong
@@ -41,7 +41,7 @@ def rope_sections(config: PretrainedConfig) -> list[int]:
 
 
 def every(period: int, blocks: int, last: Any, others: Any) -> list[Any]:
-    """Return `last` for every nth block and `others` for the rest."""
+    """Return a list with `last` for every `period`-th block and `others` for the rest."""
     return [others if (index + 1) % period else last for index in range(blocks)]
 
 
@@ -54,8 +54,8 @@ def without_capping(config: PretrainedConfig) -> str | None:
 
 
 def norms_by_depth(config: PretrainedConfig) -> str | None:
-    """Refuse norms at other depths: the loader looks for norms of queries and keys in models of 64 blocks and
-    more alone."""
+    """Refuse norms of queries and keys in small models and their absence in large ones: llama.cpp looks for
+    them only from 64 blocks on."""
     expected = config.num_hidden_layers >= 64
     return None if config.use_qk_norm == expected else f"use_qk_norm {config.use_qk_norm} at this depth"
 
@@ -66,13 +66,13 @@ def heads_of_other_width(config: PretrainedConfig) -> str | None:
 
 
 def grouped_heads(config: PretrainedConfig) -> str | None:
-    """Refuse fewer keys than queries: the loader wants as many, or numbers in the norm of the keys."""
+    """Refuse fewer key/value heads than query heads: llama.cpp expects as many in the keys' norm."""
     few = kv_heads(config) < config.num_attention_heads
     return f"{kv_heads(config)} key/value heads of {config.num_attention_heads}" if few else None
 
 
 def rope_by_depth(config: PretrainedConfig) -> str | None:
-    """Refuse sliding windows but at one depth, where llama.cpp has them, and no rotary embeddings between."""
+    """Refuse sliding attention unless the model has 64 blocks: only there llama.cpp supports it."""
     given = config.sliding_window
     return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
 
@@ -84,9 +84,9 @@ def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
 
 
 def unlike_delta_net(config: PretrainedConfig) -> str | None:
-    """Refuse unequal heads: llama.cpp repeats keys in another order, for which columns of the output
-    projection change places, and blocks of 256 codes cannot. Angles in no section are those of position 0
-    there."""
+    """Refuse different numbers or sizes of key and value heads: llama.cpp repeats keys in another order, and
+    columns in ggml blocks of 256 cannot be reordered to match. Also refuse angles outside mrope's
+    sections."""
     if config.linear_num_value_heads != config.linear_num_key_heads:
         return f"{config.linear_num_value_heads} value heads over {config.linear_num_key_heads} key heads"
     if config.linear_value_head_dim != config.linear_key_head_dim:
@@ -101,13 +101,13 @@ def unlike_delta_net(config: PretrainedConfig) -> str | None:
 
 
 def query_rank_of_lite(config: PretrainedConfig) -> str | None:
-    """Refuse a query rank at the depth of DeepSeek-V2-Lite, for which the loader takes the model."""
+    """Refuse q_lora_rank with 26 or 27 blocks: llama.cpp would load the model as DeepSeek-V2-Lite."""
     lite = config.num_hidden_layers in (26, 27) and config.q_lora_rank
     return f"q_lora_rank {config.q_lora_rank} in {config.num_hidden_layers} blocks" if lite else None
 
 
 def grouped_experts(config: PretrainedConfig) -> str | None:
-    """Refuse the use of all groups, at which the loader stops."""
+    """Refuse routers that use all groups of experts: llama.cpp aborts when it loads them."""
     groups = config.n_group, config.topk_group
     return None if groups == (1, 1) or groups[0] > groups[1] else "n_group {}, topk_group {}".format(*groups)
 
@@ -118,8 +118,8 @@ def dense_at_the_end(config: PretrainedConfig) -> str | None:
 
 
 def other_blocks(config: PretrainedConfig) -> str | None:
-    """Refuse unusual blocks: files do not say which know positions, have experts and norms. Every fourth,
-    every nth, and all but the largest model's do."""
+    """Refuse other patterns of blocks than the usual: a file does not store which blocks have rotary
+    embeddings, experts and norms."""
     blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
     usual = {
         "no_rope_layers": every(4, blocks, 0, 1),
@@ -136,7 +136,7 @@ def other_blocks(config: PretrainedConfig) -> str | None:
 
 
 def falcon(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Return oldest form has one key/value head; the newer one says how many, and may have a second norm."""
+    """Return Falcon's fields: the oldest form has one key/value head, newer ones store the number."""
     two_norms = "blk.0.attn_norm_2.weight" in names
     if multi_query(keys, names)["multi_query"] and not two_norms:
         return {"multi_query": True}
@@ -152,7 +152,7 @@ def multi_query(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Return the width of a value head, and which blocks attend."""
+    """Return the size of a value head and the kind of each block, linear or full attention."""
     inner, heads = keys.get("ssm.inner_size"), keys.get("ssm.time_step_rank")
     period, blocks = keys.get("full_attention_interval", 4), keys.get("block_count")
     sizes = inner, heads, period, blocks
@@ -166,7 +166,8 @@ def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Return the shared experts are one matrix; all blocks behind the first dense ones may have experts."""
+    """Return the number of shared experts, which are one matrix, and -1: no block is the last with
+    experts."""
     shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
     if type(shared) is not int or type(width) is not int or width < 1:
         return {}

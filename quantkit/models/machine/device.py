@@ -1,7 +1,7 @@
-"""The device that computes: which one, in which precision, with how much memory; and copies to it.
+"""The device that computes: choice, precision, free memory, and copies to it.
 
-All requests to a device are made here. Its module (`torch.cuda`, `torch.xpu`, `torch.mps`) is
-found by its name, so one code path serves all of them.
+All calls to a device are made here. Its torch module (`torch.cuda`, `torch.xpu`, `torch.mps`) is found by
+name, so one code path serves all devices.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from quantkit.models.machine import memory, processor
 
 
 def choose_device(requested: str) -> torch.device:
-    """Return the requested device; `auto` is cuda if there is one.
+    """Return the requested device; `auto` is cuda if available, else cpu.
 
-    Products of float32 matrices on it are float32 from here on: Hessians and their factors do not survive
-    the 10 bits of TF32, which some distributions of torch switch on. Raises QuantkitError for what is no
-    device (exit code 2), or is not there (4).
+    Also switches off TF32 for float32 matrix products: Hessians and their factors need more than its 10 bits.
+    Raises QuantkitError for an invalid device (exit code 2) or an unavailable one (4).
     """
     torch.set_float32_matmul_precision("highest")
     if requested == "auto":
@@ -49,10 +48,10 @@ def choose_device(requested: str) -> torch.device:
 
 
 def choose_dtype(requested: str, stored: str, device: torch.device) -> str:
-    """Return the requested type; `auto`: the checkpoint's own 16-bit type if the hardware computes in it,
+    """Return the requested dtype; `auto`: the 16-bit dtype of the checkpoint if the hardware computes in it,
     else float32.
 
-    `stored` is the safetensors name of the type the linears are stored in, such as `BF16`.
+    stored: safetensors' name of the dtype of the linears, such as `BF16`.
     """
     if requested != "auto":
         return requested
@@ -62,12 +61,12 @@ def choose_dtype(requested: str, stored: str, device: torch.device) -> str:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the device has memory of its own, and work on it is queued."""
+    """Return whether the device has its own memory and runs work asynchronously."""
     return device.type not in ("cpu", "meta")
 
 
 def free_memory(device: torch.device) -> int:
-    """Return free bytes of the device, or of the host where that computes."""
+    """Return the free bytes of the device; for the CPU, those of the host."""
     if not is_accelerator(device):
         return host_memory()
     module = torch.get_device_module(device)
@@ -79,8 +78,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def accelerators() -> Iterator[tuple[str, str, int, int]]:
-    """Yield name for `--device`, the maker's name, free and all bytes of every accelerator that torch
-    sees."""
+    """Yield for every accelerator its name in `--device`, the maker's name, and free and total bytes."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
         return
@@ -93,36 +91,35 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
 
 
 def host_memory() -> int:
-    """Return the bytes of the host that this process may still take: see `memory.room`."""
+    """Return the bytes of host memory that this process may still allocate: see `memory.room`."""
     return memory.room().nbytes
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; other devices are left alone."""
+    """Wait until this device has finished all its work."""
     if is_accelerator(device):
         module = torch.get_device_module(device)
         module.synchronize() if device.type == "mps" else module.synchronize(device)
 
 
 def give_back(device: torch.device) -> None:
-    """Let others have the memory that torch keeps for later."""
+    """Return torch's cached memory of the device to the system."""
     if is_accelerator(device):
         torch.get_device_module(device).empty_cache()
 
 
 def host_buffer(like: Tensor) -> Tensor:
-    """Return an empty tensor of the host; pinned for CUDA, which copies to and from pageable memory in
-    steps."""
+    """Return an empty host tensor of the same shape and dtype, pinned for CUDA: copies are faster."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host, pinned if that lets copies to the device run parallel to other work."""
+    """Return a host tensor, pinned if that lets copies to the device overlap with other work."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 class Lane:
-    """Copies from the host to a device, parallel to its other work if it has streams."""
+    """Copies from the host to a device that overlap with the device's work if it has streams."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -130,14 +127,14 @@ class Lane:
         self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
 
     def send(self, host: Tensor) -> Tensor:
-        """Begin a copy, after the work that the device was given so far; `receive` before it is used."""
+        """Start a copy after all work queued so far. Call `receive` before the result is used."""
         if self._stream:
             self._stream.wait_stream(self._module.current_stream(self._device))
         with self._module.stream(self._stream) if self._stream else nullcontext():
             return host.to(self._device, non_blocking=True)
 
     def receive(self, sent: Tensor) -> Tensor:
-        """Return the same tensor, for work given to the device from now on."""
+        """Return the tensor that `send` returned; work queued from now on waits for the copy."""
         if self._stream:
             current = self._module.current_stream(self._device)
             current.wait_stream(self._stream)

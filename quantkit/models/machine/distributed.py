@@ -1,11 +1,11 @@
-"""Several processes at one job, as torchrun starts them: torch.distributed's group, shares of work, results.
+"""Several processes in one job, started by torchrun: torch.distributed's group, shares of work, results.
 
-Rank r of n has its share of the calibration batches, sums statistics with the others, and solves some of the
-linears. One process is rank 0 of 1: then nothing here does anything. All ranks take the same way through the
+Rank r of n processes its share of the calibration batches, sums statistics with the others, and solves some
+of the linears. A single process is rank 0 of 1, and then this module does nothing. All ranks run the same
 code. Where they might decide differently (free memory, files), rank 0 decides and broadcasts.
 
 torchrun ends all processes when one ends with an error; an operation that takes longer than TIMEOUT is an
-error. torch is imported late: plans and help ask for the rank, too.
+error. torch is imported late, because `plan` and help also ask for the rank.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ NETWORK = "of several hosts, name the network between them: GLOO_SOCKET_IFNAME=e
 
 
 class LostError(QuantkitError):
-    """Another rank has not come, has left, or has not answered within TIMEOUT."""
+    """Another rank did not start, has ended, or did not answer within TIMEOUT."""
 
 
 @dataclass(frozen=True)
 class _Group:
-    """This process among the others. store: of the rendezvous; thread: runs all operations, so that the main
-    thread hears signals while it waits."""
+    """This process among the ranks. local: ranks on this host. store: of the rendezvous. thread: runs all
+    operations, so that the main thread handles signals while it waits."""
 
     rank: int
     count: int
@@ -59,26 +59,26 @@ def _number(name: str, default: int) -> int:
 
 
 def count() -> int:
-    """Return how many ranks there are."""
+    """Return the number of ranks."""
     return _group.count if _group else 1
 
 
 def rank() -> int:
-    """Return which of them this process is; rank 0 writes and prints."""
+    """Return this process's rank; rank 0 writes and prints."""
     return _group.rank if _group else 0
 
 
 def local() -> int:
-    """Return how many of them share this host's memory."""
+    """Return the number of ranks that share this host's memory."""
     return _group.local if _group else 1
 
 
 @contextmanager
 def joined(device: str) -> Iterator[None]:
-    """Make this process one of several. device: as `--device` has it; of several GPUs this process sees its
-    own alone.
+    """Make this process a rank of torchrun's group. device: the value of `--device`; with several GPUs, this
+    process sees only its own.
 
-    Raises QuantkitError if the others do not come. After an error the group stays: `verdict` asks its store.
+    Raises QuantkitError if other ranks do not start. After an error the group remains, for `verdict`.
     """
     global _group
     whole, own = _number("WORLD_SIZE", 1), _number("RANK", 0)
@@ -110,7 +110,7 @@ def joined(device: str) -> Iterator[None]:
 
 
 def _rendezvous(own: int, whole: int, accelerated: bool) -> Any:
-    """Make torch's process group; its store."""
+    """Create torch's process group and return its store."""
     import torch
 
     dist = _distributed()
@@ -133,7 +133,7 @@ def _distributed() -> Any:
 
 
 def _choose_gpu(device: str, place: int) -> bool:
-    """Return whether this process computes on a GPU, which it then sees as the only one."""
+    """Return whether this process computes on a GPU; if so, hide the other GPUs from it."""
     if device not in ("auto", "cuda", "cpu"):
         raise QuantkitError(
             f"--device {device}: each of several processes has a device of its own",
@@ -154,18 +154,18 @@ def _choose_gpu(device: str, place: int) -> bool:
 
 
 def span(total: int) -> range:
-    """Return which of `total` items in a row are this rank's: as many as the others', or one more."""
+    """Return this rank's range of `total` items; the ranks' ranges differ by at most one item."""
     return range(total * rank() // count(), total * (rank() + 1) // count())
 
 
 def share(items: Sequence[T]) -> Sequence[T]:
-    """Return this rank's part of a sequence; all parts in the order of ranks are the whole."""
+    """Return this rank's contiguous part of a sequence."""
     own = span(len(items))
     return items if count() == 1 else items[own.start : own.stop]
 
 
 def dealt(items: Sequence[T]) -> Sequence[T]:
-    """Return this rank's of few unlike items, dealt one by one."""
+    """Return every n-th item of a sequence for n ranks, beginning at this rank's number."""
     return items[rank() :: count()]
 
 
@@ -173,7 +173,7 @@ def dealt(items: Sequence[T]) -> Sequence[T]:
 
 
 def _together(operation: Callable[..., object], *arguments: Any) -> None:
-    """Run an operation of all ranks. Raises LostError where torch does, or another rank reports a failure."""
+    """Run an operation on all ranks. Raises LostError if torch fails or another rank reports a failure."""
     running = _group.thread.submit(operation, *arguments)
     try:
         while not wait([running], SETTLE).done:
@@ -193,22 +193,22 @@ def _reduced(tensor: Tensor, how: str) -> Tensor:
 
 
 def sum_(tensor: Tensor) -> Tensor:
-    """Return the sum over all ranks, in the tensor's own precision, in its place."""
+    """Replace a tensor by the sum over all ranks, in its own precision, and return it."""
     return _reduced(tensor, "SUM")
 
 
 def largest_(tensor: Tensor) -> Tensor:
-    """Return the largest over all ranks, value by value, in its place."""
+    """Replace a tensor by the elementwise maximum over all ranks, and return it."""
     return _reduced(tensor, "MAX")
 
 
 def least(value: int) -> int:
-    """Return the least over all ranks."""
+    """Return the smallest value over all ranks."""
     return min(all_gather(value))
 
 
 def broadcast(work: Callable[[], T]) -> T:
-    """Return on all ranks what rank 0's `work` returns; the others do nothing meanwhile."""
+    """Run `work` on rank 0 and return its result on all ranks."""
     if count() == 1:
         return work()
     box = [work() if rank() == 0 else None]
@@ -217,7 +217,7 @@ def broadcast(work: Callable[[], T]) -> T:
 
 
 def all_gather(value: T) -> list[T]:
-    """Return the values of all ranks, in their order. Tensors come to the device they are on."""
+    """Return the values of all ranks in the order of ranks. Tensors stay on their kind of device."""
     if count() == 1:
         return [value]
     found: list[T] = [None] * count()
@@ -231,8 +231,8 @@ def all_gather(value: T) -> list[T]:
 def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     """Return the error that this process ends with, and whether this process prints it.
 
-    All ranks end with the error of the rank that failed first. Rank 0 prints it, and another rank where rank
-    0 is dead or busy for SPEAK seconds. A rank that was lost or terminated did not fail by itself.
+    All ranks end with the error of the rank that failed first. Rank 0 prints it; if rank 0 is dead or busy
+    for SPEAK seconds, another rank does. A rank that was lost or terminated did not fail by itself.
     """
     if _group is None:
         own = os.environ.get("RANK", "0")
@@ -254,7 +254,7 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
 
 
 def _first(error: QuantkitError) -> QuantkitError:
-    """Return the failure that was reported first; as this rank's own if it has the same."""
+    """Return the failure that was reported first; the given error if it is the same."""
     where, message, hint, exit_code = json.loads(_group.store.get("failure"))
     if message == error.message and _group.rank == 0:
         return error
@@ -262,7 +262,7 @@ def _first(error: QuantkitError) -> QuantkitError:
 
 
 def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
-    """Return an error that no rank reported: of ranks that did not end by themselves."""
+    """Return an error naming the ranks that vanished without reporting a failure."""
     if stopped:
         return error
     others = [other for other in range(_group.count) if other != _group.rank]
@@ -272,7 +272,7 @@ def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
 
 
 def _comes(key: str, seconds: float) -> bool:
-    """Return whether the store has a key within so many seconds."""
+    """Return whether a key appears in the store within `seconds`."""
     end = time.monotonic() + seconds
     while not (found := _group.store.check([key])) and time.monotonic() < end:
         time.sleep(0.05)

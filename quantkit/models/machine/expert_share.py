@@ -1,4 +1,4 @@
-"""The share of a mixture that is in memory at a time: numbers and names, for plans that load nothing."""
+"""How much of a mixture is in memory at a time: sizes and names, computed without loading a model."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_p
 
 
 def expert_of(local: str) -> str:
-    """Return `mlp.experts.3` for `mlp.experts.3.up_proj`."""
+    """Return the expert of a linear: `mlp.experts.3` for `mlp.experts.3.up_proj`."""
     return local.rpartition(".")[0]
 
 
 def largest_expert(shapes: Iterable[tuple[str, int, int]]) -> int:
-    """Return the weights of the largest of a block's experts, whose linears have these names and shapes; 0
-    for none."""
+    """Return the number of weights of a block's largest expert; 0 without experts. shapes: (name, out, in) of
+    the experts' linears."""
     sizes: dict[str, int] = {}
     for local, out_features, in_features in shapes:
         sizes[expert_of(local)] = sizes.get(expert_of(local), 0) + out_features * in_features
@@ -28,9 +28,9 @@ def largest_expert(shapes: Iterable[tuple[str, int, int]]) -> int:
 
 
 def streams(nbytes: int, free: int | None) -> bool:
-    """Return whether experts that take so much in the largest block are to be read when they are called.
+    """Return whether experts are read only when called. nbytes: of all experts of the largest block.
 
-    free: bytes of an accelerator, None where the CPU computes: that takes much longer to use an expert than
-    to read it, so it always streams.
+    free: free bytes of an accelerator; None for the CPU, which always streams, because it takes much longer
+    to compute an expert than to read it.
     """
     return nbytes > (0 if free is None else SHARE * free)

@@ -1,9 +1,9 @@
-"""Memory of the host that a process may still take, and its limits: the system, a container, the shell, or
-the user. No torch here: `quantkit plan` asks, too.
+"""Host memory that a process may still allocate, limited by the system, a container, the shell or the user.
+torch is not imported, because `quantkit plan` uses this module.
 
 Containers: `memory.max` of control groups in version 2, `memory.limit_in_bytes` in version 1, of the group
-and of all above it (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory); pages of files count as free, as
-they are given up before anything is killed.
+and its ancestors (kernel.org, admin-guide/cgroup-v2 and cgroup-v1/memory). Cached pages of files count as
+free, because the kernel drops them before it kills a process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESERVE = 256 << 20  # of an address space: heaps of threads (glibc sets aside 6
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes that may be taken on top of what the process has. whose: as an error has it, `... are free`."""
+    """Bytes that the process may still allocate. whose: words for a message: "1 GB are `whose`"."""
 
     nbytes: int
     whose: str = "free"
@@ -33,26 +33,26 @@ class Room:
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that the whole process may take, as the user chose, and its memory when the job began."""
+    """The user's limit of the whole process in bytes. resident: resident memory when the job began."""
 
     nbytes: int
     resident: int
 
     @staticmethod
     def of(max_memory: int | None) -> Limit | None:
-        """Return the limit; None if the user gave none."""
+        """Return the limit; None if the user set none."""
         return None if max_memory is None else Limit(max_memory, resident())
 
     @property
     def left(self) -> int:
-        """Return the bytes for everything else."""
+        """Return the bytes that remain for the job."""
         return max(0, self.nbytes - self.resident)
 
 
 def room() -> Room:
-    """Return the least that the system, a container or the shell allows.
+    """Return the smallest of the limits of the system, the container and the shell.
 
-    What a host or a container has is shared by the ranks on it; the other limits are a process's own.
+    The memory of a host or container is divided by the ranks on it; other limits hold per process.
     """
     shared = [Room(psutil.virtual_memory().available), *containers()]
     found = [Room(one.nbytes // distributed.local(), one.whose) for one in shared] + list(_of_process())
@@ -60,12 +60,12 @@ def room() -> Room:
 
 
 def resident() -> int:
-    """Return the bytes that this process has in memory now."""
+    """Return the resident memory of this process in bytes."""
     return psutil.Process().memory_info().rss
 
 
 def _of_process() -> Iterator[Room]:
-    """Yield what `ulimit` leaves of the address space (-v) and of memory that is written to (-d)."""
+    """Yield what `ulimit` leaves of address space (-v) and of data memory (-d)."""
     taken = None
     for kind, field, flag in ((resource.RLIMIT_AS, "vms", "-v"), (resource.RLIMIT_DATA, "data", "-d")):
         limit = resource.getrlimit(kind)[0]
@@ -76,7 +76,7 @@ def _of_process() -> Iterator[Room]:
 
 
 def containers(root: Path = Path("/")) -> list[Room]:
-    """Return memory that the control groups of this process leave. root: of the file system, for tests."""
+    """Return the memory that each control group of this process leaves. root: of the file system."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
@@ -91,8 +91,8 @@ def containers(root: Path = Path("/")) -> list[Room]:
 
 
 def _above(mount: Path, path: str, second: bool) -> Iterator[Room]:
-    """Yield the memory that a group and all above it leave; inside a container its path may be absent, but
-    the mount is its own."""
+    """Yield the memory that a group and its ancestors leave. Inside a container the group's path may be
+    absent; then the mount point itself is the group."""
     names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     own = mount / path.lstrip("/")
     for group in (own, *own.parents):
@@ -105,7 +105,7 @@ def _above(mount: Path, path: str, second: bool) -> Iterator[Room]:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; None for `max` and if there is no file."""
+    """Return the number in a file; None if the file says `max` or is absent."""
     try:
         text = path.read_text().strip()
     except OSError:
@@ -114,7 +114,7 @@ def _number(path: Path) -> int | None:
 
 
 def _given_up(path: Path, prefix: str) -> int:
-    """Return the bytes of a group's pages that files hold."""
+    """Return the bytes of cached file pages in a group."""
     try:
         rows = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
     except OSError:
@@ -137,10 +137,10 @@ _keeping = False
 
 
 def map_large_blocks(least: int = MAPPED_BYTES) -> None:
-    """Make glibc map and unmap every allocation of `least` bytes or more by itself.
+    """Make glibc map and unmap every allocation of at least `least` bytes separately.
 
-    Left alone it raises that threshold to 32 MiB as such blocks are freed, and keeps what lies
-    below in a heap that fragments. No effect where there is no glibc.
+    By default glibc raises this threshold up to 32 MiB when such blocks are freed, and keeps smaller ones in
+    a heap that fragments. No effect without glibc.
     """
     global _keeping
     _keeping = False
@@ -150,7 +150,7 @@ def map_large_blocks(least: int = MAPPED_BYTES) -> None:
 
 
 def keep_freed_pages() -> None:
-    """Make glibc keep what is freed for the next allocation, however large; undone by `map_large_blocks`."""
+    """Make glibc keep freed memory for later allocations, until `map_large_blocks` is called."""
     global _keeping
     _keeping = True
     if hasattr(_libc, "mallopt"):
@@ -160,8 +160,8 @@ def keep_freed_pages() -> None:
 
 @contextmanager
 def mapped() -> Iterator[None]:
-    """Map large blocks one by one meanwhile, also in a job that keeps freed pages: tensors that stay as long
-    as the job, and their parts, would leave a hole as large."""
+    """Map large blocks separately inside this context, even if freed pages are kept: tensors that live as
+    long as the job would leave holes in the heap."""
     kept = _keeping
     map_large_blocks()
     try:
@@ -172,7 +172,7 @@ def mapped() -> Iterator[None]:
 
 
 def return_freed_pages(also_kept: bool = False) -> None:
-    """Give whole free pages of the heap back, unless they are kept: its holes grow from block to block, and
-    inside a block of many experts, for which even kept pages are given back."""
+    """Return free pages of the heap to the system, unless freed pages are kept. also_kept: even then; needed
+    inside blocks with many experts, where holes in the heap grow."""
     if hasattr(_libc, "malloc_trim") and (also_kept or not _keeping):
         _libc.malloc_trim(0)

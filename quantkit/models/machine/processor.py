@@ -1,7 +1,7 @@
-"""Abilities of this processor, found in one place and without torch: a plan comes before torch is loaded.
+"""Features of this processor, found without torch, because `plan` runs before torch is imported.
 
-QUANTKIT_PROCESSOR, for tests and CI, answers instead: `poor` has neither; `capable` computes in bfloat16,
-which torch does everywhere, if slowly. It has int8 products only where the machine has them.
+QUANTKIT_PROCESSOR overrides them for tests and CI. `poor`: no features. `capable`: bfloat16, which torch can
+always emulate slowly; int8 products only if the machine has them.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ CPUINFO = Path("/proc/cpuinfo")  # Linux alone; elsewhere nothing is known, and 
 
 
 def has_bfloat16() -> bool:
-    """Return whether the processor multiplies bfloat16 itself; elsewhere torch converts, many times as
-    slowly.
+    """Return whether the processor multiplies bfloat16 natively; otherwise torch converts, many times slower.
 
-    oneDNN wants AVX512_BF16 for that, even for AMX; on Arm, BF16. macOS has neither oneDNN nor this list.
+    oneDNN requires AVX512_BF16, even for AMX; on Arm, BF16. macOS has neither oneDNN nor this list.
     """
     answer = _answer()
     return answer == "capable" if answer else bool(_flags(CPUINFO) & {"avx512_bf16", "bf16"})
@@ -35,7 +34,7 @@ def has_int8_products() -> bool:
 
 
 def cores() -> int:
-    """Return the physical cores that this process may use."""
+    """Return the number of physical cores that this process may use."""
     import psutil
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -50,7 +49,7 @@ def _answer() -> str:
 
 @functools.cache
 def _flags(path: Path) -> frozenset[str]:
-    """Return Linux's names of the features of the first core, which stands for all."""
+    """Return Linux's names of the features of the first core."""
     try:
         with path.open(errors="replace") as lines:
             for line in lines:

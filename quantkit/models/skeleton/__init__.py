@@ -1,11 +1,11 @@
-"""The model without its blocks' weights: embeddings, final norm and head are real, blocks come and go.
+"""The model without its blocks' weights: embeddings, final norm and head are loaded, blocks come and go.
 
-transformers builds the model on the meta device. The decoder blocks are then replaced by stubs that record
-the arguments they are called with (`recording`); a block is later run by itself with what its stub recorded,
-so masks and rotary embeddings are the model's own, whatever the architecture. There is no table of
-architectures: the blocks are the ModuleList as long as the configuration says the model is deep. Experts that
-transformers fuses are linears again (`experts`). Text does not enter the towers of other modalities: they
-stay on the meta device (`names`).
+transformers builds the model on the meta device. Stubs then replace the decoder blocks and record the
+arguments they are called with (`recording`). Later a block runs alone with these arguments, so masks and
+rotary embeddings are the model's own for every architecture. No table of architectures is needed: the blocks
+are the ModuleList whose length is the configured number of layers. Experts that transformers fuses become
+linears again (`experts`). Towers of other modalities stay on the meta device, because text does not enter
+them (`names`).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ T = TypeVar("T")
 class Skeleton:
     """A checkpoint as a model whose decoder blocks are loaded one at a time.
 
-    `blocks[i]` is the real block, on the meta device until `load_block(i)`. All tensors are in `dtype` on
-    `device`, except buffers, which keep the precision the architecture gives them. `parameters` counts
-    those of the whole model. towers: of other modalities, by name, on the meta device for good. `checkpoint`
-    has a tensor for each expert, also where one is stored for all. streams: a loaded block reads its experts
-    when they are called (`streaming`), with the same results; set it before blocks are loaded.
+    blocks: the real blocks; block i is on the meta device until `load_block(i)`. All tensors are in `dtype`
+    on `device`, except buffers, which keep the architecture's precision. parameters: number of weights of the
+    whole model. towers: models of other modalities, by name, always on the meta device. checkpoint: has one
+    tensor per expert, even if the file stacks them. streams: a loaded block reads its experts when they are
+    called (`streaming`), with the same results; set it before blocks are loaded.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -62,8 +62,8 @@ class Skeleton:
         return any(isinstance(part, experts.Experts) for block in self.blocks for part in block.modules())
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
-        """Return every parameter that the checkpoint holds, by its name in the model; values may be on
-        meta."""
+        """Return every parameter that the checkpoint holds, by its name in the model, possibly on the meta
+        device."""
         inside = {
             self.names.of_block(index, local): parameter
             for index, block in enumerate(self.blocks)
@@ -78,15 +78,15 @@ class Skeleton:
         return {name: everything[name] for name in everything if name in self.names.stored}
 
     def read(self, name: str, expected: Tensor) -> Tensor:
-        """Return the values of the model's tensor `name` on the host, in the type it computes with; see
+        """Return the values of the model's tensor `name`, on the host and in the model's dtype; see
         `Reader.read`."""
         return self._reader.read(name, expected)
 
     def load_rest(self) -> None:
-        """Load everything outside the blocks, but for towers of other modalities; tied tensors stay one
-        tensor, unless they are stored unlike.
+        """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
+        tensor, unless their stored values differ.
 
-        Raises QuantkitError for an architecture whose blocks cannot be run by themselves.
+        Raises QuantkitError if the architecture's blocks cannot run alone.
         """
         tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
         state = {
@@ -100,18 +100,18 @@ class Skeleton:
         self._recorder.learn()
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`;
-        see `flow` for models that pass more than that from block to block."""
+        """Return the hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`.
+        Models that pass more than hidden states between blocks return a `flow`."""
         return self._recorder.embed(ids)
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the hidden states after block `index`, in their own precision, which must be the block's."""
+        """Return the hidden states after block `index`. `hidden` must have the block's dtype."""
         with torch.no_grad():
             return self._recorder.run(index, self.blocks[index], hidden)
 
     def trace_block(self, index: int, hidden: Tensor, values: Mapping[str, Tensor]) -> Tensor:
-        """Return `run_block` with these values in place of the block's parameters, by their names in it;
-        autograd follows into both."""
+        """Return `run_block` with `values` in place of the block's parameters, by their names in the block.
+        autograd tracks `hidden` and `values`."""
 
         def block(*args, **kwargs):
             return functional_call(self.blocks[index], dict(values), args, kwargs)
@@ -119,27 +119,27 @@ class Skeleton:
         return self._recorder.run(index, block, hidden)
 
     def in_step(self, index: int, run: Callable[[int], T], count: int) -> Iterator[T]:
-        """Yield `run(0)`, `run(1)` … up to `count`, each of which runs block `index`: one after another, or
-        some at a time if the block's experts are streamed, so that these are read once for all of them."""
+        """Yield `run(k)` for k below `count`; each call runs block `index`. If the block's experts are
+        streamed, several calls run interleaved, so that each expert is read once for all of them."""
         keeper = self._keepers.get(index)
         return keeper.in_step(run, count) if keeper else map(run, range(count))
 
     def outputs(self, index: int, batches: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Yield `run_block` of every batch of hidden states."""
+        """Yield the output of `run_block` for every batch of hidden states."""
         return self.in_step(index, lambda k: self.run_block(index, batches[k]), len(batches))
 
     def logits(self, hidden: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the last block's output `hidden [tokens, hidden]`.
 
-        The model's own code runs what follows the blocks: norm, head, soft-capping, scaling. values: in place
-        of parameters outside the blocks, by their names in the model; autograd follows into both.
+        The model's own code runs norm, head, soft-capping and scaling. values: replace parameters outside the
+        blocks, by their names in the model; autograd tracks `hidden` and `values`.
         """
         return self._recorder.logits(hidden, values)
 
     def fetch_block(
         self, index: int, checkpoint: Checkpoint | None = None, decoded: bool = False
     ) -> FetchedBlock:
-        """Read block `index` into the host's memory; see `load_block`. The device may work meanwhile."""
+        """Read block `index` into host memory, for `load_block`. The device may compute meanwhile."""
         block, names = self.blocks[index], None
         if self.streams:
             experts = streaming.streamed(block)
@@ -156,11 +156,11 @@ class Skeleton:
         decoded: bool = False,
         fetched: FetchedBlock | None = None,
     ) -> nn.Module:
-        """Load the weights of block `index`, from `checkpoint` instead of the skeleton's own if given, or as
-        they were `fetched` before.
+        """Load the weights of block `index` and return the block. checkpoint: replaces the skeleton's own.
+        fetched: the result of `fetch_block`, if it was called before.
 
-        Packed linears compute as `install` says; `decoded`: with the decoded weight alone, whatever the
-        layout does to activations.
+        Packed linears compute as `install` says; with `decoded` they compute with the decoded weight and do
+        not quantize activations.
         """
         block = self.blocks[index]
         self._installer.load(block, fetched or self.fetch_block(index, checkpoint, decoded))
@@ -170,19 +170,19 @@ class Skeleton:
         return block
 
     def away(self, index: int) -> frozenset[str]:
-        """Return the linears of a loaded block that are read when they are called."""
+        """Return the linears of a loaded block that are not in memory but read when called (streamed)."""
         return frozenset(streaming.streamed(self.blocks[index]) if index in self._keepers else ())
 
     def lend(self, index: int, linears: Sequence[str]) -> None:
-        """Keep these of the linears that are `away` in memory, and no others, until others are lent."""
+        """Keep these streamed linears in memory, and no others, until the next call."""
         self._keepers[index].lend(linears)
 
     def keep_changed(self, index: int, name: str, again: Callable[[], Tensor]) -> None:
-        """Replace a parameter of a linear that is `away` by the values that `again` returns."""
+        """Replace a streamed linear's parameter: from now on `again` returns its values."""
         self._keepers[index].keep_changed(name, again)
 
     def part(self, index: int, local: str) -> nn.Module:
-        """Return module `local` of a loaded block, with its weights in memory."""
+        """Return module `local` of a loaded block with its weights in memory."""
         module = self.blocks[index].get_submodule(local)
         if isinstance(module, streaming.ExpertLinear) and module.keeper:
             return module.keeper.provide(module)
@@ -197,11 +197,11 @@ class Skeleton:
         stored: str,
         again: Callable[[], dict[str, Tensor]],
     ) -> Tensor:
-        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`,
-        and return the decoded weight `[out, in]`.
+        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`, and
+        return the decoded weight `[out, in]`.
 
-        That is the decoded weight, or the layout's own module where activations are quantized, too. A
-        streamed expert asks for its parts `again` when it comes back into memory.
+        If activations are quantized too, the layout's own module replaces the linear. again: returns the
+        parts of a streamed expert whenever it is read again.
         """
         self.part(index, local)
         if keeper := self._keepers.get(index):
@@ -209,17 +209,17 @@ class Skeleton:
         return self._installer.install(self.blocks[index], local, layout, parts, stored)
 
     def free_block(self, index: int) -> None:
-        """Give the memory of block `index` back to the system; its parameters return to meta."""
+        """Release the memory of block `index`; its parameters return to the meta device."""
         if keeper := self._keepers.pop(index, None):
             keeper.close()
         self._installer.free(self.blocks[index])
 
     def stored_dtype(self, index: int, local: str) -> torch.dtype:
-        """Return precision in which a parameter of block `index` is stored; if packed, the model's own."""
+        """Return the stored dtype of a parameter of block `index`; for a packed linear, the model's own."""
         return self._reader.stored_dtype(self.names.stored_of(index, local))
 
     def as_stored(self, index: int, local: str) -> tuple[str, Tensor]:
-        """Return stored name of a parameter of block `index`, and its present values as they are stored."""
+        """Return a parameter of block `index` as the checkpoint stores it: its stored name and its values."""
         owner, _, leaf = local.rpartition(".")
         tensor = getattr(self.part(index, owner), leaf).to(self.stored_dtype(index, local))
         transposed = self.names.of_block(index, local) in self.names.transposed

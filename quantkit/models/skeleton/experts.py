@@ -1,9 +1,9 @@
-"""Experts taken apart: one linear per expert and projection instead of transformers' 3-D parameters.
+"""Split fused experts: one linear per expert and projection instead of transformers' 3-D parameters.
 
-While it loads a mixture, transformers fuses experts into `gate_up_proj [experts, 2 * inner, hidden]` and
-`down_proj [experts, hidden, inner]` (its decorator `use_experts_implementation` says how: transposed,
-concatenated or interleaved, with biases, without a gate). Here they become linears again, by the names they
-have in the checkpoint, and sites, grids, solvers and layouts see linears alone.
+transformers fuses experts into `gate_up_proj [experts, 2 * inner, hidden]` and
+`down_proj [experts, hidden, inner]` when it loads a mixture. Its decorator `use_experts_implementation` says
+how: transposed, concatenated or interleaved, with biases, without a gate. Here they become linears with the
+checkpoint's names, so that sites, grids, solvers and layouts only see linears.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's pattern
 
 @dataclass(frozen=True)
 class Routed:
-    """The input of a layer of experts in a forward. hidden: rows that enter it, `[n, hidden]`; rows: those of
-    each expert."""
+    """The input of a layer of experts in one forward pass. hidden: `[n, hidden]`; rows: which rows of
+    `hidden` each expert gets."""
 
     hidden: Tensor
     rows: Sequence[Tensor | slice]
 
     def count(self, index: int) -> int:
-        """Return the rows of one expert."""
+        """Return the number of rows of one expert."""
         rows = self.rows[index]
         return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 class Experts(nn.Module):
-    """All experts of a layer, child `E` with a linear for each projection. `names`: of gate, up and down.
+    """All experts of a layer; child `E` is expert E with one linear per projection. names: of gate, up and
+    down.
 
-    The pass goes through gate and up of all experts before any down: `entering` sees the inputs of all, and
-    `between` what enters all down projections, each token once per expert it is routed to. Every linear is
-    called once in a forward, if without tokens.
+    A forward pass computes gate and up of all experts before any down. Module `entering` sees the inputs of
+    all experts, and `between` the inputs of all down projections, one row per token and expert. Every linear
+    is called once per forward pass, possibly without tokens.
     """
 
     def __init__(self, fused: nn.Module, form: Form, names: tuple[str, str, str]):
@@ -69,7 +70,8 @@ class Experts(nn.Module):
             self.add_module(str(expert), child)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return outputs for `hidden [tokens, hidden]`, by its tokens' experts `[tokens, k]` and weights."""
+        """Return the output for `hidden [tokens, hidden]`, given each token's experts and weights
+        `[tokens, k]`."""
         hidden = self.entering(hidden)
         chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
         inner = torch.cat([self.inner(expert, hidden[rows]) for expert, (rows, _) in enumerate(chosen)])
@@ -84,20 +86,20 @@ class Experts(nn.Module):
         return out
 
     def routed(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
-        """Return the rows of a forward that go to each expert."""
+        """Return which rows of the input go to each expert."""
         return Routed(hidden, [torch.where(top_k_index == expert)[0] for expert in range(self.count)])
 
     def alone(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the output of one expert for `hidden [tokens, hidden]`, whatever the router says."""
+        """Return the output of one expert for all of `hidden [tokens, hidden]`, without the router."""
         inner = self.inner(index, hidden)
         found = self.get_submodule(f"{index}.{self.down}")(inner)
         return self.fused.post_expert_norm(found) if self.form.normed else found
 
     def inner(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the input of the down projection of one expert for `hidden [tokens, hidden]`; the gate is
-        the architecture's own.
+        """Return the input of one expert's down projection for `hidden [tokens, hidden]`, with the
+        architecture's own gate.
 
-        Each linear is looked up when its turn comes: what came before may have put another in its place.
+        Linears are looked up right before the call, because an earlier call may have replaced them.
         """
         expert = self.get_submodule(str(index))
         gate = expert.get_submodule(self.gate)(hidden) if self.form.gated else None
@@ -112,8 +114,8 @@ class Experts(nn.Module):
 
 
 class SortedExperts(Experts):
-    """Experts that are given every token, as Llama 4's: `[experts * tokens, hidden]`, the first expert's
-    first, weighted before; zeros where a token is not routed to an expert, and so are its outputs."""
+    """Experts as in Llama 4: the input `[experts * tokens, hidden]` has all tokens for every expert, already
+    weighted; tokens that are not routed to an expert are zeros, and so are their outputs."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the experts' outputs for all rows."""
@@ -128,7 +130,7 @@ class SortedExperts(Experts):
         return out
 
     def routed(self, hidden: Tensor) -> Routed:
-        """Return the rows of a forward that go to each expert."""
+        """Return which rows of the input go to each expert."""
         routed = hidden.any(-1)
         counts = routed.view(self.count, -1).sum(-1).tolist()
         rows = [slice(e - n, e) for e, n in zip(accumulate(counts), counts, strict=True)]
@@ -136,15 +138,15 @@ class SortedExperts(Experts):
 
 
 def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
-    """Put `Experts` in place of all fused experts of a model on the meta device."""
+    """Replace all fused experts of a model on the meta device by `Experts`."""
     for layer in fused_layers(model) if layers is None else layers:
         kind = Experts if layer.form.routes else SortedExperts
         model.set_submodule(layer.place, kind(layer.module, layer.form, layer.names))
 
 
 def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
-    """Take the model's experts apart, and return the checkpoint with a tensor for each; see
-    `fused.one_by_one`."""
+    """Split the model's fused experts, and return the checkpoint with one tensor per expert and projection;
+    see `fused.one_by_one`."""
     layers = fused_layers(model)
     found = one_by_one(model, checkpoint, layers) if layers else checkpoint
     take_apart(model, layers)
@@ -152,14 +154,14 @@ def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def fused_layers(model: nn.Module) -> list[Fused]:
-    """Return the layers whose experts transformers holds in parameters of all of them."""
+    """Return the layers whose experts transformers fuses into 3-D parameters."""
     names = _names(model)
     modules = ((place, module, form_of(module)) for place, module in model.named_modules())
     return [Fused(place, module, form, names) for place, module, form in modules if form is not None]
 
 
 def _names(model: nn.Module) -> tuple[str, str, str]:
-    """Return this model's names of an expert's gate, up and down projections in checkpoints."""
+    """Return the names of an expert's gate, up and down projections in this model's checkpoints."""
     found: dict[str, list[str]] = {}
     for rule in get_model_conversion_mapping(model):
         if isinstance(rule, WeightConverter):

@@ -1,11 +1,10 @@
-"""Flow: all that passes from block to block for a batch of tokens, side by side in one tensor.
+"""Flow: all data that passes from block to block for a batch of tokens, packed into one tensor.
 
-Most models pass hidden states `[batch, tokens, hidden]`, and these are the flow. Others pass several streams
+In most models the flow is the hidden states `[batch, tokens, hidden]`. Some models pass several streams
 (`[streams, batch, tokens, hidden]` in Gemma 3n, `[batch, tokens, streams, hidden]` with hyper-connections),
-give their blocks what depends on the ids (embeddings per layer, routing by hash), or let later blocks read
-what earlier ones have left (keys and values, chosen tokens, a router's states). Then the flow is `[batch,
-tokens, width]`: streams, ids and what was left one after another, so that code that keeps, moves and cuts
-hidden states does so with all of it.
+need the ids in their blocks (embeddings per layer, routing by hash), or let later blocks read data of earlier
+ones (keys and values, chosen tokens, a router's states). Then the flow is `[batch, tokens, width]`: streams,
+ids and such data side by side. Code that stores, moves and splits hidden states handles all of it.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ DIGITS, BASE = 3, 256  # of a whole number: fractions of 256, which every floati
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of the flow. batch, tokens: its axes of these; rest: sizes of the others, in their order.
-    whole: of whole numbers, such as ids, or places of tokens."""
+    """A tensor of the flow. batch, tokens: its axes with these; rest: sizes of the other axes in order.
+    whole: it holds integers, such as ids or positions."""
 
     batch: int
     tokens: int
@@ -33,8 +32,8 @@ class Part:
 
     @staticmethod
     def between(small: Sequence[int], more_rows: Sequence[int], more_tokens: Sequence[int]) -> Part | None:
-        """Return the part of a tensor from its shape `small`, its shape with more rows in the batch, and with
-        more tokens; None if not exactly one axis differs in each."""
+        """Return the Part of a tensor from its shapes for a small batch, for more rows and for more tokens;
+        None unless exactly one axis grows each time."""
         shapes = (small, more_rows, more_tokens)
         if len({len(shape) for shape in shapes}) > 1:
             return None
@@ -49,8 +48,9 @@ class Part:
 
     @staticmethod
     def left(tensor: Tensor, rows: int, tokens: int) -> Part:
-        """Return the part of keys or values, `[batch, heads, tokens, head]`, or of a tensor with other axes
-        next to rows and tokens. Raises ValueError for a tensor that is not by token."""
+        """Return the Part of a tensor that a block leaves for others: keys or values
+        `[batch, heads, tokens, head]` or other axes after the batch. Raises ValueError if no axis has the
+        number of tokens."""
         shape = tensor.shape
         by_tokens = [axis for axis, size in enumerate(shape) if axis and size == tokens]
         if not by_tokens or shape[0] != rows:
@@ -62,17 +62,17 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Return the columns in the flow."""
+        """Return the number of columns that the tensor takes in the flow."""
         return math.prod(self.rest) * (DIGITS if self.whole else 1)
 
     def pack(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return `[batch, tokens, width]`."""
+        """Return the tensor as columns `[batch, tokens, width]`."""
         moved = tensor.movedim((self.batch, self.tokens), (0, 1))
         moved = digits(moved).to(dtype) if self.whole else moved
         return moved.reshape(*moved.shape[:2], self.width)
 
     def unpack(self, columns: Tensor) -> Tensor:
-        """Return the tensor of its columns `[batch, tokens, width]`."""
+        """Invert `pack`: return the tensor of columns `[batch, tokens, width]`."""
         if self.whole:
             columns = whole_numbers(columns.reshape(*columns.shape[:2], *self.rest, DIGITS))
         moved = columns.reshape(*columns.shape[:2], *self.rest)
@@ -84,16 +84,15 @@ IDS = Part(0, 1, (), whole=True)
 
 @dataclass
 class Flow:
-    """The flow of a model. hidden: its hidden states; by_ids: whether its blocks also need the ids."""
+    """The flow of a model. hidden: the Part of its hidden states; by_ids: its blocks also need the ids."""
 
     hidden: Part = Part(0, 1, ())
     by_ids: bool = False
     _left: dict[tuple[int, int], tuple[list[Part], TreeSpec]] = field(default_factory=dict)
 
     def pack(self, index: int, hidden: Tensor, ids: Tensor | None, left: PyTree) -> Tensor:
-        """Return the flow that enters block `index`: hidden states, the ids they come from, and what earlier
-        blocks left, a tree of tensors, `()` for none. Raises ValueError for something left that is not by
-        token."""
+        """Return the flow that enters block `index`. left: tree of tensors that earlier blocks left, `()` for
+        none. Raises ValueError if a tensor in it has no axis of tokens."""
         parts, tensors = [self.hidden], [hidden]
         if self.by_ids:
             parts, tensors = [*parts, IDS], [*tensors, ids.to(hidden.device)]
@@ -109,7 +108,8 @@ class Flow:
         return flow
 
     def unpack(self, index: int, flow: Tensor) -> tuple[Tensor, Tensor | None, PyTree]:
-        """Invert `pack`; nothing was left if the flow did not come from there."""
+        """Invert `pack`: return hidden states, ids and `left`; `()` if no `left` was packed for this
+        block."""
         others, spec = self._left.get((index, flow.shape[-1]), ([], None))
         parts = [self.hidden, *[IDS] * self.by_ids, *others]
         columns = flow.split([part.width for part in parts], -1)
@@ -121,7 +121,7 @@ class Flow:
 
 
 def digits(numbers: Tensor) -> Tensor:
-    """Return `[..., DIGITS]` of whole numbers, float32 between 0 and 1."""
+    """Return the digits `[..., DIGITS]` of integers, as float32 between 0 and 1."""
     places = BASE ** torch.arange(DIGITS, device=numbers.device)
     return (numbers[..., None] // places % BASE).float() / BASE
 

@@ -1,8 +1,8 @@
-"""Fused experts of a checkpoint: which part of a tensor of all experts is one expert's projection.
+"""Fused experts of a checkpoint: which slice of a stacked tensor is one expert's projection.
 
-Some families store all experts of a layer in one tensor, as transformers' parameters are (`Form` says how).
-The checkpoint then appears to hold one tensor per expert and projection instead, each a slice of the stored
-one, by the names that families have which store experts one by one.
+Some model families store all experts of a layer in one tensor, like transformers' parameters (`Form` says
+how). For these, the checkpoint is made to look as if each expert and projection had its own tensor, a slice
+of the stored one, with the names of families that store experts one by one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 
 @dataclass(frozen=True)
 class Form:
-    """The arrangement of a layer's experts: `down_proj [experts, hidden, inner]`, and `gate_up_proj [experts,
-    2 * inner, hidden]`, or `up_proj` of half the size if experts are not gated.
+    """How a layer's experts are stacked: `down_proj [experts, hidden, inner]` and
+    `gate_up_proj [experts, 2 * inner, hidden]`, or `up_proj` of half that size without gates.
 
-    transposed: the last two axes the other way round. concatenated: all of gate's outputs before up's,
-    instead of one of each in turn. biased: `…_proj_bias` without the last axis. normed: a norm follows each
-    expert. routes: a forward receives the expert of each token, not the tokens of each expert in turn.
+    transposed: the last two axes are swapped. concatenated: all of gate's outputs come before up's; otherwise
+    they alternate. biased: there are biases `…_proj_bias` without the last axis. normed: a norm follows each
+    expert. routes: forward gets each token's experts; otherwise the tokens of all experts in turn.
     """
 
     transposed: bool = False
@@ -44,9 +44,9 @@ class Form:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """Return how a module holds experts; None if it holds none.
+    """Return how a module stacks its experts; None if it holds none.
 
-    transformers' decorator says it, and where a class has none (Llama 4), the shapes.
+    transformers' decorator gives the form; for a class without it (Llama 4), the shapes do.
     """
     own = {name: parameter.ndim for name, parameter in module.named_parameters(recurse=False)}
     if own.get(DOWN) != 3:
@@ -70,7 +70,7 @@ def form_of(module: nn.Module) -> Form | None:
 
 @dataclass(frozen=True)
 class Fused:
-    """The experts of the layer at `place` in the model. names: of an expert's gate, up and down."""
+    """The fused experts of a layer. place: name in the model; names: of an expert's gate, up and down."""
 
     place: str
     module: nn.Module
@@ -78,8 +78,8 @@ class Fused:
     names: tuple[str, str, str]
 
     def parts(self) -> Iterator[tuple[str, str, slice]]:
-        """Yield a parameter, an expert's projection in it (`gate_proj.weight`), and the outputs of that
-        projection."""
+        """Yield each parameter, the projection in it (such as `gate_proj.weight`), and the slice of its
+        outputs that is this projection."""
         gate, up, down = self.names
         everything = slice(None)
         rows = [(UP, up, everything), (DOWN, down, everything)]
@@ -95,7 +95,7 @@ class Fused:
                 yield parameter + BIAS, f"{name}.bias", outputs
 
     def directory(self, stored: str) -> str:
-        """Return the place of the experts in the checkpoint that holds them in `stored`."""
+        """Return the name of the experts in a checkpoint whose stacked tensor is called `stored`."""
         directory, _, last = stored.rpartition(".")
         if last.startswith((GATE_UP, UP, DOWN)):
             return directory
@@ -104,10 +104,10 @@ class Fused:
         return head + self.place.removeprefix(mine)
 
     def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Slice]:
-        """Return an expert's `part` of the stored parameter for every expert, by the place of experts in the
-        model.
+        """Return the slice `part` of a stored parameter for every expert. outputs: rows of the slice. Keys
+        are names in the model.
 
-        Raises QuantkitError if the tensor has another shape than the parameter.
+        Raises QuantkitError if the stored shape differs from the parameter's.
         """
         expected = tuple(self.module.get_parameter(parameter).shape)
         matrices = len(expected) == 3
@@ -136,8 +136,8 @@ class Fused:
 
 
 def one_by_one(model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]) -> Checkpoint:
-    """Return the checkpoint with a tensor for each expert's projections. `model` still has the fused
-    parameters. Raises QuantkitError for tensors of another shape."""
+    """Return the checkpoint with one tensor per expert and projection. model: still has fused parameters.
+    Raises QuantkitError if a stored shape differs from a parameter's."""
     stored = meta_model.resolve_names(model, checkpoint.names)
     infos = dict(checkpoint.infos)
     for layer in layers:

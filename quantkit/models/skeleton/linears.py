@@ -12,7 +12,7 @@ ROUTER = "router"
 
 
 def linears(skeleton: Skeleton) -> list[LinearSpec]:
-    """Return every linear of every block, without a grid."""
+    """Return every linear of every block; its grid is None."""
     specs = []
     for index, block in enumerate(skeleton.blocks):
         routers = _routers(block)
@@ -29,7 +29,7 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
 
 
 def _routers(block: nn.Module) -> set[str]:
-    """Return the linears that weigh experts: one output per expert, or one for a shared expert's gate."""
+    """Return the linears of routers: one output per expert, or one output for a shared expert's gate."""
     found = set()
     for place, layer in block.named_modules():
         if isinstance(layer, Experts):
@@ -42,8 +42,8 @@ def _routers(block: nn.Module) -> set[str]:
 
 
 def kept_parameters(skeleton: Skeleton) -> list[dict]:
-    """Return name, shape and bytes of the blocks' parameters that are no linears and so keep their bytes:
-    routers, convolutions; no vectors (norms, biases)."""
+    """Return name, shape and bytes of matrices in blocks that are not linears, such as routers and
+    convolutions. These are not quantized."""
     found = {}
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}

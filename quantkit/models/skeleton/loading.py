@@ -1,4 +1,4 @@
-"""Loading: tensors of the checkpoint as the model computes with them; into a block, and out of it again."""
+"""Load tensors of the checkpoint, in the model's dtype, into blocks, and remove them again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from quantkit.models.skeleton.names import Names
 
 @dataclass(frozen=True)
 class FetchedBlock:
-    """A block in the host's memory. tensors: by name inside the block; parts: of its packed linears, which
-    lie in `layout`; stored: their stored names."""
+    """A block in host memory. tensors: by name in the block. parts: stored tensors of each packed linear, in
+    `layout`. stored: the packed linears' stored names."""
 
     tensors: dict[str, Tensor]
     parts: dict[str, dict[str, Tensor]]
@@ -32,7 +32,7 @@ class FetchedBlock:
 
 @dataclass(frozen=True)
 class Reader:
-    """A reader of tensors from `checkpoint`, for a model that computes in `dtype` on `device`."""
+    """Reads tensors from `checkpoint` for a model that computes in `dtype` on `device`."""
 
     names: Names
     checkpoint: Checkpoint
@@ -40,7 +40,7 @@ class Reader:
     device: torch.device
 
     def read(self, name: str, expected: Tensor) -> Tensor:
-        """Return the values of the model's tensor `name`; Conv1D weights are `[out, in]`.
+        """Return the values of the model's tensor `name`; Conv1D weights are transposed to `[out, in]`.
 
         Raises QuantkitError unless they have the shape of `expected` and are finite.
         """
@@ -56,8 +56,8 @@ class Reader:
     def block(
         self, index: int, block: nn.Module, decoded: bool, names: Collection[str] | None = None
     ) -> FetchedBlock:
-        """Read the parameters of block `index`, all or those of these names inside it; packed linears stay
-        packed unless they are to be `decoded`."""
+        """Read the parameters of block `index`. names: of these only, inside the block. Packed linears stay
+        packed unless `decoded`."""
         expected = _state(block, names)
         full = {name: self.names.of_block(index, name) for name in expected}
         stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
@@ -72,14 +72,14 @@ class Reader:
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
 
     def place(self, name: str) -> tuple[str, int]:
-        """Return file and byte at which the model's tensor `name` begins. In this order a disk reads on."""
+        """Return file and offset of the model's tensor `name`: a sort key for reading sequentially."""
         names = self.names.joined.get(name) or filter(None, [self.names.stored.get(name)])
         parts = [part for stored in names for part in self.checkpoint.stored_as(stored)]
         infos = [self.checkpoint.infos[part] for part in parts if part in self.checkpoint.infos]
         return min(((str(info.file), info.offset) for info in infos), default=("", 0))
 
     def stored_dtype(self, stored: str) -> torch.dtype:
-        """Return the precision in which a parameter is stored; if packed, the model's own."""
+        """Return the stored dtype of a parameter; for a packed one, the model's own."""
         if self.checkpoint.is_quantized(stored):
             declared = self.checkpoint.config.dtype
             return declared if isinstance(declared, torch.dtype) else self.dtype
@@ -87,7 +87,7 @@ class Reader:
 
 
 class Installer:
-    """An installer of weights, in `dtype` on `device`, in blocks of the meta device."""
+    """Puts weights, in `dtype` on `device`, into blocks on the meta device."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self._dtype = dtype
@@ -95,7 +95,7 @@ class Installer:
         self._replaced: dict[tuple[nn.Module, str], nn.Module] = {}  # linears whose place was given away
 
     def load(self, block: nn.Module, fetched: FetchedBlock) -> None:
-        """Put in all that was fetched."""
+        """Put all tensors of `fetched` into the block."""
         state = {name: tensor.to(self._device, non_blocking=True) for name, tensor in fetched.tensors.items()}
         block.load_state_dict(state, strict=False, assign=True)
         block.requires_grad_(False)
@@ -106,7 +106,7 @@ class Installer:
                 self.install(block, local, fetched.layout, self.placed(parts), stored)
 
     def placed(self, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Move the tensors of a dict to the device, in the dict."""
+        """Move the tensors of a dict to the device, in place, and return the dict."""
         for part, tensor in parts.items():
             parts[part] = tensor.to(self._device)
         return parts
@@ -114,7 +114,7 @@ class Installer:
     def install(
         self, block: nn.Module, local: str, layout: Layout, parts: dict[str, Tensor], stored: str
     ) -> Tensor:
-        """Install packed parts in a block; see `Skeleton.install`."""
+        """Make a linear compute with packed parts, and return its decoded weight; see `Skeleton.install`."""
         linear = block.get_submodule(local)
         layout = layout.at(stored.removesuffix(".weight"))
         values = layout.values(parts).to(self._dtype)
@@ -128,7 +128,7 @@ class Installer:
         return values
 
     def give_up(self, block: nn.Module, local: str) -> None:
-        """Let go of the values of one linear, which has its place again; its parameters return to meta."""
+        """Release one linear: the original module returns to its place, with parameters on meta."""
         if (block, local) in self._replaced:
             block.set_submodule(local, self._replaced.pop((block, local)))
         linear = block.get_submodule(local)
@@ -136,7 +136,7 @@ class Installer:
             setattr(linear, name, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
     def free(self, block: nn.Module) -> None:
-        """Give its memory back to the system; its parameters return to meta."""
+        """Release a block's memory to the system; its parameters return to the meta device."""
         for key in [key for key in self._replaced if key[0] is block]:
             block.set_submodule(key[1], self._replaced.pop(key))
         state = {name: parameter.to("meta") for name, parameter in block.named_parameters()}
@@ -145,7 +145,7 @@ class Installer:
 
 
 def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
-    """Return parameters and buffers of a state dict, all or some; a mixture's takes a while to make."""
+    """Return parameters and buffers by name, or only `names`, because all take long in a mixture."""
     if names is None:
         return block.state_dict(keep_vars=True)  # not a view of any is made: this is the reading thread
     found = ((name, *name.rpartition(".")[::2]) for name in names)

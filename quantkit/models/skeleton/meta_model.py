@@ -1,4 +1,4 @@
-"""The model as transformers builds it, on the meta device: shapes and buffers, no weights."""
+"""The model as transformers builds it on the meta device: shapes and buffers, no weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUFFER_BYTES = 4 << 30  # what is computed of a configuration alone: masks and f
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Return the model on the meta device with real buffers (rotary frequencies are not stored anywhere)."""
+    """Return the model on the meta device, but with real buffers: checkpoints lack rotary frequencies."""
     model = empty(checkpoint.config, checkpoint.source, dtype, checkpoint.trust_remote_code)
     try:
         nbytes = sum(buffer.nbytes for buffer in model.buffers())
@@ -53,7 +53,7 @@ def empty(
     dtype: torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Build the model that `config` describes, shapes alone; with its towers if it is multimodal.
+    """Return the model that `config` describes, on the meta device; a multimodal one includes its towers.
 
     Raises QuantkitError if it is no language model.
     """
@@ -87,7 +87,7 @@ def _no_model(source: str, error: Exception) -> QuantkitError:
 
 
 def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:
-    """Return the name of the part that `text_config` describes; "" where that is the whole model."""
+    """Return the name of the language model inside `model`; "" if it is the whole model."""
     text = checkpoint.text_config
     if text is checkpoint.config:
         return ""
@@ -96,8 +96,7 @@ def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:
 
 
 def towers(model: nn.Module, language: str) -> list[str]:
-    """Return the names of the models next to the language model, such as a vision tower: text does not enter
-    them."""
+    """Return the names of models outside the language model, such as a vision tower."""
     found: list[str] = []
     for name, _ in submodels(model):
         related = f"{language}.".startswith(f"{name}.") or name.startswith(f"{language}.")
@@ -107,13 +106,12 @@ def towers(model: nn.Module, language: str) -> list[str]:
 
 
 def submodels(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the models inside, from the outside in, with their names."""
+    """Yield name and module of every model inside, outer ones first."""
     return (found for found in model.named_modules() if isinstance(found[1], transformers.PreTrainedModel))
 
 
 def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
-    """Map names in the model to stored names, by transformers' own rules (prefixes present or missing,
-    renamings)."""
+    """Map names in the model to stored names by transformers' rules: added or removed prefixes, renamings."""
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     wanted = model.state_dict()
     targets = {
@@ -127,7 +125,7 @@ def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
 def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]]:
     """Map names in the model to stored names of the parts that transformers concatenates along dimension 0.
 
-    Weights of linears are not among them: what is quantized is what is stored.
+    Weights of linears are excluded: linears are quantized as they are stored.
     """
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
     wanted = model.state_dict()
@@ -152,8 +150,8 @@ def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
-    """Find the decoder blocks and the name of their list: as long as the language model is deep, and in it;
-    of several, the outermost. Raises QuantkitError for none."""
+    """Return the list of decoder blocks and its name: the outermost ModuleList in the language model with as
+    many modules as the configuration has layers. Raises QuantkitError if there is none."""
     depth = getattr(checkpoint.text_config, "num_hidden_layers", None)
     language = language_model(model, checkpoint)
     inside = model.get_submodule(language).named_modules(prefix=language)
@@ -173,7 +171,7 @@ def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.Modul
 
 
 def replace_conv1d(model: nn.Module) -> set[str]:
-    """Turn GPT-2's Conv1D (`[in, out]`) into nn.Linear; returns the names of the weights to transpose."""
+    """Replace GPT-2's Conv1D (`[in, out]`) by nn.Linear. Returns the names of weights to transpose."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
     for name, module in found.items():
         owner, _, leaf = name.rpartition(".")

@@ -1,8 +1,8 @@
-"""Names: which tensor of the checkpoint is which parameter of the model, and whether all are there.
+"""Names: map the model's parameters to the checkpoint's tensors, and check that all are there.
 
-Next to the language model are towers of other modalities, projectors, prediction heads. Text does not enter a
-tower, so it is never loaded; a stand-in shows its attributes to the model. All of it is copied byte for byte,
-and clients learn by name what is not quantized.
+A checkpoint may hold more than the language model: towers of other modalities, projectors, prediction heads.
+Text does not enter a tower, so it is never loaded; a stand-in with its attributes replaces it. All these
+tensors are copied byte for byte, and the configuration names them as not quantized.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from quantkit.models.skeleton import meta_model
 
 
 class Names:
-    """Names of tensors. blocks: the list of decoder blocks. stored: name in the model -> in the checkpoint.
-    joined: name in the model -> of its parts in the checkpoint, one below the other. shapes: of all
-    parameters, by name in the model. transposed: weights that are stored `[in, out]`. language: name of the
-    language model inside a wrapper, else "". towers: of the models next to it, which are never loaded."""
+    """Names of tensors. blocks: name of the list of decoder blocks. stored: name in the model -> in the
+    checkpoint. joined: name in the model -> names of its concatenated parts in the checkpoint. shapes: of all
+    parameters, by name in the model. transposed: weights stored as `[in, out]`. language: name of the
+    language model in a wrapper, or "". towers: names of the other models in the wrapper, which are never
+    loaded."""
 
     def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -39,16 +40,16 @@ class Names:
         self.towers = meta_model.towers(model, self.language)
 
     def of_block(self, index: int, local: str) -> str:
-        """Return the name in the model of `local` in block `index`."""
+        """Return the model's name of `local` in block `index`."""
         return f"{self.blocks}.{index}.{local}"
 
     def stored_of(self, index: int, local: str) -> str:
-        """Return the name in the checkpoint of `local` in block `index`."""
+        """Return the checkpoint's name of `local` in block `index`."""
         return self.stored[self.of_block(index, local)]
 
     @property
     def stored_blocks(self) -> tuple[str, ...]:
-        """Return the prefix of every block's stored names."""
+        """Return the prefix of each block's names in the checkpoint."""
         first = f"{self.blocks}.0."
         alike = (
             stored.removesuffix(name.removeprefix(first)).removesuffix("0.")
@@ -63,15 +64,15 @@ class Names:
         return name.startswith(tuple(f"{tower}." for tower in self.towers))
 
     def missing(self) -> list[str]:
-        """Return the parameters of the model that the checkpoint does not hold and no tie provides."""
+        """Return the model's parameters that neither the checkpoint nor a tied tensor provides."""
         ties = self._tied.items()  # either of two tied names provides the other
         provided = {name for pair in ties if self.stored.keys() & set(pair) for name in pair}
         provided |= self.stored.keys() | self.joined.keys() | self._tied.keys()
         return sorted({name for name in self._twice if not self.in_tower(name)} - provided)
 
     def misshapen(self) -> list[str]:
-        """Return messages about wrong shapes of stored tensors, the blocks' first, from headers alone. Shapes
-        of packed linears are known once they are decoded."""
+        """Return messages about wrong shapes in the headers, those of blocks first. Shapes of packed linears
+        are checked when they are decoded."""
         found = []
         for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
             stored = self.stored.get(name)
@@ -84,8 +85,8 @@ class Names:
         return found
 
     def quantized_elsewhere(self) -> list[str]:
-        """Return parameters that are stored as codes but are no linear of a block, such as routers; those
-        outside the blocks may be packed."""
+        """Return parameters of blocks that are stored as codes but are no linears, such as routers. Outside
+        the blocks, codes are allowed."""
         found = []
         for name, stored in self.stored.items():
             inside = name.startswith(f"{self.blocks}.") and name in self.shapes and name not in self._linears
@@ -96,8 +97,8 @@ class Names:
         return found
 
     def check_complete(self) -> None:
-        """Raise QuantkitError naming every parameter that the checkpoint lacks, or has in another shape, or
-        that several blocks share."""
+        """Raise QuantkitError naming every parameter that is missing, has another shape, or is shared by
+        several blocks."""
         if missing := self.missing():
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
@@ -129,7 +130,7 @@ class Names:
 
 
 class StandIn(nn.Module):
-    """A stand-in with the attributes of a module, whose weights stay on the meta device, or come and go."""
+    """A module with the attributes of another module, but without its weights."""
 
     def __init__(self, whole: nn.Module):
         super().__init__()
@@ -143,7 +144,7 @@ class StandIn(nn.Module):
 
 
 def set_aside(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """Put stand-ins in the places of these towers; returns the towers."""
+    """Replace these towers by stand-ins. Returns the towers by name."""
     towers = {name: model.get_submodule(name) for name in names}
     for name, tower in towers.items():
         model.set_submodule(name, StandIn(tower))
@@ -152,9 +153,9 @@ def set_aside(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
 
 @dataclass(frozen=True)
 class CopiedModule:
-    """A module that is copied byte for byte, by its stored name; its bytes on disk.
+    """A module that is copied byte for byte. name: in the checkpoint; nbytes: on disk.
 
-    spellings: what clients may call it. transformers has names of its own, and engines drop a prefix like
+    spellings: names that clients may use: transformers renames modules, and engines drop a prefix such as
     `model.` but keep the last part.
     """
 
@@ -164,10 +165,9 @@ class CopiedModule:
 
 
 def copied_modules(model: nn.Module, names: Names, checkpoint: Checkpoint) -> list[CopiedModule]:
-    """Return the outermost modules next to the language model and its head, in the order of their names:
-    towers, projectors, and modules that transformers does not build, such as heads that predict further
-    tokens. Empty for a model of text alone that is stored as transformers builds it.
-    """
+    """Return the outermost modules besides the language model and its head, sorted by name: towers,
+    projectors, and modules that transformers does not build, such as heads that predict further tokens. Empty
+    for a text-only model that transformers builds completely."""
     head = model.get_output_embeddings()
     heads = tuple(f"{name}." for name, module in model.named_modules() if module is head)
     built = {stored: name for name, stored in names.stored.items()}
@@ -191,12 +191,12 @@ def copied_modules(model: nn.Module, names: Names, checkpoint: Checkpoint) -> li
 
 
 def _above(names: Iterable[str]) -> Iterator[str]:
-    """Yield all modules around these tensors."""
+    """Yield the names of all modules that contain these tensors."""
     for name in names:
         parts = name.split(".")
         yield from (".".join(parts[:end]) for end in range(1, len(parts)))
 
 
 def _outermost(name: str, above: set[str]) -> str | None:
-    """Return the outermost module around a tensor that is none of `above`; None if there is none."""
+    """Return the outermost module that contains a tensor and is not in `above`; None if there is none."""
     return next((module for module in _above([name]) if module not in above), None)

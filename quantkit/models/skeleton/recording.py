@@ -1,7 +1,7 @@
-"""Recording: what the model hands to each of its blocks, masks and rotary embeddings, whatever it is.
+"""Recording: the arguments that a model passes to its blocks, such as masks and rotary embeddings.
 
-Stubs stand in for the blocks. They let hidden states pass and record the arguments they were called with, by
-which a block is run by itself. What flows from one to the next may be more than hidden states: see `flow`.
+Stubs replace the blocks, pass hidden states on and record the arguments of their calls. A block can then run
+alone with these arguments. Blocks may pass more than hidden states to each other: see `flow`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Record = Callable[[Tensor, Call], None]
 
 @dataclass(frozen=True)
 class Calls:
-    """The arguments of every block for ids of one shape, or for these `ids` if they depend on them. stores:
-    mappings that blocks are given empty, and some fill for others."""
+    """The arguments of every block, for all ids of one shape, or only for `ids` if they depend on them.
+    stores: mappings that are empty before the first block and that blocks fill for later blocks."""
 
     calls: list[Call]
     stores: list[MutableMapping]
@@ -42,7 +42,7 @@ class Calls:
 
 
 class Recorder:
-    """The model, which computes in `dtype`, with stubs in place of the blocks of `container`."""
+    """A model in `dtype` whose blocks (`container`) are replaced by stubs."""
 
     def __init__(self, model: nn.Module, container: nn.ModuleList, dtype: torch.dtype, device: torch.device):
         self._model, self._kind = model, type(model).__name__
@@ -55,9 +55,10 @@ class Recorder:
             container[index] = stub
 
     def learn(self) -> None:
-        """Learn how hidden states pass, and whether arguments depend on the ids or serve all of their shape.
+        """Learn how blocks pass hidden states, and whether their arguments depend on the ids or only on their
+        shape.
 
-        Raises QuantkitError for a model whose blocks cannot be run by themselves.
+        Raises QuantkitError if the model's blocks cannot run alone.
         """
         self._learn_return_type()
         (hidden, calls), (_, others) = (self._record(row) for row in torch.arange(8).view(2, 1, 4))
@@ -70,13 +71,13 @@ class Recorder:
         self._flow = Flow(part, by_ids=not same)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Return the flow that enters the first block; the arguments of all are recorded for this shape."""
+        """Return the flow that enters the first block, and record all blocks' arguments for this shape."""
         hidden, calls = self._record(ids)
         self._keep(tuple(ids.shape), calls)
         return self._flow.pack(0, hidden, ids, ())
 
     def run(self, index: int, block: Callable[..., object], flow: Tensor) -> Tensor:
-        """Return the flow after block `index`. Raises QuantkitError if it leaves data of another form."""
+        """Return the flow after block `index`. Raises QuantkitError if the block leaves unsupported data."""
         hidden, ids, left = self._flow.unpack(index, flow)
         calls = self._calls.get(flow.shape[:2])
         if calls is None or not (ids is None or torch.equal(calls.ids, ids)):
@@ -112,8 +113,8 @@ class Recorder:
             raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
 
     def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`;
-        autograd follows where `values` are given, which take the place of parameters."""
+        """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`. values:
+        replace parameters by name; with them, autograd tracks the computation."""
         hidden, ids, _ = self._flow.unpack(len(self._stubs), flow[None].to(self._device))
         ids = torch.zeros(1, len(flow), dtype=torch.long) if ids is None else ids
         self._stubs[-1].replacement = hidden
@@ -166,7 +167,7 @@ class Recorder:
         return entry[0], Calls(calls, list({id(leaf): leaf for leaf in leaves}.values()), ids)
 
     def _learn_return_type(self) -> None:
-        """Learn whether blocks return a tensor or a tuple: whichever lets the hidden states pass
+        """Learn whether blocks return a tensor or a tuple: the kind that passes hidden states on
         unchanged."""
         wrong = None
         for returns in RETURNS:
@@ -182,7 +183,7 @@ class Recorder:
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
     def _learn_passed(self, returns: tuple | None) -> None:
-        """Learn which other outputs of a block are given to the next one: marks in their place show it."""
+        """Learn which further outputs of a block the next one gets: stubs return marks to find out."""
         marks = tuple(_Passed(place) for place in range(len(returns or ())))
         found: list[_Passed] = []
         if marks:
@@ -209,17 +210,17 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A mark in place of an output of the block before, after its hidden states."""
+    """A mark for a further output of the previous block. place: its position after the hidden states."""
 
     place: int
 
 
 class _Recorded(Exception):
-    """The end of a forward pass in which every block's arguments are known."""
+    """Raised to end a forward pass when every block's arguments are recorded."""
 
 
 class _Stub(StandIn):
-    """A stand-in for a block, which passes hidden states on."""
+    """A stand-in for a block that passes hidden states on and records its arguments."""
 
     def __init__(self, block: nn.Module):
         super().__init__(block)
@@ -242,5 +243,5 @@ def _unsupported(message: str) -> QuantkitError:
 
 
 def _is_empty(part: object) -> bool:
-    """Return whether a part is a mapping that blocks are given empty."""
+    """Return whether an argument is an empty mapping, which blocks may fill for later blocks."""
     return isinstance(part, MutableMapping) and not part

@@ -1,10 +1,10 @@
-"""Streaming: the experts of a block are read when they are called, and given up again for others.
+"""Streaming: the experts of a block are read when they are called, and released for others.
 
-A mixture's block is loaded without its experts. Each of their linears (`ExpertLinear`) asks the block's
-`Keeper` for its values, who reads them where the block is read from, or again where what was made of them is
-kept, and holds as many as two experts take; what was used longest ago goes first. So a block takes the same
-memory however many experts it has. Forward passes of several batches wait for one another where an expert is
-to be read (`Keeper.in_step`): it is read once for all of them.
+A mixture's block is loaded without its experts. Each expert's linear (`ExpertLinear`) asks the block's
+`Keeper` for its values. The keeper reads them from the block's checkpoint or, if they were changed, from
+where the change is kept. It holds at most as many weights as two experts have, and releases the least
+recently used. So a block takes the same memory for any number of experts. Forward passes of several batches
+wait for each other before an expert is read (`Keeper.in_step`), so that it is read once for all.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ExpertLinear(nn.Linear):
     keeper: Keeper | None = None
 
     def reset_parameters(self) -> None:
-        """Do nothing: values come from the checkpoint, and a large mixture has tens of thousands of
-        linears."""
+        """Do nothing: values come from the checkpoint, and initializing tens of thousands of linears is
+        slow."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the outputs for `hidden [tokens, in]`; nothing is read if there are no tokens."""
+        """Return the outputs for `hidden [tokens, in]`. Without tokens, the weights are not read."""
         if self.keeper is None:
             return super().forward(hidden)
         self.keeper.wait(self)
@@ -48,12 +48,12 @@ class ExpertLinear(nn.Linear):
 
 
 def streamed(block: nn.Module) -> dict[str, ExpertLinear]:
-    """Return the linears of a block that can be streamed, by their names in it."""
+    """Return the linears of a block that can be streamed, by their names in the block."""
     return {name: module for name, module in block.named_modules() if isinstance(module, ExpertLinear)}
 
 
 def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> bool:
-    """Return whether experts of these blocks are to be streamed; see `expert_share.streams`."""
+    """Return whether to stream the experts of these blocks; see `expert_share.streams`."""
     found = [sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks]
     nbytes = max(found, default=0) * element
     return bool(nbytes) and expert_share.streams(
@@ -62,7 +62,8 @@ def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> boo
 
 
 class Keeper:
-    """The provider of the experts' linears of a loaded block, from `reader`, decoded if `decoded`."""
+    """Provides the experts' linears of a loaded block, read from `reader`; packed ones decoded if
+    `decoded`."""
 
     def __init__(self, index: int, block: nn.Module, reader: Reader, installer: Installer, decoded: bool):
         self._index, self._block, self._decoded = index, block, decoded
@@ -82,12 +83,12 @@ class Keeper:
 
     @property
     def weights(self) -> int:
-        """Return how many weights are in memory now."""
+        """Return the number of weights in memory."""
         return sum(module.weight.numel() for module in self._held.values())
 
     def provide(self, linear: ExpertLinear) -> nn.Module:
-        """Return the module that computes in the linear's place, itself or an installed one, with its values
-        in memory."""
+        """Return the module that computes for `linear`, with its values in memory: itself or an installed
+        replacement."""
         local = self._names[linear]
         if local not in self._held:
             while self._held and self.weights + linear.weight.numel() > self.capacity:
@@ -119,16 +120,15 @@ class Keeper:
             return_freed_pages()
 
     def keep(self, local: str, layout: Layout, stored: str, again: Callable[[], Parts]) -> None:
-        """Make linear `local` from now on of the parts that `again` returns, by the layout."""
+        """Make linear `local` compute with packed parts in `layout`; `again` returns them when needed."""
         self._installed[local] = layout, stored, again
 
     def keep_changed(self, name: str, again: Callable[[], Tensor]) -> None:
-        """Replace a parameter of a streamed linear from now on by the values that `again` returns."""
+        """Replace a parameter of a streamed linear: from now on `again` returns its values."""
         self._changed[name] = again
 
     def lend(self, linears: Sequence[str]) -> None:
-        """Load these linears, and no others, as modules with values of their own until `take_back`; nobody
-        gives them up before."""
+        """Load these linears, and no others, as ordinary modules that stay in memory until `take_back`."""
         self.take_back()
         for local in linears:
             self._read(local)
@@ -136,7 +136,7 @@ class Keeper:
             self._block.get_submodule(local).keeper = None
 
     def take_back(self) -> None:
-        """Give up everything, lent or not."""
+        """Release all linears, lent or not."""
         for local in list(self._held):
             self._give_up(local)
         for local in self._lent:
@@ -145,14 +145,14 @@ class Keeper:
         self._lent = []
 
     def wait(self, linear: ExpertLinear) -> None:
-        """Wait until all forward passes in step have come to this linear, unless it is in memory."""
+        """Wait until all interleaved forward passes have reached this linear, unless it is in memory."""
         if self._pause and self._names[linear] not in self._held:
             self._pause()
 
     def in_step(self, run: Callable[[int], T], count: int) -> Iterator[T]:
-        """Yield `run(0)`, `run(1)` … up to `count`, some at a time: each runs in a greenlet of its own, to
-        the next expert that is not in memory; when all have come, the first reads it. Modules see their
-        inputs in that order, too."""
+        """Yield `run(k)` for k below `count`. Several calls run interleaved, each in its own greenlet up to
+        the next expert that is not in memory. When all have reached it, the first reads it. Modules see their
+        inputs in the order of k."""
         for start in range(0, count, expert_share.IN_STEP):
             yield from self._together(run, range(start, min(start + expert_share.IN_STEP, count)))
 
@@ -175,7 +175,7 @@ class Keeper:
         return [found[number] for number in numbers]
 
     def close(self) -> None:
-        """Give everything back; the linears have no values then."""
+        """Release everything; the linears then have no values."""
         self.take_back()
         for module in self._names:
             module.keeper = None
