@@ -98,7 +98,7 @@ def test_a_mistake_of_ours_is_not_counted_but_raised(monkeypatch):
 def test_another_machine_is_not_asked():
     with pytest.raises(QuantkitError) as refused:
         measure("http://192.0.2.1:8000", Settings())
-    assert refused.value.exit_code == USAGE and "--remote" in refused.value.hint
+    assert refused.value.exit_code == USAGE and "--allow-remote" in refused.value.hint
 
 
 @pytest.mark.parametrize(
