@@ -1,11 +1,10 @@
 """Devices by name: memory, bandwidth, and FLOPS of dense matrix products (devices.json); the roofline.
 
 A row of devices.json: GiB, GB/s, TFLOPS in 16 bit; then TFLOPS in each type of FEWER that the device has.
-NVIDIA: data sheets, tensor cores that add up in float32 (int8: in int32), without sparsity; memory as the
-driver shows it (rtx-pro-6000 is the Blackwell Workstation Edition). AMD: data sheets, matrix cores, likewise.
-Apple: the full chip with the most memory sold, bandwidth as stated, FLOPS of its GPU in float32 (16 bit is
-no faster there) as others computed them from clocks. `cpu` is a desktop of eight cores and two channels of
-DDR5-5600.
+NVIDIA and AMD: data sheets; dense products that accumulate in float32 (int8: in int32); memory as the driver
+shows it; rtx-pro-6000 is the Blackwell Workstation Edition. Apple: the full chip with the most memory sold;
+bandwidth as stated; FLOPS of the GPU in float32 (16 bit is no faster), computed by others from clock rates.
+`cpu` is a desktop with eight cores and two channels of DDR5-5600.
 
 The roofline of decoding (Williams, Waterman, Patterson 2009): a step reads every weight once and uses it in
 one multiplication and one addition per sequence:
@@ -13,8 +12,8 @@ one multiplication and one addition per sequence:
     memory time  = weights · bytes_per_weight / bandwidth
     compute time = 2 · weights · batch / FLOPS
 
-They are equal at `batch = FLOPS · bytes_per_weight / (2 · bandwidth)`. Below, a further sequence is free;
-above, it costs its share.
+They are equal at `batch = FLOPS · bytes_per_weight / (2 · bandwidth)`. Below this batch size, a further
+sequence takes no time; above, the time grows with each sequence.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ FEWER = ("int8", "fp8", "fp4")
 
 @dataclass(frozen=True)
 class Device:
-    """A device, or several counted as one; None stands for an unknown number.
+    """A device, or several counted as one. Unknown numbers are None.
 
-    kind: cuda, rocm, apple or cpu. tflops: 10^12 operations a second in 16 bit; fewer: the same for types of
-    fewer bits that the device multiplies in. count: number of devices counted as one.
+    kind: cuda, rocm, apple or cpu. memory_gib: GiB. bandwidth_gbs: GB/s. tflops: TFLOPS in 16 bit. fewer:
+    TFLOPS by type, for types with fewer bits that the device supports. count: number of devices.
     """
 
     name: str
@@ -49,7 +48,7 @@ class Device:
     count: int = 1
 
     def peak(self, computes: str) -> float | None:
-        """Return 10^12 operations a second in a type; those in 16 bit if the device lacks the type."""
+        """Return the TFLOPS in a type such as `int8`; in 16 bit if the device does not support the type."""
         return self.fewer.get(computes, self.tflops)
 
     def times(self, count: int) -> Device:
@@ -66,7 +65,7 @@ class Device:
 
     @property
     def usable(self) -> float:
-        """Return the share of memory for weights and cache: vLLM's default, and macOS's limit for the GPU."""
+        """Return the share of memory for weights and cache: vLLM's default; on Apple, macOS's GPU limit."""
         return 0.75 if self.kind == "apple" else 0.9
 
     @property
@@ -88,9 +87,9 @@ MEANINGLESS = re.compile(  # words of drivers that do not distinguish two device
 
 
 def find(name: str) -> Device:
-    """Return the device by a user's or a driver's name: `rtx-3090`, `RTX 3090`, `NVIDIA GeForce RTX 3090`.
+    """Return the device with this name; `rtx-3090`, `RTX 3090` and `NVIDIA GeForce RTX 3090` are the same.
 
-    Raises QuantkitError with the nearest names for an unknown one.
+    For an unknown name, raises QuantkitError that lists similar ones.
     """
     wanted = {*_words(name)} - {"rtx"}
     tokens = {known: {*_words(known)} - {"rtx"} for known in DEVICES}
@@ -105,7 +104,7 @@ def find(name: str) -> Device:
 
 
 def _words(name: str) -> list[str]:
-    """Return the distinguishing words of a device name, in lower case; `80 GiB` is `80g`."""
+    """Return the words that distinguish a device name, in lower case; `80 GiB` becomes `80g`."""
     spelled = re.sub(r"[\s_-]+", " ", name.lower())
     spelled = re.sub(r"(\d+) ?gi?b\b", r"\1g", spelled)
     spelled = re.sub(r"\brtx(?=\d)|(?<=\d)(?=ti\b)", lambda found: f"{found[0]} ", spelled)
@@ -113,13 +112,13 @@ def _words(name: str) -> list[str]:
 
 
 def optimal_batch(flops: float, bandwidth: float, bytes_per_weight: float) -> float:
-    """Return the batch at which reading the weights and computing take equally long.
+    """Return the batch size at which reading the weights takes as long as computing with them.
 
-    flops per second, bandwidth in bytes per second.
+    flops: operations per second. bandwidth: bytes per second.
     """
     return flops * bytes_per_weight / (2 * bandwidth)
 
 
 def tokens_per_second(bandwidth: float, weight_bytes: float, cache_bytes: float = 0) -> float:
-    """Return the upper bound for one sequence: each token reads active weights and the whole cache."""
+    """Return the upper bound for one sequence: bandwidth (bytes/s) divided by the bytes read per token."""
     return bandwidth / (weight_bytes + cache_bytes)

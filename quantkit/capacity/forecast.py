@@ -24,7 +24,7 @@ GROUPED_HEADS = 8  # of the what-if for models without shared heads
 
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:
-    """Return the record of a model. Raises QuantkitError for an invalid question."""
+    """Return the JSON record of `quantkit plan` for a model. Raises QuantkitError for invalid flags."""
     question.check()
     method = formats.named(question.format) if question.format else None
     settings, parameters = source.settings, source.parameters
@@ -67,7 +67,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
 
 
 def _weights(source: Source) -> dict[str, formats.Weights]:
-    """Return the model in every format; first as stored, if headers were read."""
+    """Return the model's sizes by name of format; `stored` comes first if headers were read."""
     if source.parameters is None:
         return {name: formats.by_count(name, *source.count) for name in formats.names()}
     names = (formats.STORED, *formats.names()) if source.parameters.exact else formats.names()
@@ -89,8 +89,8 @@ def _parameters(source: Source) -> dict[str, Any]:
 def _fit(
     weights: Weights, question: Question, caches: Sequence[LayerCache] | None, tokens: int, computes: str
 ) -> dict[str, Any]:
-    """Return a format's bytes and its fit on the device, with the caches of all sequences if they are known.
-    computes: type of the products, if the device has the type."""
+    """Return the JSON of one format: bytes, whether it fits on the device, and bounds on its speed. caches:
+    counted for all sequences, None if unknown. computes: type in which engines multiply."""
     found: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
     if weights.bytes is None:
         return found | {"reason": weights.reason}
@@ -156,7 +156,7 @@ def _device_record(question: Question) -> dict[str, Any] | None:
 def _cache_record(
     caches: Sequence[LayerCache], settings: Settings, question: Question, tokens: int
 ) -> dict[str, Any]:
-    """Return bytes of the cache, with other numbers of heads, and the waste of allocators."""
+    """Return the JSON of the KV cache: bytes, bytes with other numbers of heads, bytes that paging wastes."""
     nbytes = partial(kv_cache.sequence_bytes, caches, bytes_per_value=question.kv_bytes)
     exact, whole = nbytes(tokens), max(tokens, settings.context or 0)
     heads = settings.filled(*HEADS)  # None if layers differ
@@ -189,7 +189,7 @@ def _cache_record(
 
 
 def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict[str, dict]:
-    """Return the cache with keys and values per head, per group of heads, and shared by all heads."""
+    """Return the cache's bytes for own (mha), grouped (gqa) or common (mqa) keys and values of heads."""
     usual = all(cache.kind in ("full", "sliding", "chunked", "shared") for cache in caches)
     if not usual or not settings.filled(*HEADS):
         return {}
@@ -202,7 +202,7 @@ def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict
 
 
 def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:
-    """Return the figures of the requested format. Raises QuantkitError if it cannot store the model."""
+    """Return the main figures of format `method`. Raises QuantkitError if it cannot store the model."""
     chosen = weights.get(method, {"bytes": None, "reason": "no headers were read"})
     if chosen["bytes"] is None:
         raise QuantkitError(

@@ -1,7 +1,7 @@
-"""Bytes of a model's weights in each format: packed linears with scales, other tensors unchanged.
+"""Bytes of a model's weights in each format.
 
-Equal to the byte to what quantkit's methods write by default; GGUF without metadata and tokenizer,
-by llama-quantize's choice, tensor by tensor.
+They equal, to the byte, what quantkit's methods write with default options. GGUF files are counted without
+metadata and tokenizer; llama-quantize's rules choose the type of each tensor.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ ALIASES = {
 
 @dataclass(frozen=True)
 class Weights:
-    """A model in one format. bytes: size of all tensors; None if the format cannot store the model, with the
-    `reason`.
+    """Sizes of a model in one format. bytes: of all tensors; None if the format cannot store the model.
 
-    packed_bytes: size of the blocks' linears. read_bytes: bytes that a token reads, without lookup tables and
-    other experts; None if their share is unknown. bits_per_weight: average over all parameters. stream_bits:
-    bits per weight of the blocks' linears, with scales of groups and without a scale per row.
+    reason: why it cannot. packed_bytes: of the blocks' linears. read_bytes: bytes that decoding one token
+    reads, without embedding tables and experts not chosen; None if the number of chosen experts is unknown.
+    bits_per_weight: mean over all parameters. stream_bits: bits per weight of the blocks' linears, with
+    scales of groups but not of whole rows.
     """
 
     bytes: int | None
@@ -61,8 +61,8 @@ class Weights:
 
 @dataclass(frozen=True)
 class Packed:
-    """Linears packed as by a method with these options, other tensors as stored. computes: the type in which
-    engines multiply."""
+    """The format that a method writes with these options; other tensors stay as stored. computes: type in
+    which engines multiply (of FEWER in devices.py, or 16 bit)."""
 
     method: ModuleType
     options: Any
@@ -77,18 +77,18 @@ class Packed:
         return self.layout.nbytes(self._spec("", out_features, in_features))
 
     def tensor_bytes(self, tensor: Tensor) -> int:
-        """Return the bytes of a packed linear, or of another tensor as stored."""
+        """Return a tensor's bytes in this format: linears of blocks are packed, others stay as stored."""
         return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
 
     @cached_property
     def stream_bits(self) -> float:
-        """Return bits per weight with scales of groups, without scales of rows or columns."""
+        """Return the bits per weight of linears, with scales of groups but not of whole rows or columns."""
         low, high = 1 << 20, 1 << 21
         corners = self.nbytes(high, high) - self.nbytes(high, low) - self.nbytes(low, high)
         return 8 * (corners + self.nbytes(low, low)) / low**2
 
     def check(self, parameters: Parameters, model_type: str) -> None:
-        """Raise Unsupported naming the linears of the blocks that cannot be packed."""
+        """Raise Unsupported, with the reasons, if a linear of the blocks cannot be packed."""
         if reason := self.layout.check_model(model_type):
             raise Unsupported(reason)
         if parameters.fused_experts or not parameters.linears:
@@ -134,19 +134,19 @@ def names() -> tuple[str, ...]:
 
 
 def named(text: str) -> str:
-    """Return the format of a user's name. Raises QuantkitError with similar names for an unknown one."""
+    """Return the format whose name the user typed. For an unknown name, QuantkitError lists similar ones."""
     spelled = {name.lower(): name for name in (STORED, *names())}
     return spelled[one_of(text.lower(), spelled, f"unknown --format {text!r}", ALIASES)]
 
 
 def computes(name: str) -> str:
-    """Return the type in which engines multiply weights of this format, if the device has the type."""
+    """Return the type in which engines multiply weights of this format on devices that support the type."""
     method = _packed().get(name)
     return method.computes if method else BITS16
 
 
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
-    """Return a model in the format of this name."""
+    """Return the sizes of a model in the format with this name."""
     if name == "bf16":
         copy = parameters.head_copy
         return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size * (tensor is not copy), 16.0)
@@ -163,9 +163,9 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
 
 
 def by_count(name: str, count: int, active: int) -> Weights:
-    """Return `count` parameters in the format of this name, all of them packed.
+    """Return the sizes of `count` parameters in the format with this name, as if all were packed.
 
-    active: parameters that a token reads. GGUF file types have the bits of a Llama's file.
+    active: number of parameters used per token. GGUF file types take the bits of a Llama's file.
     """
     if name == "bf16":
         bits = 16.0
@@ -183,7 +183,7 @@ def _by_tensor(
     nbytes: Callable[[Tensor], int],
     stream_bits: float | None = None,
 ) -> Weights:
-    """Return a format with `nbytes` for each tensor. stream_bits: by default those of the linears."""
+    """Return sizes, given a function for the bytes of each tensor. stream_bits: by default computed."""
     total = parameters.total(nbytes)
     packed = parameters.total(lambda tensor: nbytes(tensor) if tensor.is_linear else 0)
     if stream_bits is None:
@@ -195,19 +195,19 @@ def _by_tensor(
 
 @cache
 def typical_bits(file_type: str, count: int) -> float:
-    """Return bits per weight of a file of Llama 3 8B, or of 70B from FEWEST_OF_LARGE parameters on.
+    """Return the bits per weight of a file of Llama 3 8B, or of 70B from FEWEST_OF_LARGE parameters on.
 
-    A mixture takes more than the bits of its base type: 4.8 to 4.9 instead of 4.5 for Q4_K_M.
+    File types mix tensor types: Q4_K_M takes 4.8 to 4.9 bits, its base type 4.5.
     """
     table = Path(__file__).with_name("gguf_bits.json").read_text(encoding="utf-8")
     return json.loads(table)[file_type][count >= FEWEST_OF_LARGE]
 
 
 def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tuple[int, int, int, int]:
-    """Return (bytes of all tensors with padding, bytes of the blocks' linears, bytes that a token reads,
-    weights of the blocks' linears) of a model in a file of this type.
+    """Return (bytes of all tensors with padding, bytes of the blocks' linears, bytes that decoding one token
+    reads, number of weights of the blocks' linears) of a model in a GGUF file of this type.
 
-    A token reads the routed experts, and no lookup tables. Raises Unsupported for a family that llama.cpp or
+    A token reads chosen experts and no embedding tables. Raises Unsupported for a family that llama.cpp or
     quantkit's exporter does not know.
     """
     row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
@@ -242,7 +242,7 @@ def _padded(nbytes: int) -> int:
 
 
 def _of_dense(row: Architecture, parameters: Parameters) -> Named:
-    """Return the tensors of a dense model from names and shapes, without transformers."""
+    """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
     tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
     named = [
         (_name(one), (one.out_features, one.in_features) if one.is_linear else one.shape)
@@ -256,7 +256,7 @@ def _of_dense(row: Architecture, parameters: Parameters) -> Named:
 
 
 def _name(tensor: Tensor) -> str:
-    """Return a tensor name that the mixtures treat like llama.cpp's own."""
+    """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.block is None:
         last = module.rpartition(".")[2]
@@ -268,7 +268,7 @@ def _name(tensor: Tensor) -> str:
 
 
 def _factors(settings: Settings) -> int:
-    """Return bytes of the divisors of rotary frequencies, added by two kinds of scaling."""
+    """Return the bytes of the tensors with factors for rotary frequencies; 0 if the model has none."""
     rope = settings.get("rope_scaling", "rope_parameters", default={})
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
     if kind == "llama3":

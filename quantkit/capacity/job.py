@@ -1,8 +1,7 @@
-"""Peak memory, disk and a range of time of a quantization job, for each method, from shapes.
+"""Peak memory, disk space and a range of time of a quantization job, for each method, from shapes.
 
-CPU time: floating-point operations at the rate of cores in matrix products, plus a cost of each weight;
-measured by scripts/bench*.py. GPU time: published runs of the same algorithms, scaled by FLOPS; nothing was
-measured with quantkit.
+CPU time: floating-point operations divided by the rate of matrix products, plus a time per weight; both from
+scripts/bench*.py. GPU time: published runs of the same algorithms, scaled by FLOPS, not measured here.
 """
 
 from __future__ import annotations
@@ -47,10 +46,10 @@ def of_model(
     seqlen: int,
     layout: str | None = None,
 ) -> dict[str, Any]:
-    """Return {method: needs of its job with default options, or the reason of a refusal}.
+    """Return {method: JSON with needs of a job with default options, or with the reason for a refusal}.
 
-    The calibration has `samples` sequences of `seqlen` tokens. layout: storage of an already quantized model,
-    else None.
+    samples, seqlen: calibration sequences and their tokens. layout: layout of a model that is already
+    quantized, else None.
     """
     if layout is not None and layout not in {module.NAME for module in layouts.modules()}:
         refused = NOTHING | {"reason": f"linears stored as {layout} are not read"}
@@ -113,7 +112,7 @@ def _record(
 def _seconds(
     work: Work, parameters: Parameters, device: Device | None, suspend: bool, samples: int, seqlen: int
 ) -> tuple[list[float] | None, str]:
-    """Return ([quick, slow], basis); without data None, and the basis gives the reason."""
+    """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
     soonest, latest = START_SECONDS
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
@@ -139,7 +138,7 @@ def _seconds(
 
 
 def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int, seqlen: int) -> float:
-    """Return floating-point operations of forward passes, second moments, solver and verification."""
+    """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, samples * seqlen
     if not work.forwards:
         return 0.0
@@ -155,8 +154,8 @@ def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int,
 def shapes_of(
     parameters: Parameters, settings: Settings, element: int, samples: int, seqlen: int, free: int | None
 ) -> Shapes:
-    """Return the shapes of a job over `samples` sequences of `seqlen` tokens. free: bytes of an accelerator,
-    by which large experts are streamed."""
+    """Return the shapes of a job over `samples` sequences of `seqlen` tokens. element: bytes per value. free:
+    an accelerator's bytes; experts larger than a share of them are streamed."""
     outside, copy = parameters.outside, parameters.head_copy
     weights: Counter[int] = Counter()
     for tensor in parameters.linears:
@@ -180,7 +179,7 @@ def shapes_of(
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:
-    """Return the precision of forward passes: the stored type if the hardware has it, else float32."""
+    """Return the dtype of forward passes: the stored one if the hardware supports it, else float32."""
     if on_gpu:
         return stored
     return "bfloat16" if stored == "bfloat16" and processor.has_bfloat16() else "float32"

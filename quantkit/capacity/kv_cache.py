@@ -1,11 +1,11 @@
-"""The cache of keys and values: values that each layer keeps per token, and their bytes.
+"""The KV cache: the number of values that each layer keeps per token, and their bytes.
 
     bytes = 2 · bytes_per_value · layers · kv_heads · head_dim · tokens · batch
 
-if every layer keeps a key and a value of every token, as wide as the stored projections: headers are enough.
-Layers of other families are measured on the model that transformers builds (meta.py), in seconds. Unknown
-caches are refused: a wrong guess is off by a factor, not by a percent. Blocks of a paged cache: Kwon et al.
-2023 (PagedAttention, arXiv:2309.06180), section 3.1.
+The formula holds if every layer keeps a key and a value of every token; the headers then give both widths.
+Other families are measured on the model that transformers builds (meta.py), which takes seconds. Unknown
+caches are refused, since a wrong guess could be off by a factor. Pages of a paged cache: Kwon et al. 2023
+(PagedAttention, arXiv:2309.06180), section 3.1.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ UNUSUAL = re.compile(
 class LayerCache:
     """The cache of one layer for one sequence.
 
-    kind: full, sliding, chunked, latent, recurrent, hybrid, shared (with another layer) or none. values: per
-    token; window: most tokens, None for all. conv, state: values of a convolution's last inputs and of a
-    recurrence, independent of the length.
+    kind: full, sliding, chunked, latent, recurrent, hybrid, shared (with another layer) or none. values:
+    number of values per token. window: most tokens that are kept, None for all. conv, state: numbers of
+    values for a convolution's last inputs and for a recurrent state, whatever the length.
     """
 
     kind: str
@@ -60,34 +60,34 @@ class LayerCache:
     state: int = 0
 
     def tokens(self, length: int) -> int:
-        """Return the number of tokens kept of `length` tokens."""
+        """Return how many of `length` tokens the layer keeps."""
         return length if self.window is None else min(length, self.window)
 
 
 def values(caches: Sequence[LayerCache], tokens: int) -> int:
-    """Return the values of keys and values of a sequence of `tokens` in all layers."""
+    """Return the number of values in the caches of all layers for a sequence of `tokens` tokens."""
     return sum(cache.values * cache.tokens(tokens) for cache in caches)
 
 
 def sequence_bytes(
     caches: Sequence[LayerCache], tokens: int, bytes_per_value: Fraction, page: int = 1
 ) -> int:
-    """Return the bytes of one sequence, in whole pages of `page` tokens."""
+    """Return the bytes of the cache of one sequence, in whole pages of `page` tokens."""
     paged = sum(cache.values * -(-cache.tokens(tokens) // page) * page for cache in caches)
     states = sum(CONV_BYTES * cache.conv + STATE_BYTES * cache.state for cache in caches)
     return int(paged * bytes_per_value) + states
 
 
 def attention_scores(heads: int, tokens: int, bytes_per_value: int = 2) -> int:
-    """Return the bytes of one layer's scores `softmax(Q Kᵀ) [heads, N, N]` of one sequence in memory.
+    """Return the bytes of `softmax(Q Kᵀ) [heads, N, N]` of one layer and sequence, N being `tokens`.
 
-    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never stores them.
+    FlashAttention (Dao et al. 2022, arXiv:2205.14135) never stores this matrix.
     """
     return heads * bytes_per_value * tokens**2
 
 
 def layer_caches(settings: Settings, parameters: Parameters | None = None) -> list[LayerCache]:
-    """Return the cache of each decoder block. Raises Unsupported with the reason if a cache is unknown."""
+    """Return the cache of each block. Raises Unsupported, with the reason, if a cache is unknown."""
     known, kinds = settings.model_type in (*FULL, *PERIODS), _kinds(settings)
     widths = parameters and parameters.key_value_widths(fused=known)
     odd = sorted(key for key, value in settings.values.items() if value and UNUSUAL.search(key))
@@ -111,7 +111,7 @@ def layer_caches(settings: Settings, parameters: Parameters | None = None) -> li
 
 
 def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
-    """Return the caches by transformers, or None and the reason."""
+    """Return the caches measured on transformers' model and "", or None and the reason for a failure."""
     if settings.config is None:
         return None, f"{settings.model_type} is not known"
     from quantkit.capacity import meta

@@ -32,14 +32,14 @@ KEPT = ("keys", "values", "indexer_keys")  # of every token
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the language model's configuration with the defaults of its class, under usual names as well."""
+    """Return the language model's configuration with defaults, under the family's and the usual names."""
     found = _configuration(config)
     usual = (*found.attribute_map, "num_hidden_layers")  # these may be no fields but properties
     return found.to_dict() | {name: getattr(found, name, None) for name in usual}
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return {name: shape} of every parameter, as files of the hub store them: experts one by one."""
+    """Return {name: shape} of every parameter as checkpoints store it. Raises Unsupported."""
     model = _model(_configuration(config))
     try:
         stored = revert_weight_conversion(model, dict(model.named_parameters()))
@@ -49,8 +49,8 @@ def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
-    """Return name and shape of every tensor of a GGUF file, in file order. Raises Unsupported if the exporter
-    refuses the model."""
+    """Return name and shape of each tensor of the model's GGUF file, in file order. Raises Unsupported if the
+    exporter refuses the model."""
     try:
         return [(target.name, target.shape) for target in tensors.of_config(_configuration(config))]
     except QuantkitError as error:
@@ -58,7 +58,7 @@ def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]
 
 
 def caches(config: Mapping[str, Any]) -> list[Layer]:
-    """Return the cache of each decoder block, measured on the model. Raises Unsupported."""
+    """Run the model on the meta device; return the cache of each block. Raises Unsupported."""
     found = _configuration(config)
     model = _model(found)
     for module in model.modules():
@@ -104,7 +104,7 @@ def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> Lay
 
 
 def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
-    """Return the configuration of the language model, without other modalities."""
+    """Return transformers' configuration of the language model, without other modalities."""
     family = config.get("model_type")
     transformers.logging.set_verbosity_error()
     if family not in transformers.CONFIG_MAPPING:

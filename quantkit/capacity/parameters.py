@@ -1,4 +1,4 @@
-"""The tensors of a model and their roles: from headers, or as transformers would store them."""
+"""A model's tensors, read from file headers, or derived from the config as transformers would store them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ TABLES = re.compile(r"(^|\.)(wpe|embed_positions|embed_tokens_per_layer)\.weight
 @dataclass(frozen=True)
 class Tensor:
     """A parameter. nbytes: size in a plain checkpoint; stored_nbytes: size of codes and scales, if quantized.
-    The remaining fields are its place in the model, found by `from_headers`.
 
-    block: index of its decoder block, None outside; local: its name inside it. out_features, in_features: of
-    a linear of a block, 0 otherwise. conv1d: stored as `[in, out]`.
+    `from_headers` sets the other fields. block: index of the decoder block, None outside the blocks. local:
+    name inside the block. out_features, in_features: of a linear of a block, else 0. conv1d: whether a linear
+    is stored as `[in, out]`.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Tensor:
 
     @property
     def projection(self) -> str | None:
-        """Return llama.cpp's name of a projection that its mixtures distinguish, as `attn_v`; else None."""
+        """Return llama.cpp's name of the projection, such as `attn_v`, if its rules use it; else None."""
         match = PROJECTIONS.search(self.local.rpartition(".")[0])
         return match and match.lastgroup
 
@@ -79,9 +79,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Parameters:
-    """All tensors of a model, without buffers. exact: read from headers, not computed from config.json.
+    """All parameters of a model. exact: whether they were read from headers, not derived from config.json.
 
-    blocks: number of decoder blocks, without blocks that predict further tokens.
+    blocks: number of decoder blocks, without blocks that predict further tokens. is_tied: whether the head
+    shares the embedding's weights.
     """
 
     tensors: tuple[Tensor, ...]
@@ -101,7 +102,7 @@ class Parameters:
 
     @property
     def language_model(self) -> list[Tensor]:
-        """Return the tensors without other modalities and without blocks that predict further tokens."""
+        """Return the tensors except other modalities and blocks that predict further tokens."""
         first = next(tensor for tensor in self.tensors if tensor.block == 0)
         blocks = first.name.removesuffix(first.local).removesuffix("0.").rstrip(".")
         root = blocks.rpartition(".")[0]
@@ -120,7 +121,7 @@ class Parameters:
 
     @cached_property
     def head_copy(self) -> Tensor | None:
-        """Return a stored head that repeats the embedding and adds no parameters; None if there is none."""
+        """Return the stored head if it is a copy of the embedding (tied weights), else None."""
         heads = [one for one in self.outside if HEAD.search(one.name) and self.is_tied]
         shapes = Counter(one.shape for one in self.outside)
         return next((head for head in heads if shapes[head.shape] > 1), None)
@@ -140,14 +141,14 @@ class Parameters:
         return any(one.stored_nbytes is not None for one, *_ in self.groups)
 
     def active(self, settings: Settings) -> int | None:
-        """Return the parameters that a token uses: of experts only the routed ones; None if config.json does
-        not give their number."""
+        """Return the number of parameters used per token, with chosen experts only; None if config.json does
+        not say how many experts are chosen."""
         copy = self.head_copy
         return self.read(settings, lambda tensor: tensor.size * (tensor is not copy), tables=True)
 
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
-        """Return the projections of each block, {llama.cpp's name: tensor}."""
+        """Return, for each block, {llama.cpp's name of the projection: tensor}."""
         found: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
         for tensor in self.linears:
             if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
@@ -155,9 +156,10 @@ class Parameters:
         return found
 
     def key_value_widths(self, fused: bool) -> list[int] | None:
-        """Return the values that keys and values of a token have, by block; None if one lacks projections.
+        """Return the number of values in a token's key and value together, for each block; None if a block
+        has no known projections.
 
-        fused: q, k and v may be one matrix; its rows beyond the input of the output projection are k and v.
+        fused: accept q, k and v in one matrix; rows beyond the output projection's input are k and v.
         """
         widths = []
         for found in self.projections:
@@ -174,10 +176,10 @@ class Parameters:
         return sum(count * amount(one) for one, _, count in self.groups)
 
     def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
-        """Return the sum of `amount` over the tensors that a token reads; None for an unknown routing.
+        """Return the sum of `amount` over the tensors that a token reads, with the share of experts that is
+        chosen; None if this share is unknown.
 
-        Lookup tables count only with `tables`; blocks that predict further tokens do not count. Experts count
-        by the routed share.
+        Embedding tables count only with `tables`; blocks that predict further tokens do not count.
         """
         sums = dict.fromkeys(("read", "table", "expert", "further"), 0)
         for one, role, count in self.groups:
@@ -192,10 +194,10 @@ class Parameters:
 
     @cached_property
     def groups(self) -> list[tuple[Tensor, str, int]]:
-        """Return groups of tensors that differ only in name: (first tensor, role, count).
+        """Return groups of tensors that differ only in name: (first tensor, role, number of tensors).
 
-        Roles: `read` by every token, `expert` by routed tokens, `table` for lookups of a row, `further` for
-        blocks that predict further tokens. Mixtures have thousands of equal experts.
+        Roles: `read` (used by every token), `expert`, `table` (one row per token is used), `further` (blocks
+        that predict further tokens). Mixtures have thousands of equal experts.
         """
         tables = [TABLES, EMBEDDING] if any(HEAD.search(t.name) for t in self.outside) else [TABLES]
         first: dict[tuple, Tensor] = {}
@@ -215,9 +217,9 @@ class Parameters:
 def from_headers(
     infos: Iterable[TensorInfo | Tensor], settings: Settings, exact: bool = True
 ) -> tuple[Parameters, Settings]:
-    """Return the stored parameters, and settings completed by their shapes.
+    """Return the parameters, and the settings with missing head sizes filled in from their shapes.
 
-    Raises QuantkitError if no list of blocks fits the configuration.
+    Raises QuantkitError if the stored blocks do not match the configuration's number of layers.
     """
     infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
@@ -230,7 +232,7 @@ def from_headers(
 
 
 def _informed(settings: Settings, parameters: Parameters) -> Settings:
-    """Return settings with head width and number of key/value heads, by the stored projections."""
+    """Return the settings with head width and number of key/value heads from the stored projections."""
     first, widths = parameters.projections[0], parameters.key_value_widths(fused=True)
     heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
     if type(heads) is not int or heads < 1:
@@ -244,7 +246,7 @@ def _informed(settings: Settings, parameters: Parameters) -> Settings:
 
 
 def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
-    """Return a tensor with its place in the model; `blocks` names the list of decoder blocks."""
+    """Return the tensor with block, local name and sizes. blocks: name of the list of decoder blocks."""
     known = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
     match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
     if match is None or match["blocks"] != blocks:
@@ -259,7 +261,7 @@ def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:
-    """Return the name of the list of blocks that has the configured number of layers."""
+    """Return the name of the list of blocks whose length is the configured number of layers."""
     indices: dict[str, set[int]] = {}
     for name in names:
         if match := BLOCK.fullmatch(name):

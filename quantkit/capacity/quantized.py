@@ -1,7 +1,7 @@
 """Original parameters of a quantized checkpoint or a GGUF file, from headers alone.
 
-inspection/stored.py finds codes and scales; here they become the tensors of a plain checkpoint of the model,
-so the same computations hold for both.
+inspection/stored.py finds codes and scales. This file turns them into the tensors that a plain checkpoint of
+the model would have, so that the same computations apply.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ HALF = 2  # bytes of a weight in 16 bit
 
 
 def entries(contents: Contents) -> list[Tensor]:
-    """Return every parameter, with its original shape.
+    """Return every parameter of a quantized checkpoint, with its original shape.
 
-    Raises QuantkitError (exit code 4) with the names of tensors in an unknown storage.
+    Raises QuantkitError (exit code 4), with names, if tensors are stored in an unknown way.
     """
     settings = Settings.of(contents.config)
     weights = weights_of(contents)
@@ -56,7 +56,7 @@ def entries(contents: Contents) -> list[Tensor]:
 
 
 def _understood(weight: Weight) -> bool:
-    """Return True if the number of parameters is known."""
+    """Return whether the number of parameters of a stored weight is known."""
     if weight.codes:
         return bool(weight.parameters) and not weight.codes.problem
     return weight.dtype.startswith(FLOATS) or len(weight.shape or ()) < 2
@@ -86,7 +86,7 @@ def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...]
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return shapes by transformers: bitsandbytes stores shapes in a JSON text outside headers."""
+    """Return transformers' shapes of the parameters: bitsandbytes does not store shapes in headers."""
     from quantkit.capacity import meta
 
     try:
@@ -96,9 +96,10 @@ def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
-    """Return every parameter of a GGUF file, with usual names of checkpoints; quantized ones in 16 bit.
+    """Return every parameter of a GGUF file under the usual names of checkpoints.
 
-    Raises QuantkitError (exit code 4) for a file without a language model.
+    nbytes of quantized ones is that of 16 bit. Raises QuantkitError (exit code 4) for a file without a
+    language model.
     """
     if f"{contents.metadata.get('general.architecture')}.block_count" not in contents.metadata:
         raise QuantkitError(

@@ -15,7 +15,7 @@ from quantkit.options import MOST, option, parse_tokens
 
 @dataclass(frozen=True)
 class Question:
-    """Device, sequences and calibration of a plan."""
+    """Flags of `quantkit plan`: device, sequences and calibration."""
 
     gpu: str | None = option(
         None, "Device, such as a100-40g, rtx-3090, l4, m3-max or cpu. A wrong name lists all."
@@ -61,12 +61,12 @@ class Question:
 
     @property
     def kv_bytes(self) -> Fraction:
-        """Return bytes per value of the cache."""
+        """Return the bytes per value of the KV cache."""
         return kv_types.TYPES[kv_types.named(self.kv_dtype)].nbytes
 
     @cached_property
     def one(self) -> Device | None:
-        """Return one device, with given numbers in place of the table's; None without any flag."""
+        """Return the device of --gpu, changed by --vram, --bandwidth and --tflops; None without flags."""
         given = {"memory_gib": self.vram, "bandwidth_gbs": self.bandwidth, "tflops": self.tflops}
         given = {key: value for key, value in given.items() if value is not None}
         if self.gpu is None and not given:
@@ -81,6 +81,6 @@ class Question:
 
     @property
     def memory(self) -> int | None:
-        """Return the bytes for weights and cache."""
+        """Return the bytes of device memory for weights and cache; None if unknown."""
         device = self.device
         return None if not device or not device.memory_bytes else int(device.usable * device.memory_bytes)

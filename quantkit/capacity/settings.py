@@ -1,4 +1,4 @@
-"""Values of config.json, checked before use, under the names of every family."""
+"""Values of config.json, found under the names of every family and checked before use."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "se
 
 @dataclass(frozen=True)
 class Settings:
-    """The part of a config.json that describes the decoder.
+    """The values of a config.json that describe the decoder.
 
-    config: the complete file, from which transformers fills in missing values; None without such a file.
+    config: the complete file, from which transformers derives missing values; None if there is no file.
     """
 
     values: Mapping[str, Any]
@@ -29,9 +29,9 @@ class Settings:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Settings:
-        """Return the settings of the language model, from `text_config` in multimodal models.
+        """Return the settings of the language model; multimodal models have them in `text_config`.
 
-        Raises QuantkitError (exit code 4) without a model_type.
+        Raises QuantkitError (exit code 4) if there is no model_type.
         """
         text = config.get("text_config")
         values = dict(text) if isinstance(text, dict) else dict(config)
@@ -47,20 +47,19 @@ class Settings:
         return self.values["model_type"]
 
     def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first of these values that is present and not null."""
+        """Return the first value, by these names, that is not null; else `default`."""
         return next((self.values[name] for name in names if self.values.get(name) is not None), default)
 
     def filled(self, *names: str) -> Any:
-        """Return the first of these values that is not null; without any in the file, transformers' default.
-
-        transformers takes seconds to import. An explicit null gives None.
+        """Return the first value, by these names, that is not null. If the file has none of the names, return
+        transformers' default, which takes seconds to import. An explicit null gives None.
         """
         present = any(name in self.values for name in names)
         return self.get(*names) if present else next(filter(None, map(self.defaults.get, names)), None)
 
     @cached_property
     def defaults(self) -> Mapping[str, Any]:
-        """Return the configuration by transformers; {} for an unknown family."""
+        """Return transformers' configuration with defaults filled in; {} for an unknown family."""
         if self.config is None:
             return {}
         from quantkit.capacity import meta
@@ -72,16 +71,16 @@ class Settings:
 
     @cached_property
     def gguf_tensors(self) -> Sequence[tuple[str, tuple[int, ...]]]:
-        """Return name and shape of every tensor of a GGUF file, by the exporter; takes seconds.
+        """Return the name and shape of each tensor that the exporter would write to a GGUF file.
 
-        Raises Unsupported if the exporter refuses the model.
+        Takes seconds. Raises Unsupported if the exporter refuses the model.
         """
         from quantkit.capacity import meta
 
         return meta.gguf_tensors(self.config or self.values)
 
     def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
-        """Return a whole number from 1 to `most`. Raises QuantkitError for other values or a missing one."""
+        """Return the value, by these names: a whole number from 1 to `most`. Else raises QuantkitError."""
         value = self.filled(*names) if default is None else self.get(*names, default=default)
         if value is None:
             raise QuantkitError(
@@ -112,21 +111,21 @@ class Settings:
 
     @property
     def head_dim(self) -> int:
-        """Return the width of a head; by default the hidden width divided by the heads."""
+        """Return the width of a head; by default the hidden size divided by the number of heads."""
         return self.size("head_dim", default=max(1, self.hidden // self.heads))
 
     @property
     def kv_heads(self) -> int:
-        """Return the number of key/value heads; by default that of query heads."""
+        """Return the number of key/value heads; by default the number of query heads."""
         return self.size("num_key_value_heads", default=self.heads)
 
     @property
     def context(self) -> int | None:
-        """Return the longest sequence of the model, in tokens; None without a limit."""
+        """Return the model's maximum number of tokens; None if there is no limit."""
         return None if self.filled(*CONTEXT) is None else self.size(*CONTEXT)
 
     @property
     def stored_dtype(self) -> str:
-        """Return the precision of the stored weights; `bfloat16` by default."""
+        """Return the dtype of the stored weights; `bfloat16` by default."""
         value = self.get("dtype", "torch_dtype", default="bfloat16")
         return value if value in ("float32", "float16", "bfloat16") else "bfloat16"

@@ -1,4 +1,4 @@
-"""Print a forecast: the model, the formats that fit, and the jobs that make them."""
+"""Prints a forecast: the model, the sizes of all formats, and the jobs that make them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Record = dict[str, Any]
 
 
 def show(record: Record, quiet: bool = False) -> None:
-    """Print a record of forecast.py; `quiet` omits explanations, but not warnings."""
+    """Print a record of forecast.py. quiet: omit explanations, but not warnings."""
     console = Console(highlight=False, markup=False)
     print_facts(console, _about(record))
     console.print(_weights(record))
@@ -33,14 +33,14 @@ def show(record: Record, quiet: bool = False) -> None:
 
 
 def gibibytes(nbytes: float) -> str:
-    """Return bytes in binary units, as memory is counted: `3.125 GiB`."""
+    """Return a size in GiB or MiB, such as `3.125 GiB`."""
     value, unit = (nbytes / GIB, "GiB") if nbytes >= GIB else (nbytes / (1 << 20), "MiB")
     digits = f"{value:,.3f}" if value < 10 else f"{value:,.1f}"
     return digits.rstrip("0").rstrip(".") + f" {unit}"
 
 
 def count(number: float) -> str:
-    """Return a number in words: `13.02 billion`."""
+    """Return a number such as `13.02 billion`."""
     for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= size:
             return f"{number / size:.2f} {word}"
@@ -48,7 +48,7 @@ def count(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `40 s`, `12 min`, `3.5 h` or `13.1 days`."""
+    """Return a time such as `40 s`, `12 min`, `3.5 h` or `13.1 days`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
@@ -84,7 +84,7 @@ def _about(record: Record) -> dict[str, str]:
 
 
 def _weights(record: Record) -> Table:
-    """Return a table of one row per format, with columns for a given device."""
+    """Return a table with one row per format; fit and speed are columns only if a device is given."""
     device = record["device"] or {}
     columns: dict[str, Callable[[Record], str]] = {
         "size": lambda row: megabytes(row["bytes"]),
@@ -134,7 +134,7 @@ def _cache(record: Record) -> dict[str, str]:
 
 
 def _window(tokens: list[int] | None) -> str:
-    """Return ` (4,096 tokens)`, or nothing without a window."""
+    """Return ` (4,096 tokens)` for a window, or "" without one."""
     return f" ({' or '.join(f'{each:,}' for each in tokens)} tokens)" if tokens else ""
 
 
@@ -152,7 +152,7 @@ def _jobs(record: Record) -> Table:
 
 
 def _remarks(record: Record) -> Iterator[str]:
-    """Yield each reason for a refusal and each basis of times once, after the names concerned."""
+    """Yield the lines below the tables: reasons for refusals, and where the times come from."""
     remarks: dict[str, list[str]] = {}
     for name in SHOWN:
         row = record["weights"][name]

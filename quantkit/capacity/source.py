@@ -33,10 +33,10 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class Source:
-    """A model, or only the `count` of its parameters and of active ones. basis: origin of the tensors.
+    """A model, or only the numbers of its parameters. basis: where the parameters come from, in words.
 
-    name, settings, parameters: None if only the count is known. layout: storage of a quantized model, such as
-    `gptq` or `fp8`.
+    name, settings, parameters: None if only `count` is known. layout: layout of a quantized model, such as
+    `gptq` or `fp8`. count: (parameters, parameters used per token).
     """
 
     name: str | None
@@ -49,14 +49,14 @@ class Source:
 
     @property
     def quantized(self) -> bool:
-        """Return True if the files hold codes."""
+        """Return whether the files store quantized weights."""
         return self.parameters is not None and self.parameters.quantized
 
 
 def read(source: str, revision: str | None = None, offline: bool = False) -> Source:
-    """Read a local folder, a GGUF file, a config.json, or a hub id, of which only headers are fetched.
+    """Read a local folder, a GGUF file, a config.json, or a hub id (only headers are downloaded).
 
-    Raises QuantkitError for other sources, and for an unknown family without headers.
+    Raises QuantkitError for other sources, and if there are no headers and the family is unknown.
     """
     path = Path(source).expanduser()
     if path.suffix == ".json" and path.is_file():
@@ -68,8 +68,8 @@ def read(source: str, revision: str | None = None, offline: bool = False) -> Sou
 
 
 def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
-    """Return the bytes of keys and values of one text, by a checkpoint's headers; None if the cache is
-    unknown. dtype: type of a value, by `kv_types`."""
+    """Return the bytes of the KV cache of one sequence, from a checkpoint's headers; None if unknown. dtype:
+    type of the cache's values, by `kv_types`."""
     try:
         found = read(str(path))
         caches = kv_cache.layer_caches(found.settings, found.parameters)
@@ -79,7 +79,7 @@ def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
 
 
 def of_count(count: tuple[int, int]) -> Source:
-    """Return a source with (parameters, active parameters) and no tensors."""
+    """Return a source without tensors. count: (parameters, parameters used per token)."""
     return Source(None, None, None, "--params", (AS_IF_PACKED,), count=count)
 
 
@@ -119,7 +119,7 @@ def _of_config(name: str, config: Mapping[str, Any]) -> Source:
 
 
 def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
-    """Return a model as transformers builds it. Raises QuantkitError (exit code 4) if transformers cannot."""
+    """Build the model with transformers; return its settings and parameters. Raises QuantkitError (4)."""
     settings = Settings.of(config)
     experts = settings.size(*EXPERTS, most=MOST_EXPERTS) if settings.get(*EXPERTS) else 1
     if settings.hidden and settings.layers * experts > MOST_MODULES:
@@ -143,9 +143,9 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
 
 
 def parse_count(text: str) -> tuple[int, int]:
-    """Return (parameters, active parameters) of `175B`, `350M`, `1.5e9`, a plain number or `671B-A37B`.
+    """Parse --params into (parameters, parameters used per token): `175B`, `350M`, `1.5e9`, `671B-A37B`.
 
-    Raises QuantkitError for anything else.
+    Raises QuantkitError for other texts.
     """
     parts = [re.fullmatch(NUMBER, part.strip().replace(",", "")) for part in text.upper().split("-A")]
     counts = [round(float(found[1]) * UNITS[found[2]]) for found in parts if found]
