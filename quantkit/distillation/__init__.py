@@ -1,2 +1,2 @@
-"""A student trained on its teacher's predictions: scales and norms of a compressed checkpoint, or a smaller
-model."""
+"""Training of a student on its teacher's predictions: the scales and norms of a compressed checkpoint, or a
+model with fewer blocks."""

@@ -1,7 +1,7 @@
-"""KL(teacher ‖ student) of whole vocabularies, from final hidden states, some tokens at a time.
+"""KL(teacher ‖ student) over the whole vocabulary, from final hidden states, some tokens at a time.
 
-Decisions use temperature 1 and held-out text; a loss may have another (Hinton et al. 2015,
-arXiv:1503.02531, section 2: logits divided by T, divergences times T², so that gradients keep their size).
+Measurements on held-out text use temperature 1. A loss may have another temperature T (Hinton et al. 2015,
+arXiv:1503.02531, section 2): logits are divided by T and divergences multiplied by T².
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Logits = Callable[[Tensor], Tensor]  # of hidden states `[tokens, hidden]`
 
 
 def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]], vocabulary: int) -> float:
-    """Return the mean over all tokens of `pairs` of final hidden states `[batch, tokens, hidden]`, teacher's
-    and student's; in nats."""
+    """Return the mean KL divergence over all tokens, in nats. teacher, student: functions from states to
+    logits. pairs: (teacher's, student's) final hidden states `[batch, tokens, hidden]`."""
     total, tokens, size = 0.0, 0, chunk_tokens(vocabulary)
     with torch.no_grad():
         for theirs, ours in pairs:
@@ -31,8 +31,8 @@ def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return the KL divergence in nats of each prediction, `[...]`, from logits `[..., vocabulary]`, in
-    float32."""
+    """Return the KL divergence of each prediction in nats, `[...]` in float32, from logits
+    `[..., vocabulary]`."""
     expected = torch.log_softmax(teacher.float() / temperature, -1)
     found = torch.log_softmax(student.float() / temperature, -1)
     return (expected.exp() * (expected - found)).sum(-1)

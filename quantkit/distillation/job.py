@@ -1,8 +1,8 @@
-"""From options to a checked job and to the published student, for both kinds of students.
+"""The steps that both kinds of distillation jobs share, from options to the published student.
 
-A compressed student (compressed/job.py) keeps its codes, a smaller one (smaller/job.py) is cut from the
-teacher. Each kind defines what is trained and how a student is judged. Nothing is published unless it lowers
-the divergence from the teacher on text that nothing was trained on.
+A compressed student (compressed/job.py) keeps its codes; a smaller one (smaller/job.py) is cut from the
+teacher. Each kind defines what is trained and how a student is judged. Trained values are published only if
+they lower the divergence from the teacher on held-out text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from quantkit.text.calibration import CalibrationSet
 
 @dataclass(frozen=True)
 class Request:
-    """The options of a job, as typed. student: None for a student that is cut from the teacher."""
+    """The options that the user gave. student: None if the student is to be cut from the teacher."""
 
     teacher: str
     student: str | None
@@ -53,8 +53,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """A checked job. source: the checkpoint that the output is made from. evaluated: a text to measure
-    teacher and students on, besides the held-out text."""
+    """A checked job. source: the checkpoint that the output is made from. evaluated: the text of --eval, on
+    which teacher and students are also measured, or None. disk_bytes: disk space needed."""
 
     request: Request
     source: Checkpoint
@@ -67,19 +67,19 @@ class Job(ABC):
 
     @abstractmethod
     def decisive(self) -> dict:
-        """Return the settings that decide the output's bytes, besides the source and the versions of
+        """Return the settings on which the output's bytes depend, except the source and versions of
         libraries."""
 
     @abstractmethod
     def record(self) -> dict:
-        """Return the versioned JSON of the plan; a finished job adds its results."""
+        """Return the versioned JSON of the plan."""
 
     @abstractmethod
     def make(self, progress: Progress, timings: Timings) -> dict:
-        """Train, decide and assemble the output in the staging folder; return the results."""
+        """Train, decide and write the output into the staging folder; return the results as JSON."""
 
     def measured(self, progress: Progress) -> dict:
-        """Return measurements of the published output."""
+        """Measure the published output on the text of --eval; return JSON, {} if there is nothing to do."""
         return {}
 
     def signed(self, progress: Progress) -> Job:
@@ -95,7 +95,7 @@ class Job(ABC):
         return replace(self, fingerprint=fingerprint | self.decisive())
 
     def run(self, progress: Progress) -> dict:
-        """Run the job and return its record.
+        """Run the job; return `record`, results, measurements and seconds.
 
         Raises QuantkitError. The staging folder survives any error; the output appears whole or not at all.
         """
@@ -113,9 +113,9 @@ class Job(ABC):
 def stage(
     request: Request, source: Checkpoint, what: str, progress: Progress, dry_run: bool
 ) -> tuple[Staging, dict]:
-    """Return the staging of the output, and the execution of a job that is staged there, to be adopted.
+    """Return the output's staging folder, and the `execution` of an unfinished job there ({} without one).
 
-    what: what the source is. Raises QuantkitError if the output may not be written.
+    what: `student` or `teacher`, for the source. Raises QuantkitError if the output may not be written.
     """
     staging = Staging(output_of(request), one_file=source.folder.is_file() and what == "student")
     may_replace.check_source(staging.output, source.folder, what)
@@ -132,7 +132,7 @@ def stage(
 
 
 def output_of(request: Request) -> Path:
-    """Return the output: as requested, NAME-distilled in the current folder, or NAME-b24."""
+    """Return --output; by default NAME-distilled, or NAME-b24 for 24 blocks, in the current folder."""
     if request.output:
         return request.output
     if request.student is not None:
@@ -142,8 +142,8 @@ def output_of(request: Request) -> Path:
 
 
 def is_done(request: Request) -> bool:
-    """Return whether the output of this job is finished, for --resume: its manifest has the same options and,
-    for a smaller student, the same teacher and seed."""
+    """Return whether --resume has nothing to do: the output is finished, and its manifest has the same
+    options and, for a smaller student, the same teacher and seed."""
     output = output_of(request)
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -166,11 +166,11 @@ def as_read(options: DistillOptions | SmallerOptions) -> dict:
 
 
 def execution(skeleton: Skeleton, **more: int) -> dict:
-    """Return the execution of a job, as far as the output's bytes depend on it."""
+    """Return dtype, device, threads and `more` of a job as JSON: the output's bytes depend on these."""
     dtype = str(skeleton.dtype).removeprefix("torch.")
     return {"dtype": dtype, "device": str(skeleton.device), **more, "threads": torch.get_num_threads()}
 
 
 def evaluated(checkpoint: Checkpoint, text: Path | None) -> Windows | None:
-    """Return the text of --eval as windows. Raises QuantkitError for an unsuitable text."""
+    """Return the text of --eval as windows, or None. Raises QuantkitError for an unsuitable text."""
     return windows.load(checkpoint, text, None, None, None) if text else None

@@ -1,4 +1,4 @@
-"""Options of the training. No torch here: flags are made of these."""
+"""Options of `quantkit distill` and `quantkit shrink`. Flags are made from them, so torch is not imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantkit.options import option
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """Options of a compressed student."""
+    """Options of `quantkit distill`."""
 
     epochs: int = option(
         2, "Passes over the training text in the second stage (end to end); 0 skips the stage."
@@ -45,7 +45,7 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class SmallerOptions:
-    """Options of a smaller student."""
+    """Options of `quantkit shrink`."""
 
     blocks: int = option(
         dataclasses.MISSING,

@@ -1,10 +1,10 @@
-"""Training: gradient descent, a measurement on held-out text at every stop, and the best student kept.
+"""The training loop: gradient descent, regular evaluations on held-out text, and storage of the best student.
 
-A learner knows how a step is made and how far its student then is from the teacher; the loop knows when to
-stop, what to keep and how to go on after an interruption. The best student lies in a file, not in memory.
+A `Learner` makes the steps and measures the student's divergence from the teacher. The loop decides when to
+evaluate and to end, and resumes after an interruption. The best student is kept in a file.
 
-Descent is Adam's (Kingma and Ba 2015, arXiv:1412.6980), whose state can be stored and restored. The rate
-rises and then follows half a cosine to 0 (Loshchilov and Hutter 2017, arXiv:1608.03983).
+The optimizer is Adam (Kingma and Ba 2015, arXiv:1412.6980); its state can be stored and restored. The rate
+rises linearly, then follows half a cosine to 0 (Loshchilov and Hutter 2017, arXiv:1608.03983).
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ class Learner(Protocol):
     descent: Descent
 
     def step(self, number: int) -> None:
-        """Make step `number`, from 0."""
+        """Make step `number`; the first is 0."""
 
     def divergence(self) -> float:
         """Return the mean KL divergence from the teacher on held-out text, in nats."""
 
     def stored(self) -> dict[str, Tensor]:
-        """Return the trained tensors, as they will be stored."""
+        """Return the trained tensors by name, in the types in which they will be stored."""
 
 
 def train(
     learner: Learner, steps: int, every: int, begun: float, staging: Staging, progress: Progress, what: str
 ) -> Curve:
-    """Train for `steps` steps. Each `every` of them and at the end the student is measured, and kept where it
-    is the best so far and below `begun`. Ends early if the first stop is not better, or training diverged.
+    """Train for `steps` steps; return {step: divergence}. Every `every` steps and at the end, evaluate the
+    student; store it if it is the best so far and below `begun`, the divergence at the start. End early if no
+    evaluation was below `begun`, or if the loss is not finite. what: name of the stage for progress.
     """
     curve: Curve = {}
     state = {name: load(info) for name, info in staging.rest().items()}
@@ -80,17 +81,17 @@ def train(
 
 
 def best_step(curve: Curve, begun: float) -> int:
-    """Return the step of the least divergence; 0 if none is below `begun`."""
+    """Return the step with the lowest divergence; 0 if none is below `begun`."""
     return min((step for step in curve if curve[step] < begun), key=curve.get, default=0)
 
 
 def best(staging: Staging) -> dict[str, Tensor]:
-    """Return the stored tensors of the best student."""
+    """Return the tensors of the best student, which `train` stored."""
     return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
 
 
 def _is_over(curve: Curve, begun: float) -> bool:
-    """Return whether the run has failed: no stop was better than the start, or the loss is not finite."""
+    """Return whether training has failed: no evaluation below `begun`, or the last one not finite."""
     return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
 
 
@@ -99,7 +100,7 @@ def _progress(what: str, curve: Curve) -> str:
 
 
 class Descent:
-    """Steps of `adam` on `parameters`, by name. rate: the learning rate, by the steps that were made."""
+    """Makes steps of `adam` on `parameters`. rate: learning rate as a function of the steps done."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], adam: torch.optim.Optimizer, rate: Callable[[int], float]
@@ -115,7 +116,7 @@ class Descent:
         self.done += 1
 
     def state(self) -> dict[str, Tensor]:
-        """Return all tensors that the following steps depend on, on the host."""
+        """Return all tensors on which the following steps depend, on the CPU."""
         found = {f"parameter.{name}": part.detach() for name, part in self._parameters.items()}
         for number, moments in self._adam.state_dict()["state"].items():
             found |= {f"moment.{number}.{key}": value for key, value in moments.items()}
@@ -123,7 +124,7 @@ class Descent:
         return {name: part.cpu().contiguous() for name, part in found.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a `state`."""
+        """Continue from a result of `state`."""
         self.done = int(state["done"])
         with torch.no_grad():
             for name, part in self._parameters.items():
@@ -139,10 +140,10 @@ class Descent:
 class Shares(Descent):
     """Descent on floats of very different sizes: Adam on each float's change relative to its size.
 
-    A scale of 1e-4 and a norm's weight of 3 take the same steps in relative terms, so one learning rate
-    serves scales of all layouts, norms and biases. coded: names of what is measured number by number; the
-    others, norms and biases, by the root mean square of their tensor. steps: in all; the rate rises for
-    WARM_UP of them.
+    A scale of 1e-4 and a norm's weight of 3 take equal relative steps, so one learning rate fits all of them.
+    start: initial floats by name. coded: names whose numbers are each relative to their own size; in others
+    (norms and biases) they are relative to the tensor's root mean square. steps: in total; the rate rises
+    for WARM_UP of them.
     """
 
     def __init__(self, start: Mapping[str, Tensor], coded: set[str], lr: float, steps: int):
@@ -157,12 +158,12 @@ class Shares(Descent):
         super().__init__(self._moved, adam, rate)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the current floats; autograd follows."""
+        """Return the current floats by name; autograd can follow."""
         return {name: start + self._size[name] * self._moved[name] for name, start in self._start.items()}
 
 
 def _size(value: Tensor, coded: bool) -> Tensor:
-    """Return the size of a step of 1 for each number of a tensor."""
+    """Return, for each number of a tensor, the size that relative changes refer to."""
     if coded:
         return value.abs()
     mean = value.square().mean().sqrt()
@@ -170,7 +171,7 @@ def _size(value: Tensor, coded: bool) -> Tensor:
 
 
 def order(count: int, *seeds: int) -> list[int]:
-    """Return 0 to `count - 1` in an order that depends on the seeds alone."""
+    """Return the numbers 0 to `count - 1` in a random order that depends only on the seeds."""
     mixed = reduce(lambda mixed, seed: (mixed * 1_000_003 + seed) % 2**31, seeds, 0)
     generator = torch.Generator().manual_seed(mixed)
     return torch.randperm(count, generator=generator).tolist()

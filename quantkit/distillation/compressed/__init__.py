@@ -1,5 +1,5 @@
 """A compressed student: scales, norms and biases are trained, codes stay.
 
-`student` runs blocks on floats that are given to them, `blocks` and `whole` are the two stages of training,
-`publish` writes the student's files with other floats in them; `job` is the way through.
+`student` runs blocks with given floats (scales, norms, biases). `blocks` and `whole` are the two stages of
+training. `publish` writes the student's files with the trained floats. `job` calls them in order.
 """

@@ -1,11 +1,11 @@
 """Training block by block: each student block learns the output of the teacher's block, in constant memory.
 
     for each block:
-        teacher's states ▶ its block: the target      student's states ▶ its block, trained, rounded, staged
+        teacher's states ▶ teacher's block: target      student's states ▶ student's block: trained, staged
 
-A block of each is in memory, and the hidden states of all tokens on their way through both. The student's
-input is the output of its own previous blocks, so each block also makes up for their errors; the
-target is the teacher's own output (docs/distill.md measures the other choice).
+Memory holds one block of each model and both models' hidden states of all tokens. A student block reads the
+output of the earlier student blocks, so it also corrects their errors. The teacher's block reads the output
+of the earlier teacher blocks (docs/distill.md measures the other choice).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALLEST = 1e-12  # mean square of a token's states below which its error is not
 
 @dataclass(frozen=True)
 class Text:
-    """Batches of ids `[batch, tokens]` for training, and held-out batches for decisions."""
+    """Batches of token ids `[batch, tokens]`: for training, and held out to measure improvement."""
 
     train: list[Tensor]
     held_out: list[Tensor]
@@ -39,8 +39,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Final:
-    """Final hidden states: the teacher's of training and held-out text; the student's before and after
-    training its blocks; and the trained floats, by names in the model."""
+    """Results of the first stage. taught, teacher: the teacher's final hidden states for training text and
+    for held-out text. before, after: the student's for held-out text, before and after training. floats: the
+    student's, by names in the model."""
 
     taught: States
     teacher: States
@@ -59,8 +60,8 @@ def walk(
     timings: Timings,
     progress: Progress,
 ) -> Final:
-    """Run both models block by block and train each block. Parameters outside the blocks are loaded. Blocks
-    that an earlier run has staged are not trained again."""
+    """Run both models block by block and train each student block; staged blocks are not trained again.
+    Parameters outside the blocks must be loaded."""
     done = staging.done(student.depth, progress.warn)
     progress.start(student.depth, sum(done))
 
@@ -106,8 +107,8 @@ def _improved(
     options: DistillOptions,
     seed: int,
 ) -> Floats:
-    """Return the block's floats after training, as they will be stored; the old floats where these are nearer
-    to the teacher on held-out text. train, held_out: inputs of the block and target outputs."""
+    """Return the block's floats after training, rounded as stored; or the old floats if training did not
+    lower the error on held-out text. train, held_out: (inputs of the block, target outputs)."""
     inputs, targets = train
     steps = options.block_epochs * len(inputs)
     descent = Shares(block.floats, block.floats.keys() - block.dtypes.keys(), options.block_lr, steps)
@@ -125,8 +126,8 @@ def _improved(
 
 
 def error(found: Tensor, target: Tensor) -> Tensor:
-    """Return the squared error of each token's states relative to the target's square, `[batch, tokens]`: a
-    few tokens, the first above all, are a thousand times as large as the others in many models."""
+    """Return each token's squared error divided by its target's square, `[batch, tokens]`. In many models the
+    states of a few tokens, such as the first, are a thousand times larger than others."""
     wanted = target.float()
     return (found.float() - wanted).square().mean(-1) / wanted.square().mean(-1).clamp(min=SMALLEST)
 

@@ -2,7 +2,7 @@
 
     block by block (blocks.py) ▶ better on held-out text? ▶ end to end (whole.py) ▶ better? ▶ publish
 
-Teacher and student are opened, compared and planned here before anything is loaded.
+This file opens and compares both models and plans memory before any weights are loaded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HINT = "give the model that the student was compressed from"
 
 @dataclass(frozen=True)
 class CompressedJob(Job):
-    """The job of a compressed student. trained: number of linears and of norms and biases."""
+    """The job of a compressed student. trained: numbers of `linears` and `norms_and_biases` to train."""
 
     student: Student
     text: Text
@@ -123,13 +123,13 @@ class CompressedJob(Job):
         return {"eval": of_job.measure(teacher.checkpoint, made, self.evaluated, teacher.device, listen)}
 
     def _divergence(self, final: Final, states: States) -> float:
-        """Return the divergence of a student's final hidden states of the held-out text."""
+        """Return the divergence from the teacher, given the student's final states of held-out text."""
         vocabulary = self.source.text_config.vocab_size
         pairs = zip(final.teacher, states, strict=True)
         return divergence.mean(self.teacher.logits, self.student.skeleton.logits, pairs, vocabulary)
 
     def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
-        """Put the output together and read it back."""
+        """Write the output to the staging folder and verify it. floats: None keeps the student's own."""
         progress.phase("writing the checkpoint")
         with timings("write"), self.staging.assemble() as place:
             publish.write(self.student, floats, record, place, self.staging.output.name)
@@ -141,7 +141,7 @@ class CompressedJob(Job):
             (place / TIMINGS).write_text(json.dumps(seconds, indent=2) + "\n")
 
     def _described(self) -> dict:
-        """Return the manifest's entry of the job; nothing in it depends on time or place."""
+        """Return the job's entry for the manifest; it contains no times or paths."""
         teacher, student, made = self.request.teacher, self.request.student, self.fingerprint
         return {
             "teacher": {"name": Path(teacher).name, "sha256": made["teacher_sha256"]},
@@ -154,8 +154,8 @@ class CompressedJob(Job):
         }
 
     def _check_embeddings(self) -> None:
-        """Raise QuantkitError unless the student was made from this teacher, or one much like it: no layout
-        does more to an embedding than round it."""
+        """Raise QuantkitError if the embeddings differ by more than rounding can explain: the student was
+        then made from another model."""
         models = self.teacher.model, self.student.skeleton.model
         theirs, ours = (model.get_input_embeddings().weight for model in models)
         if theirs.shape != ours.shape or not relative_distance(ours, theirs) <= UNLIKE:
@@ -170,8 +170,7 @@ class CompressedJob(Job):
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
     """Open and check teacher and student, and plan the job. Raises QuantkitError for invalid input.
 
-    text: that of --eval. A dry run skips the check of the output's place and the
-    hashes.
+    text: file of --eval. A dry run does not check whether the output exists and computes no hashes.
     """
     request.options.check()
     check_run(request.run)
@@ -198,7 +197,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
 
 
 def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
-    """Return teacher and student. Raises QuantkitError unless the student was made from such a teacher."""
+    """Return teacher and student. Raises QuantkitError if they cannot be a model and its compressed copy."""
     trusted = request.trust_remote_code
     teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
     student = open_checkpoint(request.student, None, request.offline, trusted)
@@ -219,9 +218,9 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
 
 
 def split(tokens: Tensor, batch_size: int | None) -> Text:
-    """Return batches of `tokens [samples, seqlen]` to train on, and held-out ones.
+    """Split `tokens [samples, seqlen]` into training and held-out batches.
 
-    Raises QuantkitError where none is left.
+    Raises QuantkitError if there are too few sequences.
     """
     train, held_out = hold_out(tokens)
     size = batch_size or max(1, BATCH_TOKENS // tokens.shape[1])
@@ -229,7 +228,7 @@ def split(tokens: Tensor, batch_size: int | None) -> Text:
 
 
 def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
-    """Raise QuantkitError naming parameters in which the two models differ."""
+    """Raise QuantkitError, with names, if parameters of the blocks differ in shape between the models."""
     theirs, ours = (one.names.shapes for one in (teacher, student.skeleton))
     inside = f"{teacher.names.blocks}."
     odd = [n for n in theirs | ours if n.startswith(inside) and theirs.get(n) != ours.get(n)]
@@ -239,7 +238,8 @@ def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None
 
 
 def _trained(student: Student, request: Request) -> dict[str, int]:
-    """Return the numbers of linears and of norms and biases to train. Raises QuantkitError for none."""
+    """Return the numbers of linears, and of norms and biases, to train. Raises QuantkitError without any
+    linears."""
     if not student.rows:
         raise QuantkitError(
             f"no linear in the blocks of {request.student} has codes that quantkit writes",
@@ -251,7 +251,7 @@ def _trained(student: Student, request: Request) -> dict[str, int]:
 
 
 def _stage(name: str, before: float, after: float, progress: Progress) -> dict:
-    """Report a stage; return its entry of the record."""
+    """Report the divergences before and after a stage; return the stage's entry of the record."""
     kept = after < before
     verdict = "kept" if kept else "not kept"
     progress.phase(f"{name}: held-out KL divergence {before:.5f} → {after:.5f}, {verdict}")

@@ -1,6 +1,6 @@
-"""The student's files with trained floats: copied whole, patched where the floats lie, read back.
+"""Writes the student's files with trained floats: copies them, overwrites the floats, and verifies the copy.
 
-No tensor changes its place or its size, so clients of the student load the result.
+No tensor changes its offset or size, so clients of the student load the result.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Patch = tuple[Path, int, bytes]  # of a file of the student: place and bytes
 
 
 def write(student: Student, floats: Floats | None, record: dict, place: Path, name: str) -> None:
-    """Write the output to `place`, a folder or a GGUF file, named `name`. floats: by name in the model; None
-    leaves all tensors unchanged. record: of the distillation, for the manifest and the model card.
+    """Write the output to `place`, a folder or a GGUF file. floats: by name in the model; None leaves all
+    tensors unchanged. record: JSON for manifest and model card. name: the output's final name.
     """
     checkpoint = student.checkpoint
     changes = patches(student, floats) if floats is not None else iter(())
@@ -64,7 +64,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:
-    """Yield the patches of the student's files, block by block."""
+    """Yield (file, offset, new bytes) for every tensor whose floats change, block by block."""
     checkpoint, names = student.checkpoint, student.skeleton.names
     for index in range(student.depth):
         with student.block(index) as block:
@@ -87,7 +87,7 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
 
 
 def _patch(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
-    """Return the patch that replaces a stored tensor."""
+    """Return (file, offset, bytes) that replaces a stored tensor."""
     if isinstance(checkpoint, GgufCheckpoint):
         return checkpoint.folder, *checkpoint.placed(name, tensor)
     info = checkpoint.infos[name]
@@ -104,7 +104,7 @@ def _write(place: Path, start: int, data: bytes) -> None:
 
 
 def manifest_of(checkpoint: Checkpoint) -> dict | None:
-    """Return the manifest of a checkpoint; None where it has none. Raises QuantkitError for odd content."""
+    """Return a checkpoint's manifest, or None. Raises QuantkitError if it cannot be parsed."""
     if (text := checkpoint.manifest()) is None:
         return None
     try:
@@ -118,7 +118,7 @@ def manifest_of(checkpoint: Checkpoint) -> dict | None:
 
 
 def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
-    """Return the student's own manifest with the record added; None where it has none."""
+    """Return the student's manifest, with the record and without outdated errors; None if it has none."""
     if (stored := manifest_of(checkpoint)) is None:
         return None
     for row in stored.get("linears", ()):  # their floats are others now
@@ -128,7 +128,7 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
 
 
 def _card(record: dict, name: str) -> str:
-    """Return a section of the model card."""
+    """Return the section on distillation for the model card."""
     made, stages = record["calibration"], record["stages"]
     done = [f"{stage['name']} {'kept' if stage['kept'] else 'left out'}" for stage in stages]
     lines = [
@@ -148,10 +148,10 @@ def _card(record: dict, name: str) -> str:
 
 
 def verify(student: Student, floats: Floats | None, place: Path, ids: Tensor) -> None:
-    """Read the output back: its codes must be the student's, its final hidden states of `ids [batch, tokens]`
-    those of the student with these floats.
+    """Read the output back and compare it with the student.
 
-    Raises QuantkitError (exit code 6) for anything else.
+    Raises QuantkitError (exit code 6) if codes differ, or if final hidden states for `ids [batch, tokens]`
+    differ from the student's with these floats.
     """
     written = open_checkpoint(str(place), trust_remote_code=student.checkpoint.trust_remote_code)
     again = Student(written, student.skeleton.dtype, student.skeleton.device)

@@ -1,8 +1,8 @@
-"""The student: a compressed checkpoint whose blocks run on given floats.
+"""The student: a compressed checkpoint whose blocks run with given floats.
 
-Codes do not change. Of every linear the layout's floats (`Grid.floats`), and of norms and biases all
-values, are handed to a block each time it runs: autograd follows from its output to them, and what is kept
-of a block is one byte a weight.
+Codes do not change. Floats are the scales and offsets of linears (`Grid.floats`) and all values of norms and
+biases. They are arguments of each run of a block, so autograd can follow from the block's output to them.
+Between runs, a block takes one byte per weight.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Floats = dict[str, Tensor]  # float32, by names in a block (`mlp.up_proj.weight.
 
 @dataclass(frozen=True)
 class TracedBlock:
-    """A loaded block. weights: codes of its packed linears; layouts: theirs; floats: all that is trained, as
-    stored; dtypes: in which norms and biases are; rounding: linears whose clients round activations, too."""
+    """A loaded block. weights, layouts: by packed linear. floats: the stored values of all that is trained.
+    dtypes: stored dtypes of norms and biases. rounding: linears whose clients also round activations."""
 
     index: int
     weights: dict[str, QuantizedWeight]
@@ -40,12 +40,12 @@ class TracedBlock:
     rounding: frozenset[str] = frozenset()
 
     def of_linear(self, local: str, floats: Mapping[str, Tensor]) -> Floats:
-        """Return the floats of one linear, by the grid's names."""
+        """Return the floats of the linear `local` from the block's `floats`, by the grid's names."""
         names = self.weights[local].floats()
         return {name: floats[f"{local}.weight.{name}"] for name in names}
 
     def values(self, floats: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return parameters by name, as the block computes with them; autograd follows."""
+        """Return the block's parameters by name, decoded with `floats` in `dtype`; autograd can follow."""
         found = {name: floats[name].to(dtype) for name in self.dtypes}
         for local, weight in self.weights.items():
             traced = weight.with_floats(self.of_linear(local, floats)).traced()
@@ -53,7 +53,7 @@ class TracedBlock:
         return found
 
     def stored(self, floats: Mapping[str, Tensor]) -> Floats:
-        """Return the floats rounded as they will be stored."""
+        """Return the floats after rounding to the types in which they are stored, as float32."""
         found = {name: floats[name].to(dtype).float() for name, dtype in self.dtypes.items()}
         for local, weight in self.weights.items():
             kept = weight.grid.storable(self.of_linear(local, floats))
@@ -62,7 +62,7 @@ class TracedBlock:
 
 
 class Student:
-    """A compressed checkpoint, opened to be trained, in `dtype` on `device`. rows: its packed linears."""
+    """A compressed checkpoint to train, in `dtype` on `device`. rows: its packed linears."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
         if isinstance(checkpoint, GgufCheckpoint):
@@ -83,7 +83,7 @@ class Student:
 
     @contextmanager
     def block(self, index: int, hold: bool = False) -> Iterator[TracedBlock]:
-        """Load a block for the duration of the context; with `hold`, keep the block in memory."""
+        """Yield a loaded block and free it afterwards. hold: keep it in memory for later calls."""
         if index in self._held:
             yield self._held[index]
             return
@@ -95,7 +95,7 @@ class Student:
             self.skeleton.free_block(index)
 
     def _load(self, index: int) -> TracedBlock:
-        """Load a block. Raises QuantkitError for a linear that could not be stored again unchanged."""
+        """Load a block. Raises QuantkitError for a linear that quantkit cannot write as it is stored."""
         skeleton = self.skeleton
         fetched = skeleton.fetch_block(index)
         module = skeleton.load_block(index, fetched=replace(fetched, parts={}))
@@ -120,14 +120,14 @@ class Student:
         return TracedBlock(index, weights, layouts, floats, dtypes, frozenset(rounding))
 
     def run(self, block: TracedBlock, hidden: Tensor, floats: Mapping[str, Tensor]) -> Tensor:
-        """Return the output of a block that computes with `floats`; autograd follows if enabled."""
+        """Return a block's output for `hidden`, computed with `floats`; autograd can follow if enabled."""
         with _rounded_inputs(self.skeleton.blocks[block.index], block, floats):
             return self.skeleton.trace_block(block.index, hidden, block.values(floats, self.skeleton.dtype))
 
     def outputs(
         self, block: TracedBlock, batches: Iterable[Tensor], floats: Mapping[str, Tensor]
     ) -> Iterator[Tensor]:
-        """Yield `run` of every batch, without gradients; weights are decoded once."""
+        """Yield the output of `run` for each batch, without gradients; decode weights only once."""
         with torch.no_grad():
             values = block.values(floats, self.skeleton.dtype)
         for hidden in batches:
@@ -136,7 +136,7 @@ class Student:
             yield found
 
     def floats(self, hold: bool) -> Floats:
-        """Return the stored floats of all blocks, by names in the model, on the host."""
+        """Return the stored floats of all blocks, by names in the model, on the CPU. hold: see `block`."""
         found = {}
         for index in range(self.depth):
             with self.block(index, hold) as block:
@@ -145,8 +145,8 @@ class Student:
         return found
 
     def rest(self) -> TracedBlock:
-        """Return norms and biases outside the blocks, by names in the model, as a block without linears;
-        their values are there once `load_rest` has read them."""
+        """Return the norms and biases outside the blocks as a block without linears, by names in the model.
+        `load_rest` must run before their values are used."""
         names, inside = self.skeleton.names, f"{self.skeleton.names.blocks}."
         named = dict(self.skeleton.model.named_parameters())
         wanted = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
@@ -155,14 +155,14 @@ class Student:
         return TracedBlock(self.depth, {}, {}, floats, dtypes)
 
     def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:
-        """Return logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; autograd follows if enabled."""
+        """Return logits `[tokens, vocabulary]` of `hidden [tokens, hidden]`; rest: floats outside blocks."""
         values = {name: value.to(self.skeleton.dtype) for name, value in rest.items()}
         return self.skeleton.logits(hidden, values)
 
 
 def vectors(module: nn.Module) -> list[str]:
-    """Return the names of norms' parameters and of biases. Other vectors (decays of a state-space model, a
-    router's corrections) are not part of a layer's scale."""
+    """Return the names of norms' vectors and of biases. Other vectors, such as decays of state-space models
+    or routers' corrections, are not trained."""
     found = []
     for owner, part in module.named_modules():
         for leaf, parameter in part.named_parameters(recurse=False):
@@ -180,7 +180,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> None:
-    """Raise QuantkitError unless the layout, given a linear's own floats, stores the same tensors again."""
+    """Raise QuantkitError if the layout, given a linear's own floats, would store other tensors."""
     again = layout.with_floats(parts, layout.decode(parts).floats())
     unlike = [name for name, old in parts.items() if not _equal(old, again[name])]
     if unlike:
@@ -194,8 +194,7 @@ def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> N
 
 @contextmanager
 def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, Tensor]) -> Iterator[None]:
-    """Run linears whose layout rounds activations as this layout computes; gradients pass straight
-    through."""
+    """During the context, round activations as the layouts of `block.rounding` do; gradients ignore it."""
     hooks = []
 
     def hook(local: str) -> Callable[..., Tensor]:
@@ -220,5 +219,5 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
 
 
 def _coded(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
-    """Return the checkpoint with the linears of its blocks left packed."""
+    """Return the checkpoint such that linears of blocks stay packed when read."""
     return checkpoint.coded([row.name for row in linears(Skeleton(checkpoint, dtype, device))])

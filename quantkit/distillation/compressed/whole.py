@@ -1,10 +1,10 @@
 """Training end to end: all floats at once, on the teacher's distribution of the next token.
 
-The student's blocks are run forward without autograd, and only the input of each is kept; then backwards one
-by one, each run again with autograd for the gradient that its output is given (checkpointing by block, Chen
-et al. 2016, arXiv:1604.06174). So weights are decoded for one block at a time. Codes of all blocks are held
-where they find room, else read again for every block that is run: slower, with the same result. Of the
-teacher nothing is left but its head and its final hidden states.
+The student's blocks run forward without autograd; only their inputs are kept. Then each block, from the last
+to the first, runs again with autograd to pass the gradient on (activation checkpointing per block, Chen et
+al. 2016, arXiv:1604.06174). So weights are decoded for one block at a time. Codes of all blocks stay in
+memory if they fit; else they are read again for each run, with the same result. Of the teacher, only its head
+and its final hidden states are in memory.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ROOM = 0.8  # share of the free memory beyond which codes are read again instead
 
 
 class EndToEnd:
-    """The training of `start`, floats of all blocks and after, by names in the model. hold: keep
-    the codes of all blocks in memory."""
+    """The second stage of training. start: floats of the blocks and of the rest, by names in the model. hold:
+    keep the codes of all blocks in memory."""
 
     def __init__(
         self, teacher: Skeleton, student: Student, final: Final, start: Floats, text: Text,
@@ -55,14 +55,14 @@ class EndToEnd:
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def step(self, number: int) -> None:
-        """Train on one batch; each epoch has another order."""
+        """Train on batch number `number`; each epoch has another order."""
         epoch, place = divmod(number, len(self.text.train))
         batch = order(len(self.text.train), self.seed, self.student.depth, epoch)[place]
         self._descend(self.text.train[batch], self.final.taught[batch], self.descent.values())
         self.descent.step()
 
     def divergence(self) -> float:
-        """Return the divergence from the teacher on held-out text, of the student as it will be stored."""
+        """Return the stored student's mean KL divergence from the teacher on held-out text, in nats."""
         floats = {name: value.to(self.student.skeleton.device) for name, value in self.stored().items()}
         finals = (self._forward(ids, floats)[-1] for ids in self.text.held_out)
         rest = self._rest(floats)
@@ -74,7 +74,7 @@ class EndToEnd:
         )
 
     def stored(self) -> Floats:
-        """Return the floats as they will be stored, on the host."""
+        """Return the floats after rounding to their stored types, on the CPU."""
         floats = {name: value.detach() for name, value in self.descent.values().items()}
         found = self.student.rest().stored(floats)
         for index in range(self.student.depth):
@@ -84,7 +84,7 @@ class EndToEnd:
         return {name: found[name].cpu().contiguous() for name in floats}
 
     def _forward(self, ids: Tensor, floats: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return the input of every block, and the output of the last."""
+        """Return the input of every block and the output of the last, without gradients."""
         with torch.no_grad():
             flows = [self.student.skeleton.embed(ids)]
             for index in range(self.student.depth):
@@ -93,7 +93,7 @@ class EndToEnd:
         return flows
 
     def _descend(self, ids: Tensor, taught: Tensor, floats: Floats) -> None:
-        """Accumulate the gradient of a batch's mean divergence."""
+        """Add the gradient of a batch's mean divergence. taught: the teacher's final hidden states."""
         leaves = {name: value.detach().requires_grad_() for name, value in floats.items()}
         flows = self._forward(ids, leaves)
         gradient = self._through_head(taught, flows.pop(), self._rest(leaves))
@@ -106,7 +106,7 @@ class EndToEnd:
         torch.autograd.backward([floats[name] for name in reached], [leaves[name].grad for name in reached])
 
     def _through_head(self, taught: Tensor, final: Tensor, rest: Floats) -> Tensor:
-        """Return the gradient of the final hidden states; logits are formed for some tokens at a time."""
+        """Return the loss's gradient by the final hidden states; logits exist for some tokens at a time."""
         taught, tokens = taught.flatten(0, 1), final.shape[0] * final.shape[1]
 
         def loss(ours: Tensor, span: slice) -> Tensor:
@@ -122,7 +122,7 @@ class EndToEnd:
         return self.student.skeleton.names.of_block(index, local)
 
     def _inside(self, index: int, floats: Mapping[str, Tensor]) -> Floats:
-        """Return the floats of a block, by names in the block."""
+        """Return the floats of one block, by names in the block."""
         prefix = self._name(index, "")
         return {name.removeprefix(prefix): value for name, value in floats.items() if name.startswith(prefix)}
 
@@ -133,8 +133,8 @@ class EndToEnd:
 
 @dataclass(frozen=True)
 class Memory:
-    """Peak bytes above the interpreter: of the stage by blocks, and of that end to end, 0 where it is left
-    out; hold: whether the codes of all blocks are in memory there."""
+    """Peak bytes above the interpreter, of the stage block by block and of the whole-model stage (0 if it is
+    left out). hold: whether the second stage keeps the codes of all blocks in memory."""
 
     blocks: int
     whole: int

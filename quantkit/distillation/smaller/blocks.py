@@ -1,10 +1,10 @@
-"""The importance of blocks: the divergence from the teacher's predictions without each block.
+"""The importance of blocks: the divergence from the teacher's predictions if a block is left out.
 
-Blocks are left out one after another, the least missed first, and the remaining blocks are measured again
-(SLEB, Song et al. 2024, arXiv 2402.09025, section 3: blocks look dispensable one by one that are not so
-together). A round is one walk over the weights, one block in memory at a time: the hidden states of every
-variant go through it side by side, and a new variant begins at each block, with what entered it. n blocks
-cost n²/2 forwards of a block, and the states of n + 1 variants of a few thousand tokens.
+Each round leaves out the least important blocks and measures the others again, since blocks that can be
+spared one by one may not be together (SLEB, Song et al. 2024, arXiv 2402.09025, section 3). A round loads
+each block once and runs all variants of the model through it; block k starts the variant without block k,
+whose states are those before the block. A round with n blocks costs n²/2 forward passes of a block and keeps
+the hidden states of n + 1 variants for a few thousand tokens.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Counting = Callable[[int, int], None]  # rounds done, rounds in all
 def choose(
     skeleton: Skeleton, batches: Sequence[Tensor], keep: int, listen: Counting = lambda done, total: None
 ) -> tuple[tuple[int, ...], list[dict[int, float]]]:
-    """Return the `keep` most important blocks, in order, and the divergences of each round, by the block left
-    out.
+    """Return the indices of the `keep` most important blocks, in order, and for each round {block: divergence
+    without the block}.
 
-    batches: ids `[batch, tokens]`, all of one shape. Parameters outside the blocks are loaded.
+    batches: ids `[batch, tokens]`, all of one shape. Parameters outside the blocks must be loaded.
     """
     kept = list(range(len(skeleton.blocks)))
     rounds: list[dict[int, float]] = []
@@ -50,9 +50,9 @@ def choose(
 def left_out(
     skeleton: Skeleton, batches: Sequence[Tensor], kept: Sequence[int], teacher: Sequence[Tensor]
 ) -> dict[int, float]:
-    """Return the divergence from the teacher without each of the `kept` blocks, by block.
+    """Return {block: divergence from the teacher if this block of the `kept` ones is left out}.
 
-    teacher: its final hidden states `[batch, tokens, hidden]`, by batch.
+    teacher: the teacher's final hidden states `[batch, tokens, hidden]` for each batch.
     """
     whole = [skeleton.embed(ids) for ids in batches]
     variants: dict[int, list[Tensor]] = {}
@@ -72,8 +72,8 @@ def left_out(
 
 
 def without_others(skeleton: Skeleton, ids: Tensor, kept: Sequence[int]) -> Tensor:
-    """Return the final hidden states of ids `[batch, tokens]` in the model of the blocks `kept` alone, the
-    expected result of the student."""
+    """Run ids `[batch, tokens]` through the blocks `kept` only; return the final hidden states, which the
+    student's must equal."""
     states = [skeleton.embed(ids)]
     for index, _ in walk.blocks(skeleton, lambda index: (None, False), only=kept):
         states = through(skeleton, index, states)
@@ -81,8 +81,8 @@ def without_others(skeleton: Skeleton, ids: Tensor, kept: Sequence[int]) -> Tens
 
 
 def through(skeleton: Skeleton, index: int, states: Sequence[Tensor]) -> list[Tensor]:
-    """Return the hidden states after a loaded block. Raises QuantkitError if blocks pass more than these:
-    what one leaves, another needs, so none can be left out."""
+    """Return the hidden states after a loaded block. Raises QuantkitError if blocks pass more than hidden
+    states to each other, since blocks then cannot be left out."""
     found = list(skeleton.outputs(index, states))
     width = skeleton.checkpoint.text_config.hidden_size
     if any(hidden.shape[-1] != width for hidden in (*states, *found)):

@@ -1,8 +1,8 @@
-"""The student as cut from its teacher: a checkpoint folder with the hub's names, written tensor by tensor.
+"""Writes the student, before training, as a checkpoint folder: the teacher without some blocks.
 
-Its configuration is checked by transformers: nothing is known here of any architecture. The student's model
-is built from the changed configuration, shapes alone, and compared with the teacher's: block k of the student
-with the block of the teacher that it was. Parameters that differ are refused by name.
+transformers checks the student's configuration, so this file knows no architecture. It builds the student
+from the changed configuration on the meta device and compares shapes: those of each student block with those
+of the teacher's block that it copies. If parameters differ, the error names them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHECKED = 8  # tokens whose logits are compared
 def write(
     skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int], place: Path, shard_bytes: int
 ) -> None:
-    """Write the student of the blocks `kept` into the folder `place`. Tensors keep their bytes."""
+    """Write the student with the blocks `kept` into the folder `place`. Tensors keep their bytes."""
     sources: dict[str, TensorInfo] = {}
     infos = []
     for info, name in renamed(skeleton, checkpoint, kept):
@@ -54,8 +54,7 @@ def write(
 
 
 def rewrite(student: Checkpoint, state: Mapping[str, Tensor], place: Path, shard_bytes: int) -> None:
-    """Write the student into the folder `place`, with new values of the tensors in `state`, by their stored
-    names."""
+    """Write the student into the folder `place`. state: new values, by stored name; other tensors stay."""
 
     def data(info: TensorInfo) -> Iterator[bytes | memoryview]:
         return iter([_bytes(state[info.name])]) if info.name in state else student.data(info)
@@ -69,7 +68,7 @@ def rewrite(student: Checkpoint, state: Mapping[str, Tensor], place: Path, shard
 def renamed(
     skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int]
 ) -> Iterator[tuple[TensorInfo, str]]:
-    """Yield every stored tensor of the student and its new name: blocks are renumbered.
+    """Yield (the teacher's stored tensor, its name in the student), with blocks renumbered.
 
     Blocks beyond the model's depth, which predict further tokens, are left out.
     """
@@ -89,11 +88,10 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source: str) -> None:
-    """Open the student and run it on `ids [batch, tokens]`.
+    """Check that the written student computes what the teacher computes without the other blocks.
 
-    expected: the final hidden states of the teacher without the other blocks, `[batch, tokens, hidden]`.
-    Equal results prove that the configuration with fewer blocks is understood as intended.
-    Raises QuantkitError for other results, such as of blocks that depend on their number.
+    ids: `[batch, tokens]`. expected: the teacher's final hidden states without the other blocks. Raises
+    QuantkitError if the results differ, for example because a block's result depends on its number.
     """
     student = open_checkpoint(str(place), trust_remote_code=teacher.checkpoint.trust_remote_code)
     skeleton = Skeleton(student, teacher.dtype, teacher.device)
@@ -115,7 +113,7 @@ def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source:
 
 
 def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) -> None:
-    """Write the manifest quantkit.json and the model card README.md; neither depends on time or place."""
+    """Write the manifest quantkit.json and the model card README.md; they contain no times or paths."""
     manifest = {
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
@@ -131,7 +129,7 @@ def describe(teacher: Checkpoint, place: Path, record: dict, fingerprint: dict) 
 
 
 def card(teacher: Checkpoint, record: dict) -> str:
-    """Return the model card: kept blocks, training text and divergences."""
+    """Return the text of the model card: kept blocks, training text and divergences."""
     local = Path(teacher.source).exists() or not hub.is_id(teacher.source)
     source = Path(teacher.source).name if local else teacher.source
     big, small = record["teacher"], record["student"]
@@ -163,7 +161,7 @@ Measure it yourself: `quantkit eval {source} {name} --text TEXT`.
 
 
 def check_teacher(checkpoint: Checkpoint, skeleton: Skeleton, blocks: int) -> None:
-    """Raise QuantkitError for a teacher that cannot be cut to so many blocks, with the reason."""
+    """Raise QuantkitError, with the reason, if the teacher cannot be cut to `blocks` blocks."""
     depth = len(skeleton.blocks)
     if checkpoint.quantized or "quantization_config" in checkpoint.raw_config:
         why, hint = "it is quantized", "distil the original checkpoint, then compress the student"
@@ -187,13 +185,13 @@ def check_teacher(checkpoint: Checkpoint, skeleton: Skeleton, blocks: int) -> No
 
 
 def parameters(skeleton: Skeleton, kept: Sequence[int]) -> int:
-    """Return how many parameters the student has; tied ones count once."""
+    """Return the student's number of parameters; tied ones count once."""
     inside = [sum(part.numel() for part in block.parameters()) for block in skeleton.blocks]
     return skeleton.parameters - sum(inside) + sum(inside[index] for index in kept)
 
 
 def per_layer(config: transformers.PretrainedConfig) -> list[str]:
-    """Return entries of a configuration that list one item for each block, such as `layer_types`."""
+    """Return the names of a configuration's lists with one item per block, such as `layer_types`."""
     depth, resolved = getattr(config, DEPTH), config.to_dict()
     return [
         key
@@ -203,7 +201,7 @@ def per_layer(config: transformers.PretrainedConfig) -> list[str]:
 
 
 def changes(checkpoint: Checkpoint, kept: Sequence[int]) -> dict:
-    """Return the entries of config.json that differ in the student: depth, and lists by layer."""
+    """Return the entries of config.json that change: the depth and lists with one item per block."""
     config = checkpoint.text_config
     resolved = config.to_dict()
     lists = {key: [resolved[key][index] for index in kept] for key in per_layer(config)}
@@ -211,8 +209,8 @@ def changes(checkpoint: Checkpoint, kept: Sequence[int]) -> dict:
 
 
 def check_shapes(skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int]) -> None:
-    """Raise QuantkitError where the changed configuration makes another model than the teacher without some
-    of its blocks."""
+    """Raise QuantkitError if the changed configuration builds other parameters than the teacher has without
+    the blocks left out."""
     names, inside = skeleton.names, f"{skeleton.names.blocks}."
     wanted = {name: found for name, found in names.shapes.items() if not name.startswith(inside)}
     for k, index in enumerate(kept):

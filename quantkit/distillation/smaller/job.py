@@ -52,7 +52,7 @@ class SmallerJob(Job):
 
     @property
     def shard_bytes(self) -> int:
-        """Return the size of the largest weight file."""
+        """Return the maximum size of a weight file in bytes."""
         return int(self.request.run.max_shard_gb * 1e9)
 
     def record(self) -> dict:
@@ -88,8 +88,8 @@ class SmallerJob(Job):
         }
 
     def make(self, progress: Progress, timings: Timings) -> dict:
-        """Publish the trained student only if its predictions for held-out text are closer to the teacher's
-        than those of the student as cut."""
+        """Make the student. Publish the trained one only if its divergence on held-out text is lower than the
+        untrained one's."""
         teacher, staging = self.teacher, self.staging
         text, held_out = hold_out(self.calibration.tokens)
         with timings("load"):
@@ -123,8 +123,8 @@ class SmallerJob(Job):
         return record
 
     def _cut(self, text: Tensor, progress: Progress) -> tuple[Checkpoint, dict]:
-        """Return the student as cut from `text [sequences, tokens]`, and how its blocks were chosen. Results
-        of an interrupted run are used."""
+        """Choose blocks by `text [sequences, tokens]`; return the untrained student and a record of the
+        choice. Results of an interrupted run are reused."""
         place, choice = self.staging.folder / "cut", self.staging.folder / "cut.json"
         if place.exists():
             return self._named(place, "as cut"), json.loads(choice.read_text())
@@ -155,15 +155,15 @@ class SmallerJob(Job):
         return self._named(place, "as cut"), chosen
 
     def _named(self, place: Path, how: str) -> Checkpoint:
-        """Return the checkpoint of a student's folder, named as in the tables."""
+        """Open the student in the folder `place`; its source is the name that tables show."""
         opened = open_checkpoint(str(place), trust_remote_code=self.request.trust_remote_code)
         return replace(opened, source=f"{self.staging.output.name} {how}")
 
     def _train(
         self, student: Checkpoint, predicted: Targets, progress: Progress
     ) -> tuple[dict[str, Tensor], dict]:
-        """Return the trained tensors by their stored names, as they are stored, and a record; none if
-        training diverged."""
+        """Train the student; return the best tensors by stored name, in their stored types ({} if training
+        diverged), and a record."""
         skeleton = Skeleton(student, torch.float32, self.teacher.device)
         model, names = load_blocks(skeleton), skeleton.names
         for name, parameter in model.named_parameters():
@@ -201,7 +201,7 @@ class SmallerJob(Job):
         return best(self.staging) if step else {}, record
 
     def _judge(self, students: Students, held_out: Tensor, progress: Progress) -> dict:
-        """Measure teacher and students on held-out text and on the text of --eval."""
+        """Measure teacher and students on held-out text and the text of --eval; return JSON."""
         models = [replace(self.source, source=self.source.name), *students]
 
         def measure(text: Windows) -> dict:
@@ -222,7 +222,7 @@ class SmallerJob(Job):
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
     """Open and check the teacher, and plan the job. Raises QuantkitError for invalid input.
 
-    text: that of --eval. A dry run skips the check of the output's place and the hashes.
+    text: file of --eval. A dry run does not check whether the output exists and computes no hashes.
     """
     options = request.options
     options.check()

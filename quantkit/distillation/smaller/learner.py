@@ -1,12 +1,12 @@
-"""Training of a smaller student on the teacher's predictions, as a whole model in memory.
+"""Training of a smaller student on the teacher's predictions; the whole student is in memory.
 
-The loss is `T² KL(teacher ‖ student)` of both logits divided by T (Hinton et al. 2015, arXiv 1503.02531,
-section 2), over all tokens; plus the squared distance between the inputs of the heads, relative to their
-size. The student is trained in float32, whatever it is stored in.
+The loss is the mean over tokens of `T² KL(teacher ‖ student)`, with both logits divided by T (Hinton et al.
+2015, arXiv 1503.02531, section 2), plus the relative squared distance between the inputs of both heads. The
+student is trained in float32, whatever its stored type.
 
-The teacher's final hidden states for all training tokens lie in a mapped file. The teacher runs once, block
-by block, and is never in memory whole. Hidden states are hidden-size wide, not vocabulary-size: the
-teacher's logits are formed from them again where they are needed, by its own norm and head.
+The teacher runs once, block by block, and is never whole in memory. Its final hidden states for all tokens
+are stored in a memory-mapped file. They take less space than logits, which the teacher's norm and head
+compute from them when needed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
 
 @dataclass(frozen=True)
 class Schedule:
-    """The schedule of a training. batch: sequences of a step, `together` of them in one forward; every:
-    steps between stops."""
+    """The schedule of a training. steps: in total. batch: sequences per step; together: sequences per forward
+    pass. every: steps between evaluations on held-out text (and saves)."""
 
     steps: int
     batch: int
@@ -53,7 +53,7 @@ class Schedule:
     def of(
         options: SmallerOptions, trained: int, seqlen: int, vocabulary: int, batch: int | None
     ) -> Schedule:
-        """Return the schedule of the options, for `trained` sequences."""
+        """Return the schedule for `trained` training sequences of `seqlen` tokens; batch: --batch-size."""
         batch = min(batch or max(1, STEP_TOKENS // seqlen), trained)
         fits = max(1, LOGITS_BYTES // (4 * vocabulary * seqlen))
         together = max(size for size in range(1, batch + 1) if batch % size == 0 and size <= fits)
@@ -61,8 +61,8 @@ class Schedule:
         return Schedule(steps, batch, together, max(1, math.ceil(steps / STOPS)))
 
     def rows(self, number: int, trained: int, seed: int) -> list[Tensor]:
-        """Return the sequences of step `number`, those of each forward pass. An epoch's last step may have
-        fewer."""
+        """Return the indices of step `number`'s sequences, one tensor per forward pass. An epoch's last step
+        may have fewer."""
         passes, each = trained // self.together, self.batch // self.together
         epoch, place = divmod(number, -(-passes // each))
         order = torch.randperm(trained, generator=torch.Generator().manual_seed(seed + epoch))
@@ -71,9 +71,9 @@ class Schedule:
 
 
 class Learner:
-    """A model in memory whose parameters that require gradients are trained in place.
+    """A student in memory; its parameters that require gradients are trained in place.
 
-    stored: returns these as they will be stored. bfloat16: the precision of the forward passes.
+    stored: returns the trained parameters in their stored types. bfloat16: compute forward passes in it.
     """
 
     def __init__(
@@ -98,13 +98,13 @@ class Learner:
         self.descent = Descent(trained, adam, rate)
 
     def predictions(self, ids: Tensor) -> Prediction:
-        """Return the student's predictions for ids `[batch, tokens]`, in float32."""
+        """Return the student's logits and inputs of the head for ids `[batch, tokens]`, in float32."""
         with torch.autocast(self._device.type, torch.bfloat16, self._bfloat16), entering(self.model) as found:
             logits = self.model(input_ids=ids.to(self._device), use_cache=False).logits
         return logits.float(), found[0].float()
 
     def step(self, number: int) -> None:
-        """Train on one batch, in as many forward passes as its logits need; each epoch has another order."""
+        """Train on the batch of step `number`, in several forward passes if its logits need much memory."""
         self.model.train()
         torch.manual_seed(self._seed + number)  # of dropout, where a model has it
         passes = self.schedule.rows(number, self.targets.trained, self._seed)
@@ -118,7 +118,7 @@ class Learner:
 
     @torch.no_grad()
     def divergence(self) -> float:
-        """Return the mean divergence over the held-out sequences."""
+        """Return the mean KL divergence from the teacher over the held-out tokens, in nats."""
         self.model.eval()
         total = 0.0
         for index in range(self.targets.trained, len(self.targets.ids)):
@@ -128,7 +128,7 @@ class Learner:
 
 
 def loss(student: Prediction, teacher: Prediction, options: SmallerOptions) -> Tensor:
-    """Return the mean over tokens."""
+    """Return the mean loss over all tokens; see the top of this file."""
     (logits, hidden), (expected, states) = student, teacher
     found = options.temperature**2 * kl(expected, logits, options.temperature).mean()
     if options.hidden_weight:
@@ -140,7 +140,7 @@ def loss(student: Prediction, teacher: Prediction, options: SmallerOptions) -> T
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Use deterministic operations where torch has them; restore the random state afterwards."""
+    """Use deterministic operations where torch has them; restore settings and random state afterwards."""
     before, warned = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -155,8 +155,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 class Targets:
-    """Training and held-out sequences. ids: int64 `[sequences, tokens]`, of which so many at the end are
-    `held_out`; states: `[sequences, tokens, hidden]` in the teacher's precision, mapped from a file."""
+    """Text and the teacher's states. ids: int64 `[sequences, tokens]`; the last `held_out` sequences are held
+    out. states: `[sequences, tokens, hidden]` in the teacher's dtype, mapped from a file."""
 
     def __init__(self, skeleton: Skeleton, ids: Tensor, held_out: int, states: Tensor):
         self._skeleton = skeleton
@@ -168,7 +168,7 @@ class Targets:
         return len(self.ids) - self.held_out
 
     def predictions(self, sequences: Tensor) -> Prediction:
-        """Return the teacher's predictions for sequences `[batch]`, on its device."""
+        """Return the teacher's logits and inputs of the head for `sequences`, indices `[batch]`."""
         with entering(self._skeleton.model) as found:
             logits = torch.stack([self._skeleton.logits(self.states[index]) for index in sequences.tolist()])
         return logits, torch.cat(found)
@@ -176,7 +176,7 @@ class Targets:
 
 @contextmanager
 def entering(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Collect the inputs of the model's head, `[batch, tokens, hidden]`, during the context."""
+    """Yield a list to which each forward pass adds the head's input, `[batch, tokens, hidden]`."""
     found: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda head, args: found.append(args[0]))
     try:
@@ -186,7 +186,7 @@ def entering(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def nbytes(skeleton: Skeleton, tokens: int) -> int:
-    """Return the size of the file in bytes."""
+    """Return the size in bytes of the file with the teacher's states of `tokens` tokens."""
     return tokens * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
 
 
@@ -194,9 +194,9 @@ def gather(
     skeleton: Skeleton, ids: Tensor, held_out: int, path: Path,
     listen: Callable[[int, int], None] = lambda done, total: None,
 ) -> Targets:  # fmt: skip
-    """Return the targets for `ids [sequences, tokens]`; an existing file at `path` is used.
+    """Run the teacher over `ids [sequences, tokens]`; return the targets. An existing file `path` is reused.
 
-    Parameters outside the blocks are loaded. The file appears whole or not at all.
+    Parameters outside the blocks must be loaded. The file appears whole or not at all.
     """
     shape = (*ids.shape, skeleton.checkpoint.text_config.hidden_size)
     if not path.exists():
@@ -220,6 +220,6 @@ def gather(
 
 
 def _mapped(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor whose memory is the file."""
+    """Return a tensor that is memory-mapped to the file."""
     size = torch.Size(shape).numel()
     return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
