@@ -1,1 +1,1 @@
-"""The loss of a compression: perplexity, KL divergence, tasks, and comparisons of several results."""
+"""The loss by compression: perplexity, KL divergence, tasks, and comparisons of several results."""

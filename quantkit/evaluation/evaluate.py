@@ -1,8 +1,8 @@
-"""Perplexity and divergence of checkpoints, streamed block by block: no model is kept in memory whole.
+"""Perplexity and divergence of checkpoints, streamed block by block: no whole model is in memory.
 
 All evaluation tokens advance through a model one block at a time, so memory does not grow with depth.
-The base model's final hidden states are kept (hidden-size, not vocabulary-size); logits of base and
-candidate are formed chunk by chunk from them, so the KL divergence is exact and no logit file exists.
+The base model's final hidden states are kept. They are smaller than its logits, which are computed from them
+for some tokens at a time. So the KL divergence is exact and no logits are stored.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight ti
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a model. weight_bytes: all tensors; disk_bytes: all files of the folder; bits over the
-    whole model, and over the weights that are stored quantized (scales and the like included), None where
-    none is."""
+    """The size of a model. weight_bytes: all tensors. disk_bytes: all files of the folder. bits_per_weight:
+    mean over the whole model. bits_per_quantized_weight: mean over quantized weights, scales and zero points
+    included; None if no weight is quantized."""
 
     disk_bytes: int
     weight_bytes: int
@@ -51,9 +51,9 @@ class Size:
 
 @dataclass(frozen=True)
 class Result:
-    """One model of a comparison. tasks: task -> metric -> value and standard error; None where none were
-    run. kv: its quantized key/value cache; None where keys and values were read as they were computed.
-    weights_only: its activations were left as they are, though clients quantize them."""
+    """One model of a comparison. tasks: {task: {metric: {value, stderr}}}, None if no tasks were run. kv: the
+    quantized KV cache, None if the cache was not quantized. weights_only: activations were not quantized,
+    although clients of the layout do it."""
 
     source: str
     size: Size
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Floor:
-    """The noise floor: the base against itself in another precision, over its first `tokens` tokens."""
+    """The noise floor: the base compared with itself in another dtype, over the first `tokens` tokens."""
 
     dtype: torch.dtype
     tokens: int
@@ -74,8 +74,8 @@ class Floor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results in the given order, the base first. floor: None if not requested. states: where
-    hidden states waited, `device`, `host` or `disk`; predicted_bytes: the peak that was expected, above the
+    """Results in the given order, the base first. floor: None if not requested. states: where hidden states
+    were stored between blocks: `device`, `host` or `disk`. predicted_bytes: predicted peak memory above the
     interpreter."""
 
     results: list[Result]
@@ -90,14 +90,15 @@ def evaluate(
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
     weights_only: bool = False, max_memory: int | None = None,
 ) -> Evaluation:  # fmt: skip
-    """Return metrics of every checkpoint and its divergence from the first; then those of the first as
-    data-free methods (`trials`) would leave it. chosen: of `metrics.SELECTABLE`. tasks: run on every model as
-    well. kv_dtypes: every model, the first included, is measured with keys and values quantized so as well.
-    weights_only: those whose clients quantize activations are measured without that as well. max_memory:
-    bytes that the whole process may take; hidden states that do not fit wait in a file.
+    """Measure every checkpoint and its divergence from the first one, the base.
 
-    Raises QuantkitError when a candidate's tokenizer or vocabulary differs from the first's, and (exit code
-    5) before any weight is read where it does not fit.
+    trials: data-free methods, as typed; the base is also measured after each. chosen: names of metrics.
+    tasks: run on every model. kv_dtypes: every model is also measured with its KV cache in these types.
+    weights_only: models whose clients quantize activations are also measured without that. max_memory: bytes
+    for the whole process; hidden states that do not fit are stored in a file.
+
+    Raises QuantkitError if a candidate's tokenizer or vocabulary differs from the first's, and (exit code
+    5), before reading weights, if an evaluation does not fit the memory.
     """
     check_comparable(checkpoints)
     for name in kv_dtypes:
@@ -132,8 +133,7 @@ def evaluate(
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[bool, ...]:
-    """Return the values of weights_only to measure: True as well if `wanted` and clients quantize
-    activations."""
+    """Return the values of `weights_only` to measure; (False, True) only if clients quantize activations."""
     layout = trial.method.layout if trial else checkpoint.layout
     return (False, True) if wanted and layout is not None and layout.rounds_inputs else (False,)
 
@@ -141,7 +141,7 @@ def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[
 def check_comparable(
     checkpoints: Sequence[Checkpoint], hint: str = "other tokens cannot be compared: evaluate them one by one"
 ) -> None:
-    """Raise QuantkitError unless all checkpoints read a text as the same tokens and predict the same ones."""
+    """Raise QuantkitError if tokenizers or vocabulary sizes of the checkpoints differ."""
     first, *others = checkpoints
     wanted = tokenizer_sha256(first.tokenizer, first.text_config.vocab_size) if others else None
     for other in others:
@@ -159,7 +159,7 @@ def check_comparable(
 
 
 def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:
-    """Return the final hidden states `[batch, ctx, hidden]` of all windows, by batch, stored at `place`."""
+    """Run the model over all windows; return final hidden states `[batch, ctx, hidden]` of each batch."""
     full = disk_errors(place.folder, "run the same command again, with another folder in TMPDIR")
     with watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
         return model.states(windows.ids.split(_batch(windows)), listen, place)
@@ -173,10 +173,10 @@ def _batch(windows: Windows) -> int:
 def _measure_floor(
     base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener
 ) -> Floor:
-    """Return the divergence of the base in bfloat16 from itself, of a base in 16 bit in float32.
+    """Return the divergence of the base from itself in another dtype: bfloat16 for a float32 base, else
+    float32.
 
-    This is the effect of arithmetic alone: a candidate closer to the base cannot be told apart from the base
-    as served.
+    It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
     """
     skeleton = base[0].skeleton
     dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32
@@ -194,7 +194,7 @@ def _measure_floor(
 def _score(
     model: StreamedModel, states: States, windows: Windows, base: Measured | None, chosen: frozenset[str]
 ) -> Scores:
-    """Return the scores of all tokens, computed in chunks."""
+    """Return the scores of all scored tokens. base: model to compare with; None for the base itself."""
     nll, kld, agree = [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
     for batch, place, targets in _chunks(states, windows, model.chunk_tokens):
@@ -215,7 +215,7 @@ def _score(
 
 
 def _chunks(states: States, windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:
-    """Yield batch and place of `size` scored positions of one window, and their targets."""
+    """Yield (batch, (row, positions), target ids), at most `size` scored positions at a time."""
     window = 0
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):

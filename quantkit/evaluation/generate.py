@@ -1,7 +1,7 @@
 """One prompt continued by several checkpoints, one after the other, and their first difference.
 
-Unlike everything else here this holds a whole model in memory, decoded, with a KV cache: transformers' own
-`generate` runs it, so its text is what other programs get from the same weights.
+transformers' own `generate` runs each model, so other programs get the same text from the same weights. The
+whole decoded model and its KV cache are in memory, unlike in `quantkit eval`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ BROKEN = "\ufffd"  # text of tokens that end inside a character
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(Sampling):
-    """Settings of all models. chat: the prompt is a user's message."""
+    """Settings, equal for all models. chat: the prompt is a user's message in the chat template."""
 
     prompt: str
     chat: bool = False
 
     def check(self) -> None:
-        """Raise QuantkitError for values that make no sense."""
+        """Raise QuantkitError for invalid values."""
         super().check()
         require(self.prompt, "the prompt is empty", "give some text with -p", USAGE)
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token that differs from the first model's, after equal text.
+    """The first token that differs from the first model's text.
 
-    token: the model's choice, with `probability`; expected: the first model's choice, with
-    `probability_there`, and the probability that this model gave. start, end: place of the token in the
-    text.
+    index: its position among the new tokens. token, probability: this model's choice. expected: the first
+    model's choice, with its probability in the first model (`probability_there`) and in this model
+    (`probability_of_expected`). start, end: characters of the token in this model's text.
     """
 
     index: int
@@ -66,8 +66,8 @@ class Parting:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A continuation. ids: new tokens, the end of text included. probabilities: of each token. compared: with
-    the first model, token by token. parting: None where nothing differs, or nothing was compared."""
+    """A continuation. ids: new tokens, the end of text included. probabilities: of each token. stop: `end` or
+    `length`. compared: whether it was compared with the first model's. parting: None without a difference."""
 
     source: str
     prompt_tokens: int
@@ -96,13 +96,13 @@ def record(
 
 
 def shared_dtype(requested: str, checkpoint: Checkpoint, device: torch.device) -> torch.dtype:
-    """Return one precision for all models: the first model's if the hardware has it."""
+    """Return one dtype for all models; `auto`: the first model's if the hardware supports it."""
     declared = {torch.bfloat16: "BF16", torch.float16: "F16"}.get(checkpoint.config.dtype, "F32")
     return getattr(torch, choose_dtype(requested, declared, device))
 
 
 def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
-    """Return which checkpoints have the first one's tokenizer, so that tokens can be compared."""
+    """Return, for each checkpoint, whether its tokenizer equals the first one's."""
     if len(checkpoints) == 1:
         return [True]
     hashes = [tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in checkpoints]
@@ -110,7 +110,7 @@ def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
 
 
 def warnings(checkpoints: Sequence[Checkpoint], same_tokens: Sequence[bool], settings: Settings) -> list[str]:
-    """Return warnings of texts too long or not comparable. same_tokens: the result of `comparable`."""
+    """Return warnings: context too short, or other tokenizer. same_tokens: result of `comparable`."""
     found = []
     for checkpoint, same in zip(checkpoints, same_tokens, strict=True):
         length, context = encode(checkpoint, settings).shape[1] + settings.tokens, checkpoint.context
@@ -130,11 +130,11 @@ def continue_prompt(
     same_tokens: bool = True,
     stream: Stream | None = None,
 ) -> Continuation:
-    """Load the model, continue the prompt, free the model. `first`: the continuation to compare with,
-    token by token if `same_tokens`.
+    """Load the model, continue the prompt, free the model. first: continuation to compare with, if
+    `same_tokens`. stream: receives the text as it is generated.
 
-    Raises QuantkitError when the model does not fit the memory (exit code 5), lacks tensors, or has no
-    chat template to put a `chat` prompt into.
+    Raises QuantkitError if the model does not fit the memory (exit code 5), lacks tensors, or has no
+    chat template for a `chat` prompt.
     """
     began = time.monotonic()
     ids, ends = encode(checkpoint, settings), ends_of_text(checkpoint)
@@ -182,7 +182,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
 
 
 class _Recorder(transformers.LogitsProcessor):
-    """A recorder of the probability of every chosen token, and of the `expected` ones."""
+    """Records the probabilities of the chosen tokens, and those of the tokens `expected` in their place."""
 
     def __init__(self, prompt_tokens: int, expected: Sequence[int]):
         self.prompt_tokens = prompt_tokens
@@ -197,7 +197,7 @@ class _Recorder(transformers.LogitsProcessor):
         return scores
 
     def note(self, ids: list[int]) -> None:
-        """Note the probability of the last token, which is known when the next is chosen, and at the end."""
+        """Record the probability of the last chosen token. Call before the next is chosen, and at the end."""
         if self._last is None or not ids:
             return
         place = len(self.probabilities)
@@ -207,25 +207,25 @@ class _Recorder(transformers.LogitsProcessor):
 
 
 class Streamer(TextStreamer):
-    """A streamer that passes whole words to a function."""
+    """Passes generated text to a function, in whole words."""
 
     def __init__(self, tokenizer: Any, stream: Stream):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stream = stream
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        """See TextStreamer, which prints here."""
+        """Pass the text on; TextStreamer prints it."""
         self._stream(text)
 
 
 def decode(tokenizer: Any, ids: list[int]) -> str:
-    """Return the text of new tokens."""
+    """Return the text of token ids, without special tokens."""
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the index of the first difference of two texts, which may be the end of the shorter; None if
-    equal."""
+    """Return the index of the first difference; the length of the shorter if it is the other's beginning;
+    None if both are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     found = next((place for place, (a, b) in pairs if a != b), None)
     return min(len(one), len(other)) if found is None and len(one) != len(other) else found
@@ -234,7 +234,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 def parting(
     tokenizer: Any, made: Continuation, first: Continuation, of_expected: Sequence[float]
 ) -> Parting | None:
-    """Return the first difference of `made` from `first`, which continued the same tokens; None if equal."""
+    """Return the first difference of `made` from `first`; None if one is the beginning of the other.
+    of_expected: probabilities that this model gave to the first model's tokens."""
     index = first_difference(made.ids, first.ids)
     if index is None or index >= min(len(made.ids), len(first.ids)):  # one that ends says the same so far
         return None

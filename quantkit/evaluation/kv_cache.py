@@ -1,8 +1,8 @@
-"""A streamed model with a quantized key/value cache: attention reads the values of an engine's cache.
+"""A streamed model with a quantized KV cache: attention computes with rounded keys and values.
 
-transformers' attention hands keys, after their rotary embedding, and values to a cache and computes with
-the returned values. The cache here returns all of a window at once, rounded as the engine that has the
-type rounds (kv_rounding.py).
+transformers' attention passes keys (after their rotary embedding) and values to a cache object and computes
+with the returned tensors. The cache objects here return all keys and values of a window, rounded by
+kv_rounding.py.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of cac
 
 @dataclass(frozen=True)
 class Kv:
-    """The cache of a result. dtype: a name of `kv_types.TYPES`; keeper: the engine whose rounding it
-    is; bytes_per_value with scales; layers: blocks that have a cache, of `blocks`."""
+    """The quantized cache of a result. dtype: a name of `kv_types.TYPES`. keeper: engine that rounds so.
+    bytes_per_value: scales included. layers: number of the `blocks` blocks that have a cache."""
 
     dtype: str
     keeper: str
@@ -38,8 +38,8 @@ class Kv:
 
 
 class KvCache:
-    """The quantized cache of a running model. name: of `kv_types.TYPES`. scales: `k_scale` and `v_scale`
-    of attention by its block and name there, where the checkpoint has such; `fp8` is by these."""
+    """The quantized cache of a model. name: a name of `kv_types.TYPES`. scales: {(block, name of the
+    attention): (k_scale, v_scale)}, if stored in the checkpoint; only `fp8` uses them."""
 
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
         self.name, self._scales = name, scales if name == "fp8" else EMPTY
@@ -47,7 +47,7 @@ class KvCache:
         self._places: dict[int, list[_Place]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
-        """Give block `index` this cache, once."""
+        """Make block `index` use this cache; do nothing if it does already."""
         if index not in self._places:
             found = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
             self._places[index] = [
@@ -59,7 +59,7 @@ class KvCache:
         return kv_rounding.scaled(*scales) if scales else self._rounding
 
     def describe(self, source: str) -> Kv:
-        """Return the cache in use. Raises QuantkitError for a model without keys and values."""
+        """Describe the cache after a run. Raises QuantkitError for a model without keys and values."""
         layers = sum(any(place.used for place in places) for places in self._places.values())
         if not layers:
             raise QuantkitError(
@@ -72,8 +72,8 @@ class KvCache:
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
-    """Return the calibrated scales of a checkpoint's cache, by block and name of attention in the block, as
-    compressed-tensors and vLLM use them."""
+    """Return the calibrated scales stored in a checkpoint, as compressed-tensors and vLLM use them: {(block,
+    name of the attention in the block): (k_scale, v_scale)}."""
     found, checkpoint = {}, skeleton.checkpoint
     for index, block in enumerate(skeleton.names.stored_blocks):
         inside = (name.removesuffix(".k_scale") for name in checkpoint.infos if name.endswith(".k_scale"))
@@ -85,14 +85,14 @@ def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Ten
 
 
 def _parameter(module: nn.Module) -> str | None:
-    """Return the name of a forward's parameter that is a cache."""
+    """Return the name of the parameter of `module.forward` that takes the cache, or None."""
     names = inspect.signature(module.forward).parameters
     return next((name for name in PARAMETERS if name in names), None)
 
 
 class _Place:
-    """A module with a cache, its forward replaced; a cache passed on to modules inside is replaced
-    there. used: whether it handed keys and values to it."""
+    """Replaces the forward of a module that takes a cache, and gives it a rounding one. used: whether the
+    module passed keys and values to the cache."""
 
     def __init__(self, module: nn.Module, parameter: str, rounding: KvRounding):
         self.used, self._parameter, self._rounding = False, parameter, rounding
@@ -114,11 +114,11 @@ class _Place:
 
 
 class _OtherCache(AttributeError):
-    """The error of a module that uses an attribute which no cache of keys and values has."""
+    """Raised if a module uses an attribute that a cache of keys and values does not have."""
 
 
 class _Reading:
-    """The cache of one call of one module. used: whether keys and values have come."""
+    """The cache for one call of one module. used: whether it received keys and values."""
 
     def __init__(self, rounding: KvRounding):
         self._rounding, self.used = rounding, False
@@ -131,6 +131,6 @@ class _Reading:
         return 0
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values `[batch, heads, tokens, head_dim]` as rounded in the cache."""
+        """Return keys and values `[batch, heads, tokens, head_dim]` after rounding."""
         self.used = True
         return self._rounding.keys(keys), self._rounding.values(values)

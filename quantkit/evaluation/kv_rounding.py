@@ -1,7 +1,7 @@
-"""Rounding of quantized key/value caches, as engines compute it.
+"""Rounding of quantized KV caches, as engines compute it.
 
-All take and return `[batch, heads, tokens, head_dim]` in the precision of the model, as a Hugging Face cache
-does, a batch of sequences that do not know of each other.
+All functions take and return `[batch, heads, tokens, head_dim]` in the model's dtype, as caches of
+transformers do.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ ROTATED = 64  # least size of llama.cpp's rotations
 
 @dataclass(frozen=True)
 class KvRounding:
-    """The rounding of keys and values. Every token is rounded, also for its own query."""
+    """The functions that round keys and values. A token's own query also sees the rounded values."""
 
     keys: Callable[[Tensor], Tensor]
     values: Callable[[Tensor], Tensor]
 
 
 def named(name: str) -> KvRounding:
-    """Return the rounding of a name of `kv_types.TYPES`. Raises QuantkitError for caches of transformers,
-    which keep the last 128 tokens as they are."""
+    """Return the rounding for a name of `kv_types.TYPES`. Raises QuantkitError for transformers' quantized
+    caches, which do not round the last 128 tokens."""
     if TYPES[name].keeper.startswith("transformers"):
         hint = "choose q8_0 or q4_0 (llama.cpp), fp8 (vLLM) or a float"
         raise QuantkitError(f"--kv-dtype {name}: caches of transformers are not measured", hint, UNSUPPORTED)
@@ -49,13 +49,13 @@ def _cast(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _fp8(x: Tensor) -> Tensor:
-    """Round as vLLM's `fp8`: e4m3 by a scale of 1, larger values become the largest."""
+    """Round as vLLM's `fp8`: to e4m3 with scale 1; values out of range become the largest."""
     most = torch.finfo(torch.float8_e4m3fn).max
     return x.clamp(-most, most).to(torch.float8_e4m3fn).to(x.dtype)
 
 
 def scaled(keys: Tensor, values: Tensor) -> KvRounding:
-    """`fp8` with calibrated scales, one number each, as checkpoints store them (`k_scale`, `v_scale`)."""
+    """Return the rounding `fp8` with calibrated scales, one number each (stored `k_scale`, `v_scale`)."""
     return KvRounding(partial(_fp8_scaled, keys), partial(_fp8_scaled, values))
 
 
@@ -65,11 +65,12 @@ def _fp8_scaled(scale: Tensor, x: Tensor) -> Tensor:
 
 
 def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
-    """Round as llama.cpp: blocks of 32 along a head, which is rotated before by a Hadamard matrix (llama.cpp
-    #21038) where it is whole 64s: of 64 for values (small), of the largest power of 2 that fits for keys.
+    """Round as llama.cpp: in ggml blocks of 32 values along a head. If the head's width is a multiple of 64,
+    a Hadamard matrix first rotates it (llama.cpp #21038). Its size is 64 for values (`small`), and the
+    largest power of 2 that divides the width for keys.
 
-    Queries are rotated, and outputs rotated back: that is rotating back what is read. Raises QuantkitError
-    for heads that are not whole blocks, which llama.cpp refuses.
+    The rounded values are rotated back, which equals llama.cpp's rotation of queries and outputs. Raises
+    QuantkitError if the width is not a multiple of 32, which llama.cpp rejects.
     """
     width = x.shape[-1]
     if width % BLOCK:
@@ -88,5 +89,5 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
 
 
 def _turn(x: Tensor, turn: Tensor) -> Tensor:
-    """Multiply every `len(turn)` values of a head by a symmetric orthogonal matrix, its own inverse."""
+    """Multiply each `len(turn)` values of a head by the matrix `turn`, which is its own inverse."""
     return (x.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2)

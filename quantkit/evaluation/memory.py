@@ -1,4 +1,4 @@
-"""Memory of an evaluation, estimated from shapes, and the place of its hidden states."""
+"""Memory of an evaluation, estimated from shapes, and where to store its hidden states."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ def need(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
     compared: bool, spilled: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return peak bytes above the interpreter on the computing device, and bytes of all tokens' states of a
-    model.
+    """Return (peak bytes above the interpreter on the computing device, bytes of one model's hidden states).
 
-    Of models that are run one after another over `tokens` tokens, `batch` of them at a time; compared: there
-    is more than one, of which the first keeps its head and its states. spilled: states are in a file.
+    The models run one after another over `tokens` tokens, `batch` tokens at a time. compared: there are
+    several models; the first one's head and states then stay in memory. spilled: states are in a file.
     """
     most, base, states = 0, 0, 0
     for number, checkpoint in enumerate(checkpoints):
@@ -54,8 +53,8 @@ def decide(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
     compared: bool, max_memory: int | None,
 ) -> tuple[Place, int]:  # fmt: skip
-    """Return the place of the hidden states and the expected peak. Raises QuantkitError (exit code 5) if an
-    evaluation does not fit, before any weight is read."""
+    """Return where to store the hidden states, and the predicted peak in bytes. Raises QuantkitError (exit
+    code 5) if the evaluation does not fit the memory."""
     given = checkpoints, dtype, device, tokens, batch, compared
     limit = Limit.of(max_memory)
     own = [limit.left] if limit else []
@@ -79,7 +78,7 @@ def decide(
 
 
 def scratch_folder() -> Path:
-    """Return the folder of a file of states: TMPDIR, or /var/tmp, as /tmp is memory on many machines."""
+    """Return the folder for a file of states: TMPDIR or /var/tmp, since /tmp is often in memory."""
     if "TMPDIR" not in os.environ and os.access("/var/tmp", os.W_OK):
         return Path("/var/tmp")
     return Path(tempfile.gettempdir())

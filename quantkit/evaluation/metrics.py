@@ -1,9 +1,8 @@
-"""From scores of single tokens to the metrics of a model, with standard errors. Pure tensor maths.
+"""From scores of single tokens to the metrics of a model, with standard errors.
 
-Every metric is a mean over scored tokens, in nats, or follows from such means by the delta method.
-Standard errors treat tokens as independent. Differences to the base are paired: both models predict the
-same tokens, so the difficulty of tokens mostly cancels, and the difference is known far better than
-either perplexity.
+Metrics are means over scored tokens, in nats, or functions of such means; the delta method gives the standard
+errors of functions. Standard errors treat tokens as independent. Differences to the base are paired by token:
+since both models predict the same tokens, the difference has a much smaller error than either perplexity.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ SELECTABLE = ("ppl", "dppl", "kld", "top1", "floor")  # ppl is always measured
 class Scores:
     """Scores of every scored token, in the order of the windows. nll: float32 `[tokens]`, in nats.
 
-    kld: float32 `[tokens]`, KL divergence of this model's prediction from the base's; agree: bool
-    `[tokens]`, whether both rank the same token first. None where not measured. 9 bytes a token in all.
+    kld: float32 `[tokens]`, KL divergence from the base's prediction, in nats. agree: bool `[tokens]`,
+    whether both models rank the same token first. Both are None if not measured.
     """
 
     nll: Tensor
@@ -34,7 +33,7 @@ class Scores:
     agree: Tensor | None = None
 
     def of_all_ranks(self) -> Scores:
-        """Return the scores of all processes, in the order of the windows."""
+        """Gather the scores of all ranks, in the order of the windows."""
         parts = distributed.all_gather(self)
         if len(parts) == 1:
             return self
@@ -52,7 +51,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Increase:
-    """Increase of the perplexity over the base's; `relative`: as a share of the base's. Paired by token."""
+    """Increase of the perplexity over the base's; `relative`: divided by the base's. Paired by token."""
 
     value: float
     stderr: float
@@ -62,7 +61,7 @@ class Increase:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL divergence from the base, over scored tokens. p99: 99th percentile, linearly interpolated."""
+    """KL divergence from the base over scored tokens, in nats. p99: 99th percentile, interpolated."""
 
     mean: float
     stderr: float
@@ -73,7 +72,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Metrics:
-    """The metrics of one model; None without a base, or for a metric that was not requested."""
+    """The metrics of one model. dppl, kld, top1: None for the base itself, or if not requested."""
 
     nll: Estimate
     ppl: Estimate
@@ -83,7 +82,7 @@ class Metrics:
 
 
 def select(names: str | None) -> frozenset[str]:
-    """Return the metrics of a comma-separated list; None: all. Raises QuantkitError for an unknown one."""
+    """Parse a comma-separated list of metrics; None: all. Raises QuantkitError for an unknown name."""
     chosen = SELECTABLE if names is None else tuple(name.strip() for name in names.split(","))
     return frozenset(one_of(name, SELECTABLE, f"--metrics: no metric is called {name!r}") for name in chosen)
 
@@ -102,7 +101,7 @@ def summarize(scores: Scores, base: Scores | None, chosen: frozenset[str]) -> Me
 
 
 def estimate(values: Tensor) -> Estimate:
-    """Return the mean of `values [tokens]` and its standard error, in float64; one token has none."""
+    """Return the mean of `values [tokens]` and its standard error, in float64 (NaN for a single token)."""
     values = values.double()
     spread = values.std().item() if len(values) > 1 else math.nan
     return Estimate(values.mean().item(), spread / math.sqrt(len(values)))
@@ -111,8 +110,8 @@ def estimate(values: Tensor) -> Estimate:
 def increase(nll: Tensor, base_nll: Tensor) -> Increase:
     """Return the increase of the perplexity of `nll [tokens]` over that of `base_nll [tokens]`.
 
-    By the delta method the variance of `exp(mean a) - exp(mean b)` is that of the mean of
-    `exp(mean a) a - exp(mean b) b`; that of their ratio follows from the mean of `a - b`.
+    By the delta method, `exp(mean a) - exp(mean b)` has the variance of the mean of
+    `exp(mean a) a - exp(mean b) b`. The ratio's variance follows from the mean of `a - b`.
     """
     ours, theirs = nll.double(), base_nll.double()
     ppl, base_ppl = exp(ours.mean().item()), exp(theirs.mean().item())
@@ -127,7 +126,7 @@ def increase(nll: Tensor, base_nll: Tensor) -> Increase:
 
 
 def divergence(kld: Tensor) -> Divergence:
-    """Return the distribution of `kld [tokens]`."""
+    """Return mean, standard error, median, p99 and maximum of `kld [tokens]`."""
     whole = estimate(kld)
     values = kld.double().numpy()  # torch.quantile takes no more than 16 million values
     median, p99 = np.quantile(values, (0.5, 0.99)).tolist()
@@ -135,7 +134,7 @@ def divergence(kld: Tensor) -> Divergence:
 
 
 def exp(value: float) -> float:
-    """`math.exp`, infinite where that overflows: a broken model's perplexity."""
+    """Return `math.exp(value)`, or infinity if it overflows, as for a broken model's perplexity."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The comparison of a job's outputs with the original model, as a record."""
+"""Compares a job's outputs with the original model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantkit.models.files.open import open_checkpoint
 def measure(
     original: Checkpoint, made: Sequence[Path | str], windows: Windows, device: torch.device, listen: Listener
 ) -> dict:
-    """Return the record of original and outputs, with every metric."""
+    """Open a job's outputs; return the JSON of original and outputs, with all metrics, in float32."""
     trusted = original.trust_remote_code
     others = [open_checkpoint(str(place), trust_remote_code=trusted) for place in made]
     return compare([original, *others], windows, device, listen, select(None))
@@ -29,6 +29,6 @@ def compare(
     checkpoints: Sequence[Checkpoint], windows: Windows, device: torch.device, listen: Listener,
     chosen: frozenset[str],
 ) -> dict:  # fmt: skip
-    """Return the record of checkpoints in float32; the first is the original."""
+    """Return the JSON of checkpoints, measured in float32; the first is the original."""
     measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, listen, chosen=chosen)
     return record(windows.protocol, torch.float32, device, measured, chosen)

@@ -16,8 +16,8 @@ from quantkit.models.files.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of sampling. tokens: new tokens at most. temperature 0: always the most likely token; else the
-    distribution is sampled, whole or cut to the top_k most likely tokens and to as many as make up top_p."""
+    """Settings of sampling. tokens: maximum number of new tokens. temperature: 0 for always the most likely
+    token. top_k, top_p: sample only from the top_k most likely tokens, or those that make up top_p."""
 
     tokens: int = 64
     temperature: float = 0.0
@@ -39,8 +39,7 @@ class Sampling:
 
 
 def generation_config(sampling: Sampling, ends: list[int]) -> transformers.GenerationConfig:
-    """Return the configuration for transformers' `generate`: the settings and the `ends` of a text (token
-    ids)."""
+    """Return the configuration for transformers' `generate`. ends: token ids that end a text."""
     sampled = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return transformers.GenerationConfig(
         max_new_tokens=sampling.tokens,
@@ -60,8 +59,8 @@ def generate(
     config: Mapping[str, Any] | None = None,
     **given: Any,
 ) -> Any:
-    """Continue a prompt, int64 `[1, tokens]`, by transformers' own `generate`; torch's random state stays
-    as it is. config: further settings of the generation; given: further arguments."""
+    """Continue a prompt, int64 `[1, tokens]`, with transformers' `generate`; restore torch's random state.
+    ends: token ids that end a text. config: further settings. given: further arguments of `generate`."""
     settings = generation_config(sampling, ends)
     settings.update(**(config or {}))
     device = prompt.device
@@ -72,7 +71,7 @@ def generate(
 
 
 def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | None:
-    """Return the checkpoint's generation_config.json; None where it has none."""
+    """Return the checkpoint's generation_config.json, or None. Raises QuantkitError if it is invalid."""
     if not (checkpoint.folder / "generation_config.json").is_file():
         return None
     try:
@@ -92,7 +91,7 @@ def _no_config(checkpoint: Checkpoint, why: str) -> QuantkitError:
 
 
 def ends_of_text(checkpoint: Checkpoint) -> list[int]:
-    """Return the ids that end a text, of generation_config.json, else the configuration, else the
+    """Return the token ids that end a text: from generation_config.json, else config.json, else the
     tokenizer."""
     stored = stored_config(checkpoint)
     configured = getattr(checkpoint.text_config, "eos_token_id", None)

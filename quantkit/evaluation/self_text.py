@@ -1,10 +1,9 @@
 """Text sampled from a model, to calibrate or train on.
 
-To be compressed or trained on that needs no one else's text, and none has to be found that is like what it
-was trained on. Sequences are sampled from the bare distribution (temperature 1, nothing cut off), many at
-once, as each token reads all weights. Each begins with the token that begins texts, or parts them, and goes
-on behind the end of a text as the model was trained to (LLM-QAT, Liu et al. 2023, arXiv:2305.17888, section
-3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
+Such text needs no other source and resembles what the model was trained on. Sequences are sampled at
+temperature 1 from the whole distribution, many at once, since each step reads all weights. Each begins with
+the BOS token (or one that separates texts) and continues after the end of a text (LLM-QAT, Liu et al. 2023,
+arXiv:2305.17888, section 3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SPARE = 16  # one sequence more for so many: read again, a text may be fewer tok
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a file of text: samples sequences of seqlen tokens, batch_size sequences at once."""
+    """Settings: number of sequences, tokens per sequence, seed, and sequences sampled at once."""
 
     samples: int = 128
     seqlen: int = 512
@@ -62,10 +61,10 @@ def sequences(
     device: torch.device,
     listen: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Tensor]:
-    """Yield batches of int64 `[batch, seqlen]` on the host, equal for equal settings. The whole model is in
-    memory.
+    """Yield batches of token ids, int64 `[batch, seqlen]` on the CPU; equal settings give equal ids.
 
-    Raises QuantkitError for a model that does not fit (exit code 5) or has no token to begin with.
+    Raises QuantkitError if the whole model does not fit the memory (exit code 5), or if it has no token to
+    begin with.
     """
     first, samples = beginning(checkpoint), settings.samples
     model = load_model(checkpoint, dtype, device, min(settings.batch_size, samples) * settings.seqlen)
@@ -84,8 +83,7 @@ def sequences(
 
 
 def beginning(checkpoint: Checkpoint) -> int:
-    """Return the token that begins a text, or else separates two. Raises QuantkitError without such a
-    token."""
+    """Return the id of the token that begins a text, else that ends one. Raises QuantkitError without one."""
     tokenizer = checkpoint.tokenizer
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, checkpoint.text_config.bos_token_id)
     first = next((mark for mark in marks if mark is not None), None)
@@ -106,7 +104,7 @@ def write(
     device: torch.device,
     listen: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict:
-    """Write a file of JSON lines, `{"text": ...}`, for `--calibration`, and return a record of the file.
+    """Write a file of JSON lines, `{"text": ...}`, for `--calibration`; return its JSON record.
     The file appears whole or not at all."""
     settings.check(checkpoint)
     tokens = texts = 0
@@ -133,8 +131,8 @@ def write(
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Raise QuantkitError unless text may be written there. Only such text is replaced, and only with
-    `overwrite`."""
+    """Raise QuantkitError if `output` cannot be written. An existing file is replaced only with `overwrite`,
+    and only if `quantkit sample` wrote it."""
     if not output.parent.is_dir():
         raise QuantkitError(f"no such folder: {output.parent}", "make it, or choose another -o", USAGE)
     check_place(output)

@@ -21,11 +21,11 @@ Listener = Callable[[str, int, int], None]  # model, blocks done, blocks in all
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """A checkpoint, or the model of a trial. name: in results, such as
-    `./model as fp4,solver=rtn`, `./model, weights only`, `./model, kv q8_0`. cache: quantized keys and
-    values.
+    """A checkpoint to run block by block. name: as in results, for example `./model as fp4,solver=rtn`,
+    `./model, weights only` or `./model, kv q8_0`. trial: method to apply to each block. cache: quantized KV
+    cache.
 
-    weights_only: linears compute with decoded weights, whatever clients do to activations.
+    weights_only: linears compute with decoded weights and do not quantize activations.
     """
 
     name: str
@@ -39,9 +39,9 @@ class StreamedModel:
         checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, trial: Trial | None = None,
         kv_dtype: str | None = None, weights_only: bool = False,
     ) -> StreamedModel:  # fmt: skip
-        """Load all but the blocks. kv_dtype: the type of keys and values, of `kv_types.TYPES`; None: as
-        they are computed, or by the scales that the checkpoint has of them. Raises QuantkitError naming
-        tensors that are absent."""
+        """Load everything except the blocks. kv_dtype: a name of `kv_types.TYPES`; None: `fp8` if the
+        checkpoint stores scales for the cache, else no rounding. Raises QuantkitError, with names, if tensors
+        are missing."""
         skeleton = Skeleton(checkpoint, dtype, device)
         skeleton.names.check_complete()
         skeleton.load_rest()
@@ -53,8 +53,8 @@ class StreamedModel:
         return StreamedModel(name, skeleton, trial, cache, weights_only)
 
     def states(self, batches: Sequence[Tensor], listen: Listener, place: Place | None = None) -> States:
-        """Return final hidden states `[batch, tokens, hidden]` of every batch of ids `[batch, tokens]`; they
-        wait at `place`, if that was planned."""
+        """Return final hidden states `[batch, tokens, hidden]` of each batch of ids `[batch, tokens]`. place:
+        where they are stored between blocks."""
         count = len(self.skeleton.blocks)
 
         def entered(index: int) -> None:
@@ -69,17 +69,16 @@ class StreamedModel:
         return states
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return log-probabilities, float32 `[tokens, vocabulary]`, of final hidden states `[tokens,
-        hidden]`."""
+        """Return log-probabilities `[tokens, vocabulary]`, float32, from final states `[tokens, hidden]`."""
         return torch.log_softmax(self.skeleton.logits(hidden).float(), -1)
 
     @property
     def kv(self) -> Kv | None:
-        """Return the cache of a model that has run. Raises QuantkitError for a model without keys and
-        values."""
+        """Describe the quantized cache after a run; None without one. Raises QuantkitError for a model
+        without keys and values."""
         return self.cache.describe(self.name) if self.cache else None
 
     @property
     def chunk_tokens(self) -> int:
-        """Return the number of tokens in a chunk of logits."""
+        """Return the number of tokens whose logits are computed at a time."""
         return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))

@@ -1,4 +1,4 @@
-"""A data-free method applied in memory, to measure its loss without writing anything."""
+"""Applies a data-free method in memory, to measure its loss without writing a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quantkit.quantize.prepare import linears, recipe
 
 
 def data_free() -> list[str]:
-    """Return the methods whose default options need no text."""
+    """Return the names of the methods that need no calibration text by default."""
     found = []
     for name in methods.available():
         with suppress(QuantkitError):  # a method that makes no checkpoint says so
@@ -29,7 +29,7 @@ def data_free() -> list[str]:
 
 
 def _method(name: str, settings: Sequence[str]) -> Method:
-    """Return a method with these settings over its defaults."""
+    """Return a method with settings such as `solver=rtn` in place of defaults. Raises QuantkitError."""
     options = recipe.options(name, settings, "--as")
     methods.check(name, options)
     if turned := composing.rotation(options):
@@ -40,8 +40,7 @@ def _method(name: str, settings: Sequence[str]) -> Method:
 
 @dataclass(frozen=True)
 class Trial:
-    """One method applied to blocks as they are loaded. name: as typed, such as
-    `fp4,solver=rtn`."""
+    """A method that is applied to blocks when they are loaded. name: as typed, such as `fp4,solver=rtn`."""
 
     name: str
     method: Method
@@ -49,9 +48,10 @@ class Trial:
 
     @staticmethod
     def prepare(typed: str, checkpoint: Checkpoint) -> Trial:
-        """Resolve `METHOD` or `METHOD,OPTION=VALUE,…` on the checkpoint's shapes.
+        """Parse `METHOD` or `METHOD,OPTION=VALUE,…` and check it against the checkpoint's shapes.
 
-        Raises QuantkitError if it is none, needs calibration or does not fit, and for a quantized checkpoint.
+        Raises QuantkitError if the method is unknown, needs calibration or does not fit the shapes, or if the
+        checkpoint is quantized already.
         """
         name, *settings = typed.split(",")
         if name not in methods.available():
@@ -70,8 +70,8 @@ class Trial:
         return Trial(typed, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
 
     def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> None:
-        """Quantize block `index`, which is loaded, and make it compute as a client of the result would, or
-        with the decoded weights alone. Codes of streamed experts stay in memory, their weights do not."""
+        """Quantize the loaded block `index`; make it compute as a client would, or with decoded weights if
+        `weights_only`. Streamed experts stay in memory as codes only."""
         layout = WeightsOnly(self.method.layout) if weights_only else self.method.layout
         for row in self.specs:
             if row.block == index and row.grid is not None:
@@ -82,5 +82,5 @@ class Trial:
                 skeleton.install(index, row.local, layout, parts, f"{row.name}.weight", again)
 
     def sizes(self, checkpoint: Checkpoint) -> Sizes:
-        """Return the sizes of the tensors that would be written."""
+        """Return the sizes of the tensors that the method would write."""
         return self.method.output.sizes(checkpoint, self.specs, self.method.layout)

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout as one model in memory; `generate` and training need it whole."""
+"""Loads a checkpoint of any layout as a whole model, which `generate` and training need."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quantkit.tables import size
 
 
 def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, tokens: int) -> nn.Module:
-    """Return the whole model, every weight decoded or as its layout computes with it, ready for `tokens` of
-    context.
+    """Load the whole model, for a context of `tokens` tokens. Weights are decoded; layouts that quantize
+    activations keep their own modules.
 
-    Raises QuantkitError (exit code 5) when it needs more memory than is free.
+    Raises QuantkitError (exit code 5) if the model needs more memory than is free.
     """
     skeleton = Skeleton(checkpoint, dtype, device)
     skeleton.names.check_complete()
@@ -34,7 +34,7 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
 
 
 def load_blocks(skeleton: Skeleton) -> nn.Module:
-    """Return the skeleton's model with all of its weights in memory."""
+    """Load all weights of a skeleton and return its model."""
     skeleton.load_rest()
     skeleton.streams = False
     container = skeleton.model.get_submodule(skeleton.names.blocks)
@@ -44,8 +44,8 @@ def load_blocks(skeleton: Skeleton) -> nn.Module:
 
 
 def _memory(skeleton: Skeleton, tokens: int) -> int:
-    """Return bytes of all weights decoded, of the keys and values, and of the largest weight while it is
-    decoded."""
+    """Return the bytes of all decoded weights, of the KV cache for `tokens` tokens, and of temporary tensors
+    while the largest weight is decoded."""
     names = skeleton.names
     sizes = [math.prod(shape) for name, shape in names.shapes.items() if not names.in_tower(name)]
     config = skeleton.checkpoint.text_config

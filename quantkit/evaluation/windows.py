@@ -1,4 +1,4 @@
-"""A text cut into windows of tokens, and the protocol a perplexity holds for."""
+"""Cuts a text into windows of tokens; records the protocol, on which perplexities depend."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ NOTED = 0.05  # share of a text that may be left out unsaid
 class Protocol:
     """The conditions of a perplexity besides the model. Figures of different protocols never share a table.
 
-    Windows are `ctx` tokens, `stride` apart; only tokens no earlier window predicted are scored, each
-    given the window's tokens before it. bos: every window begins with the tokenizer's BOS, in place
-    of a text token. tokens: how many tokens were predicted and scored.
+    text: name of the text. Windows have `ctx` tokens and start `stride` tokens apart. A token is scored once,
+    in the first window that predicts it. bos: whether every window begins with the tokenizer's BOS in place
+    of a text token. tokens: number of scored tokens. tokenizer: hash of the tokenizer.
     """
 
     text: str
@@ -41,8 +41,8 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Windows:
-    """Windows of a text. ids: int64 `[windows, ctx]`. first: index of the first scored target in each
-    window, `[windows]`. left: tokens at the end of the text that fill no window."""
+    """Windows of a text. ids: int64 `[windows, ctx]`. first: for each window, the first position whose
+    prediction is scored. left: number of tokens at the end of the text that fill no window."""
 
     ids: Tensor
     first: list[int]
@@ -51,7 +51,7 @@ class Windows:
 
     @property
     def note(self) -> str | None:
-        """Return a warning if much of the text is not measured."""
+        """Return a warning if much of the text is not measured, else None."""
         used = self.protocol.tokens + self.left
         if self.left < NOTED * used:
             return None
@@ -59,7 +59,7 @@ class Windows:
         return f"the last {tokens} of {text} fill no window of {self.protocol.ctx}: not measured"
 
     def shared(self, batch: int) -> Windows:
-        """Return the windows of this rank, in whole batches of `batch`.
+        """Return the windows of this rank, in whole batches of `batch` windows.
 
         Raises QuantkitError if there are fewer batches than ranks.
         """
@@ -80,9 +80,9 @@ class Windows:
 def load(
     checkpoint: Checkpoint, text: Path, ctx: int | None, stride: int | None, limit: int | None
 ) -> Windows:
-    """Cut a text into windows. `limit`: use its first N tokens only.
+    """Cut a text file into windows. limit: use only the first `limit` tokens.
 
-    Raises QuantkitError when the text is missing or shorter than one window, or ctx exceeds the
+    Raises QuantkitError if the text is missing or shorter than one window, or if `ctx` exceeds the
     model's context.
     """
     content = read_text(text)
@@ -126,7 +126,7 @@ def load(
 
 
 def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windows:
-    """Return sequences `[windows, ctx]` that were held out of the calibration text as windows."""
+    """Return held-out calibration sequences, ids `[windows, ctx]`, as windows. found: their provenance."""
     count, ctx = tokens.shape
     protocol = Protocol(
         text=f"{Path(found.source).name} calibration text, held out",
@@ -141,13 +141,13 @@ def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windo
 
 
 def read_text(path: Path) -> str:
-    """Return the text of --text. Raises QuantkitError for a missing file and for text that is not UTF-8."""
+    """Read the file of --text. Raises QuantkitError if it is missing or not UTF-8."""
     with sources.opened(path, "text", "check the path given to --text") as file:
         return file.read()
 
 
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:
-    """Raise QuantkitError if windows are longer than the model's context."""
+    """Raise QuantkitError if windows of `ctx` tokens are longer than the model's context."""
     context = checkpoint.context
     if context is not None and ctx > context:
         raise QuantkitError(

@@ -1,1 +1,1 @@
-"""The record of measurements, gates, tables, plots and the page. Nothing here imports torch."""
+"""The JSON record of measurements, gates, tables, plots and the HTML page. Nothing here imports torch."""

@@ -1,4 +1,4 @@
-"""The columns every table of a comparison has, on a terminal, in Markdown and on the page."""
+"""The columns of a comparison's table on a terminal, in Markdown and on the HTML page."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ UNREADABLE = 1e4  # larger values are written with an exponent
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its header, the meaning of the header, and the cell of a model's record.
+    """A column. meaning: explanation of the header. cell: returns the text for a model's record.
 
-    needs: the metric that must have been measured, which the noise floor has, too; None for a column of
-    every table.
+    needs: the column appears, also in the row of the noise floor, only if this metric was measured; None: the
+    column always appears, but not for the noise floor.
     """
 
     header: str
@@ -34,7 +34,7 @@ class Column:
 
 
 def number(value: float | None) -> str:
-    """Return a divergence in nats with five decimals, a small one with an exponent."""
+    """Return a divergence with five decimals, or with an exponent if it is below 1e-4."""
     if value is None:
         return NOTHING
     return f"{value:.5f}" if value == 0 or abs(value) >= 1e-4 else f"{value:.2e}"
@@ -45,7 +45,7 @@ def percent(value: float | None) -> str:
 
 
 def estimate(record: dict | None, sign: str = "") -> str:
-    """`52.186 ± 1.114`, or `6.92e+04 ± 4.3e+05`."""
+    """Return value and standard error, as `52.186 ± 1.114` or `6.92e+04 ± 4.3e+05`."""
     if not record or record["value"] is None:
         return NOTHING
     value, stderr = record["value"], record["stderr"]
@@ -59,7 +59,7 @@ def bits(value: float | None) -> str:
 
 
 def _at(path: str, write: Callable[[Any], str]) -> Callable[[dict], str]:
-    """Return a function that writes the value at a path of a model's record."""
+    """Return a function from a model's record to the text of its value at `path`."""
     return lambda model: write(look_up(model, path))
 
 
@@ -102,7 +102,7 @@ DISTRIBUTION = (
 
 
 def columns(record: dict) -> list[Column]:
-    """Return the columns of the measured figures, without the model's own."""
+    """Return the columns for the measured figures, without the column of names."""
     compared = len(record["models"]) > 1
     measured = {None, *(record["models"][0]["metrics"] if compared else ())}
     front = set(record["pareto"]["models"]) if compared else ()
@@ -133,7 +133,7 @@ def _task(key: tuple[str, str]) -> Column:
 
 
 def rows(record: dict) -> list[list[str]]:
-    """Return the cells of each model, and those of the noise floor; the first is the label."""
+    """Return the cells of each model's row and of the noise floor's; the first cell is the name."""
     models = record["models"]
     named = labels([model["source"] for model in models])
     found = [
@@ -147,7 +147,7 @@ def rows(record: dict) -> list[list[str]]:
 
 
 def labels(sources: Sequence[str]) -> list[str]:
-    """Return the shortest ends of the paths that tell them apart; alike ones are numbered."""
+    """Return a name for each path: its shortest unique end, such as `b/model`. Equal paths get numbers."""
     parts = [[part for part in source.split("/") if part not in ("", ".")] or [source] for source in sources]
     named = []
     for position, (source, own) in enumerate(zip(sources, parts, strict=True)):
@@ -160,13 +160,13 @@ def labels(sources: Sequence[str]) -> list[str]:
 
 
 def label_by_source(record: dict) -> dict[str, str]:
-    """Return the label of every model by its source; the first label of equal sources."""
+    """Return {source: label} of all models; equal sources have the label of the first."""
     sources = [model["source"] for model in record["models"]]
     return dict(reversed(list(zip(sources, labels(sources), strict=True))))
 
 
 def protocol(record: dict) -> str:
-    """Return the protocol of the figures in one line."""
+    """Return a line with the conditions of the figures: text, tokens, context, stride, BOS and dtype."""
     data = record["data"]
     bos = "in every window" if data["bos"] else "none"
     return (
@@ -176,7 +176,7 @@ def protocol(record: dict) -> str:
 
 
 def floor_note(record: dict) -> str:
-    """Return the note on the row of the noise floor; empty without such a row."""
+    """Return the line that explains the row of the noise floor; "" without such a row."""
     floor = record["noise_floor"]
     if not floor:
         return ""

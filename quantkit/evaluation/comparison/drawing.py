@@ -1,4 +1,4 @@
-"""Figures drawn by matplotlib: SVG whose text stays text, in both colour schemes, and PNG."""
+"""Plots drawn with matplotlib: as SVG with real text for light and dark schemes, or as PNG."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STYLE = {
 
 
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
-    """Return an `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
+    """Return an `<svg>` element for a page with PLOT_STYLE and a palette. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids of their own beside other figures
         draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()
@@ -69,7 +69,7 @@ def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
 
 
 def _tidy(tag: re.Match) -> str:
-    """Return a tag with the page's fonts and colours, in lengths of a hundredth of a pixel."""
+    """Return an SVG tag with the page's fonts and colours, and with numbers rounded to two decimals."""
     text = re.sub(r"\s+", " ", tag[0]).strip()
     text = re.sub(r'font(-size|-family)?: [^;"]*; | transform="rotate\(-0 [^"]*"|(?<=\d)pt(?=")', "", text)
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
@@ -78,26 +78,26 @@ def _tidy(tag: re.Match) -> str:
 
 @contextmanager
 def theme(more: dict[str, str] | None = None) -> Iterator[None]:
-    """Set matplotlib's style, without warnings of missing letters."""
+    """Set matplotlib's style during the context; warnings about missing glyphs are off. more: settings."""
     with matplotlib.rc_context(STYLE | (more or {})), warnings.catch_warnings(action="ignore"):
         yield
 
 
 def document(figure: Figure, width: int = 720, height: int = 440) -> str:
-    """Return an SVG file with title and both colour schemes."""
+    """Return the text of an SVG file with title and both colour schemes. width, height: pixels."""
     style = f"<style>.plot{LIGHT_PALETTE}{DARK_SCHEME}{{.plot{DARK_PALETTE}}}{PLOT_STYLE}</style>"
     first, rest = svg(figure, width, height, titled=True).split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}>{style}{rest}\n'
 
 
 def png(figure: Figure, path: Path) -> None:
-    """Write a file of 1440 × 880 pixels, light. Raises OSError."""
+    """Write a PNG file, light and about 1440 × 880 pixels. Raises OSError."""
     with theme():
         draw(figure, 720, 440, titled=True).savefig(path, dpi=2 * PIXELS, metadata={"Software": None})
 
 
 def draw(figure: Figure, width: int, height: int, titled: bool) -> Canvas:
-    """Return a canvas of so many pixels, and as many more in height as the legend above the plot takes."""
+    """Return a canvas with the plot. The legend above the plot adds to `height` (pixels)."""
     named = [series for series in figure.series if not series.bare]
     columns = max(1, width // NAME)
     tall = height + ROW * -(-len(named) // columns)
@@ -140,14 +140,14 @@ def _plot(axes: Axes, figure: Figure) -> None:
 
 
 def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
-    """Yield every point that has a mark, and the id of the mark."""
+    """Yield (id of the mark, point) for every point that has a mark."""
     points = itertools.chain.from_iterable(series.points for series in figure.series if not series.bare)
     return ((f"point-{index}", point) for index, point in enumerate(points))
 
 
 def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
-    """Put ticks at round values; on a logarithmic axis at powers of ten, on a short one at 2 and 5 times
-    these."""
+    """Set scale and ticks: round values; on a logarithmic axis powers of ten and, if it is short, 2 and 5
+    times these."""
     axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
     low, high = axis.get_view_interval()
     if own.ticks:
@@ -165,7 +165,7 @@ def _colour(series: Series) -> str:
 
 
 def _mark(series: Series) -> dict:
-    """Return the mark of a series, a dot or a ring; series of one colour have different marks."""
+    """Return matplotlib's settings for a series' mark; series with equal colours have different marks."""
     colour, again = _colour(series), series.colour // len(SERIES)
     if not series.joined:
         filled = PAPER if series.hollow else colour
@@ -174,13 +174,13 @@ def _mark(series: Series) -> dict:
 
 
 def shortened(text: str) -> str:
-    """Return the end of a long name, where names of one family differ."""
+    """Return a name, cut at its beginning if it is long, since names mostly differ at the end."""
     text = shown(text)
     return text if len(text) <= LONGEST else "…" + text[1 - LONGEST :]
 
 
 def shown(text: str) -> str:
-    """Return the text without control characters and lone surrogates, which neither XML nor fonts have."""
+    """Return the text with characters that cannot be printed replaced; XML does not allow them."""
     return "".join(
         c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text
     )

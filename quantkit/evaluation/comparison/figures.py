@@ -1,4 +1,4 @@
-"""Plots as data."""
+"""Descriptions of plots, which drawing.py draws."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LEAST_BAR = 0.04  # of the points' range, below which a mark hides an error bar
 
 @dataclass(frozen=True)
 class Point:
-    """A point. low, high: ends of an error bar. note: text of the tooltip."""
+    """A point of a plot. low, high: ends of its error bar, if any. note: text of the tooltip."""
 
     x: float
     y: float
@@ -26,9 +26,9 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
-    """One model. Joined points make a line named in a legend; others are dots.
+    """The points of one model. joined: draw a line through the points.
 
-    colour: index into a palette. hollow: drawn as a ring. bare: a dashed line without an entry in the legend.
+    colour: index into a palette. hollow: draw rings. bare: draw a dashed line without marks or legend entry.
     """
 
     label: str
@@ -41,7 +41,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis. kind: number, bytes or whole. ticks: their values; none for round values."""
+    """An axis. kind: number, bytes or whole. ticks: values of the ticks; if empty, round values."""
 
     label: str
     kind: str = "number"
@@ -51,7 +51,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Line:
-    """A dashed line across the plot at a value of x or y."""
+    """A dashed line across the plot. axis: `x` or `y`; value: where the line crosses this axis."""
 
     label: str
     axis: str
@@ -60,8 +60,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """A plot. key: a word for file names. bars: a sentence on the error bars. front: corners of the Pareto
-    front, from small to large."""
+    """A plot. key: a word for file names. lines: across the plot. front: points of the Pareto front, sorted
+    by x. bars: a sentence on the error bars."""
 
     key: str
     title: str
@@ -74,7 +74,7 @@ class Figure:
     bars: str = ""
 
     def described(self) -> str:
-        """Return the caption, with the sentence on error bars if one is longer than a mark of a point."""
+        """Return the caption; with the sentence on error bars if a bar is longer than a mark."""
         scale = math.log if self.y.log else float
         points = [point for series in self.series for point in series.points]
         bars = [(scale(p.low), scale(p.high)) for p in points if p.low is not None and p.high is not None]
@@ -87,13 +87,14 @@ class Figure:
 
 
 def figures(record: dict) -> list[Figure]:
-    """Return the plot of quality, if there is something to draw."""
+    """Return a list with the plot of quality, or [] if there is nothing to draw."""
     made = quality(record)
     return [made] if made and made.series else []
 
 
 def quality(record: dict) -> Figure | None:
-    """Return loss against size. The base has divergence 0 and is a line on the logarithmic axis."""
+    """Return the plot of loss against size, or None for a single model. The first model, whose divergence is
+    0, is a line, since the axis is logarithmic."""
     if len(record["models"]) < 2:
         return None
     loss, front = record["pareto"]["loss"], set(record["pareto"]["models"])

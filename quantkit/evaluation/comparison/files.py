@@ -1,4 +1,4 @@
-"""Output files of a comparison: page, plots, summary. Unwritable places are refused before the work."""
+"""Output files of a comparison: page, plots, summary. Unwritable paths are rejected before measuring."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Paths of the output files; None for a file that is not written. plot: `NAME.svg` or `NAME.png`, the
-    first plot; the others get their key after the name, as in `NAME-speed.svg`."""
+    """Paths of the output files; None for files that are not written. plot: `NAME.svg` or `NAME.png`, for the
+    first plot; other plots add their key, as in NAME-speed.svg."""
 
     html: Path | None = None
     plot: Path | None = None
     summary: Path | None = None
 
     def check(self) -> None:
-        """Raise QuantkitError naming the first path that cannot become a file."""
+        """Raise QuantkitError, with the path, if a file cannot be written or has the wrong suffix."""
         for path in filter(None, (self.html, self.plot, self.summary)):
             folder = path.parent
             if path.is_dir():
@@ -50,7 +50,7 @@ class Outputs:
     def write(
         self, figures: Sequence[Figure], page: Callable[[], str], summary: Callable[[], str] = str
     ) -> list[Path]:
-        """Write the files and return the paths of page and plots. summary: as Markdown."""
+        """Write the files; return the paths of page and plots. page, summary: return HTML and Markdown."""
         written = []
         if self.summary:
             with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ class Outputs:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn the system's errors of writing a file into a QuantkitError."""
+    """Turn OSErrors in the context into a QuantkitError about writing `path`."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,6 @@
 """Gates: limits on the loss of a candidate, for continuous integration.
 
-A gate judges the measured value itself; the standard error in the table decides nothing.
-A value that is not a number fails.
+A gate compares the measured value with its limit and ignores the standard error. NaN fails.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ NAMES = {  # metric -> its name, and whether it is written as a percentage
 
 @dataclass(frozen=True)
 class Gate:
-    """A limit. metric: path into the metrics of a model; needs: name of the metric in --metrics."""
+    """A limit. needs: name of the metric in --metrics. metric: path in a model's metrics, as `kld.mean`. op:
+    `<=` or `>=`."""
 
     flag: str
     needs: str
@@ -38,9 +38,9 @@ class Gate:
 
 
 def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | None) -> list[Gate]:
-    """Return the gates of flags as typed. Raises QuantkitError for an invalid limit.
+    """Return the gates for the texts of three flags. Raises QuantkitError for an invalid limit.
 
-    max_ppl_increase: `2%` of the base's perplexity, or `0.5`, a difference of perplexities. max_kld: nats.
+    max_ppl_increase: `2%` (of the base's perplexity) or `0.5` (a difference of perplexities). max_kld: nats.
     min_top1: `0.9` or `90%`.
     """
     gates = []
@@ -57,7 +57,7 @@ def parse(max_ppl_increase: str | None, max_kld: str | None, min_top1: str | Non
 
 
 def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
-    """Return a number, or a percentage as a share of 1."""
+    """Parse a limit; a percentage becomes a share of 1. Raises QuantkitError."""
     percent = text.strip().endswith("%")
     try:
         limit = float(text.strip().removesuffix("%")) / (100 if percent else 1)
@@ -69,7 +69,7 @@ def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
 
 
 def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> None:
-    """Raise QuantkitError for gates without a metric or candidate to judge."""
+    """Raise QuantkitError if a gate's metric is not measured, or if there are no candidates."""
     for gate in gates:
         if gate.needs not in chosen:
             raise QuantkitError(
@@ -84,7 +84,7 @@ def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> Non
 
 
 def look_up(model: dict, path: str) -> float | None:
-    """`look_up(model, "metrics.kld.mean")`; None where it was not measured."""
+    """Return the value at a path such as `metrics.kld.mean`; None if it was not measured."""
     value: Any = model
     for key in path.split("."):
         value = value.get(key) if isinstance(value, dict) else None
@@ -92,7 +92,7 @@ def look_up(model: dict, path: str) -> float | None:
 
 
 def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
-    """Return the JSON of every gate for every candidate; `models` are records, the base first."""
+    """Return the verdict of every gate on every candidate as JSON. models: records, the base first."""
     return [
         {
             "metric": gate.metric,
@@ -108,7 +108,7 @@ def judge(gates: Sequence[Gate], models: Sequence[dict]) -> list[dict]:
 
 
 def describe(verdict: dict, label: str) -> str:
-    """`KL divergence of model is 0.0713, limit ≤ 0.05`."""
+    """Return a line such as `KL divergence of model is 0.0713, limit ≤ 0.05`."""
     name, share = NAMES[verdict["metric"]]
 
     def written(value: float | None) -> str:
@@ -121,7 +121,7 @@ def describe(verdict: dict, label: str) -> str:
 
 
 def refuse_failed(record: dict) -> None:
-    """Raise QuantkitError (exit code 7) naming every model and number that failed; it carries the record."""
+    """Raise QuantkitError (exit code 7), with all failed gates and the record, if a gate failed."""
     verdicts = record["gates"]
     failed = [describe(verdict, verdict["model"]) for verdict in verdicts if not verdict["pass"]]
     if failed:

@@ -1,4 +1,4 @@
-"""Result files read back, checked and merged: only figures of one protocol share a table."""
+"""Reads, checks and merges result files. Figures of different protocols are not merged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Named = tuple[str, dict]  # file, record
 
 
 def read(path: Path) -> Named:
-    """Read one file of `quantkit eval --json`. Raises QuantkitError naming the fault."""
+    """Read a file written by `quantkit eval --json`; return (path, record). Raises QuantkitError."""
     try:
         text = untrusted.read(path).decode("utf-8")
     except OSError as error:
@@ -45,7 +45,7 @@ def _refuse(text: str) -> float:
 
 
 def _fault(record: Any) -> str | None:
-    """Return the first violation of the schema in a record, limits on numbers and names included."""
+    """Return a record's first violation of the schema or of limits on numbers and names, or None."""
     import jsonschema
 
     schema = json.loads(Path(__file__).with_name("eval-3.json").read_text(encoding="utf-8"))
@@ -60,7 +60,8 @@ def _no_result(path: Path, why: str) -> QuantkitError:
 
 
 def merge(results: Sequence[Named]) -> dict:
-    """Return one record of all candidates, with a front of all; the first result of a model counts.
+    """Merge records into one with all candidates and a common Pareto front. Of several results for one model,
+    the first counts.
 
     Raises QuantkitError unless protocol, tasks and first model are the same in all files.
     """
@@ -86,7 +87,7 @@ def merge(results: Sequence[Named]) -> dict:
 
 
 def _conditions(record: dict) -> dict[str, Any]:
-    """Return the conditions of a record's figures; names of text and first model may differ."""
+    """Return the conditions that must be equal in all files; names of text and first model may differ."""
     base = record["models"][0]
     loss = base["metrics"]["nll"]["value"]  # a machine sums in another order than the next
     held = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}
@@ -94,6 +95,6 @@ def _conditions(record: dict) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """Return a value of the protocol, hashes cut."""
+    """Return a value of the protocol as text, hashes shortened."""
     text = str(value)
     return text if len(text) <= 20 else f"{text[:12]}…"

@@ -25,9 +25,9 @@ def record(
     protocol: Protocol, dtype: Any, device: Any, evaluation: Evaluation, chosen: frozenset[str],
     gates: Sequence[Gate] = (), tasks: dict | None = None,
 ) -> dict:  # fmt: skip
-    """Return all measurements with protocol and environment. Numbers that are not finite become null.
+    """Return the JSON of all measurements, with protocol and environment; NaN and infinity become null.
 
-    tasks: settings of the tasks, if any.
+    chosen: names of the metrics. tasks: settings of the tasks, if any.
     """
     floor = evaluation.floor
     models = _finite(
@@ -51,7 +51,7 @@ def record(
 
 
 def environment(device: str) -> dict:
-    """Return the versions and the system of a measurement, without names of machine or user."""
+    """Return versions of libraries and system as JSON, without names of machine or user."""
     return {
         "quantkit": __version__,
         "python": platform.python_version(),
@@ -63,10 +63,11 @@ def environment(device: str) -> dict:
 
 
 def pareto(models: Sequence[dict]) -> dict:
-    """Return the sources of the models on the Pareto front: no other is as small and as good, and better in
-    one. A model measured by its weights only does not count.
+    """Return {loss: path of the metric, models: sources on the Pareto front}. A model is on the front if no
+    other is at least as good in size and loss and better in one. Models measured with weights only are
+    ignored.
 
-    The loss is the KL divergence, 0 for the base, or the perplexity where no divergence was measured.
+    The loss is the KL divergence (0 for the base), or the perplexity if no divergence was measured.
     """
     diverging = any(look_up(model, LOSSES[0]) is not None for model in models)
     loss = LOSSES[0] if diverging else LOSSES[1]
@@ -88,7 +89,7 @@ def _beats(one: tuple, other: tuple) -> bool:
 
 
 def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
-    """Return the chosen metrics; null without a base to compare with."""
+    """Return the chosen metrics as JSON; those that compare with a base are null for the base."""
     found = asdict(metrics)
     return {name: found[name] for name in found if name in chosen | {"nll", "ppl"}}
 
@@ -98,7 +99,7 @@ def _name(dtype: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None in place of numbers that JSON lacks."""
+    """Return the value with None in place of NaN and infinity, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The report of a measurement: printed on a terminal, written as a page, drawn as plots."""
+"""A report: printed on a terminal, or written as an HTML page with plots."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Rows = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class Table:
-    """A table. groups: rows of cells, each group under its heading, which may be empty. meanings: of
-    columns; units: of numbers whose header and cells name none; both are on the page. explained: whether a
-    terminal prints the meanings."""
+    """A table. groups: (heading or "", rows of cells). meanings: explanations of columns. units: units of
+    columns whose header and cells do not name them. The page shows both. explained: whether a terminal prints
+    the meanings."""
 
     headers: Sequence[str]
     groups: Sequence[tuple[str, Rows]]
@@ -31,7 +31,7 @@ class Table:
     explained: bool = False
 
     def print(self, console: Console) -> None:
-        """Print the table, on a narrow console as several."""
+        """Print the table; on a narrow console, print several tables with some of the columns each."""
         rows = [cells for _, group in self.groups for cells in group]
         names = [[heading, *[""] * (len(self.headers) - 1)] for heading, _ in self.groups]
         for kept in split(self.headers, [*rows, *names], console.width):
@@ -50,8 +50,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """A report: facts, tables and notes with rich's style of each, in this order. more: facts under a
-    heading, on the page alone."""
+    """A report, printed in the order facts, tables, notes. facts: name and text. notes: (line, rich style).
+    more: facts under a heading; only the page shows these and the plots."""
 
     title: str
     tables: Sequence[Table]
@@ -61,7 +61,7 @@ class Report:
     more: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def show(self, console: Console | None = None) -> None:
-        """Print all but the figures."""
+        """Print facts, tables and notes."""
         console = console or stdout()
         print_facts(console, self.facts)
         for table in self.tables:
@@ -70,7 +70,7 @@ class Report:
             print_line(console, text, style)
 
     def page(self) -> str:
-        """Return one HTML file with everything in it. How it looks is in report.html; names are escaped."""
+        """Return the report as one HTML file. report.html is its template; names are escaped."""
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
         from quantkit.evaluation.comparison import drawing  # matplotlib takes a second to import
@@ -86,7 +86,8 @@ class Report:
 
 
 def split(headers: Sequence[str], found: Rows, width: int) -> list[list[int]]:
-    """Return indices of the columns of each table: as many as fit, the first column in every one."""
+    """Return the column indices of each table, such that tables fit `width` characters. Column 0 is in
+    every table."""
     widths = [max(map(cell_len, column)) for column in zip(headers, *found, strict=True)]
     parts = [[0]]
     for index in range(1, len(headers)):

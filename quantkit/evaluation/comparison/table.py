@@ -1,4 +1,4 @@
-"""A comparison as a report: a table on a terminal, a page, or Markdown for a pull request."""
+"""A comparison of models as a report, or as Markdown for a pull request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quantkit.evaluation.comparison.report import Report, Table
 
 
 def report(record: dict) -> Report:
-    """Return the report of a record that fits the schema."""
+    """Return the report for a record of `quantkit eval`."""
     base, *candidates = labels([model["source"] for model in record["models"]])
     others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
     meanings = {column.header: column.meaning for column in columns(record)}
@@ -35,12 +35,12 @@ def report(record: dict) -> Report:
 
 
 def print_comparison(record: dict) -> None:
-    """Print the table, and under which protocol the figures hold."""
+    """Print the table of a record and the conditions of its figures."""
     report(record).show()
 
 
 def markdown(record: dict) -> str:
-    """Return GitHub-flavoured Markdown: gates, table and protocol."""
+    """Return a record as GitHub-flavoured Markdown: gates, table and conditions."""
     headers = ["model", *(column.header for column in columns(record))]
     grid = [f"| {' | '.join(map(_escape, cells))} |" for cells in (headers, *rows(record))]
     grid.insert(1, f"| --- |{' ---: |' * (len(headers) - 1)}")
@@ -51,7 +51,7 @@ def markdown(record: dict) -> str:
 
 
 def verdicts(record: dict) -> list[str]:
-    """`FAILED: KL divergence of model is 0.0713, limit ≤ 0.05`, a line for each gate."""
+    """Return a line per gate, such as `FAILED: KL divergence of model is 0.0713, limit ≤ 0.05`."""
     names = label_by_source(record)
     return [
         f"{'passed' if verdict['pass'] else 'FAILED'}: "
@@ -61,7 +61,7 @@ def verdicts(record: dict) -> list[str]:
 
 
 def gates_line(record: dict) -> str:
-    """`quantkit eval: 1 of 3 gates failed`."""
+    """Return a line such as `quantkit eval: 1 of 3 gates failed`."""
     found = [verdict["pass"] for verdict in record["gates"]]
     if not found:
         return "quantkit eval"
@@ -70,7 +70,7 @@ def gates_line(record: dict) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return text with markup characters escaped."""
+    """Return the text with Markdown's and HTML's special characters escaped."""
     for character in "\\`*_{}[]<>#|~&":
         text = text.replace(character, f"\\{character}")
     return " ".join(text.split())

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on streamed models: any layout, in constant memory. The extra `tasks`.
 
-`cloze` comes with quantkit and needs no network: passages whose last word is to be guessed, in LAMBADA's form
-(`scripts/results.py cloze`). All other names are the harness's own; their data is fetched by it.
+`cloze` comes with quantkit and needs no network: predict the last word of a passage, as in LAMBADA
+(`scripts/results.py cloze`). All other names are the harness's own; the harness downloads their data.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ TaskScores = dict[str, dict[str, dict[str, float | None]]]  # task -> metric -> 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks of the harness with their data. limit: examples of each; None for all."""
+    """Loaded tasks of the harness. limit: maximum number of examples of each; None for all."""
 
     loaded: dict[str, Any]
     limit: int | None
 
     @staticmethod
     def prepare(text: str, limit: int | None) -> Tasks:
-        """Load a comma-separated list. Raises QuantkitError for unknown tasks, those that let models write,
-        those whose data cannot be had, or without the harness."""
+        """Load a comma-separated list of tasks. Raises QuantkitError if the harness is not installed, or for
+        tasks that are unknown, that generate text, or whose data cannot be loaded."""
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
         if find_spec("lm_eval") is None:
             raise QuantkitError(
@@ -65,7 +65,7 @@ class Tasks:
         return Tasks(loaded, limit)
 
     def measure(self, model: StreamedModel, listen: Listener) -> TaskScores:
-        """Return value and standard error of every metric of every task."""
+        """Run all tasks on a model; return {task: {metric: {value, stderr}}}."""
         from lm_eval.evaluator import evaluate
 
         from quantkit.evaluation.tasks.harness import HarnessModel
@@ -82,12 +82,12 @@ class Tasks:
         return {name: _scores(row) for name, row in results["results"].items()}
 
     def record(self) -> dict[str, Any]:
-        """Return the settings that the figures depend on besides the model."""
+        """Return the settings on which the figures depend besides the model, as JSON."""
         return {"limit": self.limit, "lm_eval": version("lm_eval")}
 
 
 def _load(names: Sequence[str]) -> dict[str, Any]:
-    """Return the harness's tasks of these names, data included."""
+    """Return the harness's tasks with these names and their data. Raises QuantkitError."""
     from lm_eval.tasks import TaskManager
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
@@ -114,7 +114,7 @@ def _load(names: Sequence[str]) -> dict[str, Any]:
 
 @contextmanager
 def _silence() -> Iterator[Any]:
-    """Keep the harness's bars and prints off the terminal; yield a wrapper for listeners that print."""
+    """Suppress the harness's output; yield a wrapper with which listeners can still print."""
     terminal = sys.stderr
 
     def heard(listen: Listener) -> Listener:
@@ -129,7 +129,7 @@ def _silence() -> Iterator[Any]:
 
 
 def cloze() -> dict[str, Any]:
-    """Return the bundled task as a configuration of the harness: the last word, given all before it."""
+    """Return the bundled task as a configuration of the harness: predict the last word of a passage."""
     from datasets import Dataset
 
     return {
@@ -151,7 +151,7 @@ def passages() -> list[dict[str, str]]:
 
 
 def _scores(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """`{"acc": {"value": 0.5, "stderr": 0.1}}` of `{"acc,none": 0.5, "acc_stderr,none": 0.1}`."""
+    """Turn `{"acc,none": 0.5, "acc_stderr,none": 0.1}` into `{"acc": {"value": 0.5, "stderr": 0.1}}`."""
     found = {}
     for key, value in sorted(row.items()):
         metric, comma, kind = key.partition(",")

@@ -1,7 +1,7 @@
 """A streamed model for lm-evaluation-harness: log-likelihoods only.
 
-Texts are tokenized, and too long ones cut, as the harness does for transformers models, so that the figures
-can be compared.
+Tokenizing and cutting of long texts follow the harness's own class for transformers models, so that the
+figures can be compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_CONTEXT = 2048  # the harness's, for models without a limit
 
 
 class HarnessModel(TemplateLM):
-    """A model in the sense of lm_eval.api.model.LM; `score` computes the answers."""
+    """Implements lm_eval.api.model.LM with `score`."""
 
     def __init__(self, model: StreamedModel, listen: Listener):
         super().__init__()
@@ -32,7 +32,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token of an empty context. Raises QuantkitError if the tokenizer has none."""
+        """Return the token id to use as an empty context. Raises QuantkitError if there is none."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
             if token is not None:
                 return token
@@ -43,19 +43,19 @@ class HarnessModel(TemplateLM):
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """Return ids of a text; by default with special tokens, unless the text begins with BOS."""
+        """Return the token ids of a text; by default with special tokens, unless it begins with BOS."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
-        """Return scores. requests: `(texts, ids of the context, ids of the continuation)`."""
+        """Return (log-likelihood, whether greedy) per request: (texts, context ids, continuation ids)."""
         pairs = [(context, continuation) for _, context, continuation in requests]
         return score(self.model, pairs, self.max_length, self.listen)
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
-        """Return the log-likelihoods of whole texts, in windows that do not overlap."""
+        """Return the log-likelihoods of whole texts, cut into windows that do not overlap."""
         pairs, counts = [], []
         for (text,) in (request.args for request in requests):
             windows = list(
@@ -67,5 +67,5 @@ class HarnessModel(TemplateLM):
         return [sum(next(found).log_prob for _ in range(count)) for count in counts]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
-        """Raise NotImplementedError: tasks that generate are refused before they run."""
+        """Raise NotImplementedError; `Tasks.prepare` rejects tasks that generate text."""
         raise NotImplementedError

@@ -19,7 +19,8 @@ Batch = tuple[Tensor, list["Row"]]  # ids [rows, tokens], padded
 
 
 class Row(NamedTuple):
-    """The input of the request at `place`: its last `len(targets)` positions predict `targets`."""
+    """Input for a request. place: number of the request. ids: token ids, whose last `len(targets)` positions
+    predict the ids `targets`."""
 
     place: int
     ids: list[int]
@@ -27,17 +28,16 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """The score of a continuation. log_prob: in nats. greedy: whether each token was the most likely."""
+    """The score of a continuation. log_prob: in nats. greedy: whether all its tokens were the most likely."""
 
     log_prob: float
     greedy: bool
 
 
 def score(model: StreamedModel, requests: Sequence[Request], longest: int, listen: Listener) -> list[Score]:
-    """Return the score of every request, in order. Requests longer than `longest` tokens lose their
-    beginning.
+    """Return the score of every request, in order. Requests longer than `longest` tokens lose their first.
 
-    Rows are padded at the end, which no position before it attends to in a causal model.
+    Padding is at the end of rows, where it does not affect a causal model.
     """
     rows = [
         Row(place, (context + continuation)[-(longest + 1) : -1], continuation[-longest:])
@@ -53,8 +53,8 @@ def score(model: StreamedModel, requests: Sequence[Request], longest: int, liste
 
 
 def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
-    """Yield batches of about equal work, the longest rows first, as many at a time as pass the blocks
-    together."""
+    """Yield lists of batches that run through the blocks together. Rows are sorted by length, the longest
+    first; batches have about equal work."""
     together: list[Batch] = []
     start = held = 0
     while start < len(rows):
@@ -73,7 +73,7 @@ def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
 
 
 def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[int, Score]:
-    """Return the scores of a batch's rows, from final hidden states `[rows, tokens, hidden]`."""
+    """Return {place: score} for a batch's rows, from final hidden states `[rows, tokens, hidden]`."""
     picked = torch.cat(
         [hidden[k, len(row.ids) - len(row.targets) : len(row.ids)] for k, row in enumerate(rows)]
     )
