@@ -239,6 +239,7 @@ SAMPLES, SEQLEN = 128, 256  # of calibration
 CONTEXT, LIMIT = 256, 40960  # of measuring
 OWN = 512  # texts of the model's own
 BITS = (4, 3, 2)  # in groups of 128
+LABELS = ("model, format", "tool and options")  # headings of the first columns
 TYPES = ("Q4_K_M", "Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
 Width = int | str  # bits, or llama.cpp's file type
 
@@ -518,7 +519,7 @@ class Formats(Quality):
                     ]
                     cells += [f"{row['cpu']:.2f}", f"{row['cpu'] / other['cpu']:.2f}" if other else ""]
                     rows.append(cells)
-        head = ["", "", "bits/weight", *headings(texts, "KL"), *headings(texts, "ratio"), "CPU s"]
+        head = [*LABELS, "bits/weight", *headings(texts, "KL"), *headings(texts, "ratio"), "CPU s"]
         head.append("ratio of CPU s")
         about = (
             f"\nActivations are rounded as clients round them. {self.limit:,} tokens, context {CONTEXT}. "
@@ -565,8 +566,8 @@ def quality_tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tup
                 ]
                 best.append([name, *cells, *ratios])
     kl, ratio = headings(texts, "KL"), headings(texts, "ratio")
-    best_head = ["", "best peer", "KL", "CPU s", "quantkit", "KL", "CPU s", *ratio]
-    return table(best_head, best), table(["", "", "bits/weight", *kl, *ratio, "CPU s"], every)
+    best_head = ["model, format", "best peer", "KL", "CPU s", "quantkit", "KL", "CPU s", *ratio]
+    return table(best_head, best), table([*LABELS, "bits/weight", *kl, *ratio, "CPU s"], every)
 
 
 # plot

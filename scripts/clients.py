@@ -312,15 +312,15 @@ def vllm_section(every: list[Cell], args: argparse.Namespace, root: Path) -> str
             line += compare(folders[cell.name], source, result, share)
         rows.append(line)
         print(" | ".join(line), file=sys.stderr, flush=True)
-    header = ["command", "model", "", "mean difference", "largest", "compression changed"]
+    header = ["command", "model", "result", "mean difference", "largest", "compression changed"]
     header += ["likeliest equal", "greedy equal"]
     text = (
         f"{table(header, rows)}\nDifferences of log probabilities in nats, over the {TOP} likeliest tokens "
     )
-    text += f"of {len(IDS) - 1} positions; OK: a mean up to {SIXTEEN_BIT:g}, or to {share:.0%} of what "
-    text += f"compression changed. Measured with {versions(results)}, float16"
+    text += f"of {len(IDS) - 1} positions. OK: a mean difference of at most {SIXTEEN_BIT:g}, or of at most "
+    text += f"{share:.0%} of *compression changed*. Measured with {versions(results)}, in float16"
     if any(dtype_of(cell) == "float32" for cell in cells):
-        text += "; float32 in rows with rounded activations"
+        text += " (rows with rounded activations: in float32)"
     text += ".\n"
     ran = [result for result in results.values() if "own_product" in result]
     if not args.as_is and not all(result["own_product"] for result in ran):
@@ -400,8 +400,8 @@ def legacy_section(args: argparse.Namespace, root: Path) -> str:
     for line in lines.values():
         print(" | ".join(line), file=sys.stderr)
     header = ["client", "command", "model", "relative difference", "largest", "likeliest equal"]
-    text = f"{table(header, list(lines.values()))}\nDifferences of logits over {len(IDS)} tokens; AutoGPTQ "
-    text += f"in float32, AutoAWQ in float16. Measured with {versions(results)}.\n"
+    text = f"{table(header, list(lines.values()))}\nDifferences of logits over {len(IDS)} tokens. AutoGPTQ "
+    text += f"computed in float32, AutoAWQ in float16. Measured with {versions(results)}.\n"
     text += "AutoGPTQ ties the embeddings to a head that is not in the file. "
     text += "The script restores the stored embeddings.\n"
     return text
