@@ -1,1 +1,1 @@
-"""The loop that makes a checkpoint smaller: `loop.py` is where to begin."""
+"""Quantizing a checkpoint. Begin with `loop.py`."""

@@ -1,4 +1,4 @@
-"""From options to a job: open, resolve and check everything before weights are loaded."""
+"""Turn a request into a job: open, resolve and check everything before weights are loaded."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ VERIFY_TOKENS = 2  # a data-free job is verified with: the least that gives atte
 
 @dataclass(frozen=True)
 class Request:
-    """A request of the user, as typed."""
+    """A job as the user typed it."""
 
     source: str
     method: str
@@ -65,10 +65,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked job. batches: token ids `[batch, tokens]`, this rank's of batch_count; a data-free job has
-    one, to verify with.
+    """A checked job. batches: token ids `[batch, tokens]` of this rank, out of batch_count; a data-free job
+    has one batch, to verify the output.
 
-    source_sha256 may come later than all else; until then the fingerprint has None in its place.
+    source_sha256 may arrive last; until then the fingerprint has None in its place.
     """
 
     request: Request
@@ -86,22 +86,22 @@ class Job:
 
     @property
     def identity(self) -> dict:
-        """The fingerprint with the source's hash; waits for it."""
+        """The fingerprint with the source's sha256; waits for the sha256."""
         return self.fingerprint | {"source_sha256": self.source_sha256.result()}
 
     @property
     def kept_parameters(self) -> list[dict]:
-        """Parameters of the blocks other than linears."""
+        """Matrices in blocks that are not linears."""
         return kept_parameters(self.skeleton)
 
     @property
     def copied(self) -> dict[str, int]:
-        """Bytes of modules next to the language model that are copied, by module."""
+        """Bytes of each module outside the language model that is copied."""
         return self.method.output.copied(self.material)
 
     @property
     def refusal(self) -> QuantkitError | None:
-        """The error that keeps the output from being written; a dry run only reports it."""
+        """The error that prevents writing the output, or None; a dry run only reports it."""
         try:
             self.staging.check(self.request.resume, self.request.overwrite)
         except QuantkitError as error:
@@ -110,7 +110,7 @@ class Job:
 
     @property
     def material(self) -> Material:
-        """Material of the output."""
+        """The source and the staged linears that make up the output."""
         shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
@@ -118,10 +118,10 @@ class Job:
 def prepare(
     request: Request, progress: Progress, dry_run: bool = False, source_sha256: Future[str] | None = None
 ) -> Job:
-    """Open, resolve and check. Raises QuantkitError naming everything that would fail later.
+    """Open, resolve and check a job. Raises QuantkitError naming everything that would fail later.
 
-    A dry run skips what only matters to a job that will run: the output's place and the source's hash.
-    source_sha256: that of another job of the same source, which is not read for it twice.
+    dry_run: skip the checks of the output path and the source's sha256. source_sha256: from another job with
+    the same source, so that the source is hashed once.
     """
     methods.check(request.method, request.options)
     check_run(request.run)
@@ -182,7 +182,7 @@ def prepare(
 
 
 def _open(request: Request, progress: Progress) -> Checkpoint:
-    """Open the source. Raises QuantkitError if it is quantized already, without --allow-requantize."""
+    """Open the source. Raises QuantkitError if it is already quantized, unless --allow-requantize is set."""
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if not checkpoint.quantized:
         return checkpoint
@@ -198,7 +198,7 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 
 
 def staging_of(request: Request) -> Staging:
-    """Return the staging of the job; all ranks but 0 follow."""
+    """Return the staging folder of the job; only rank 0 writes to it."""
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
     return Staging(output_of(request), one_file, follows=distributed.rank() > 0)
 
@@ -217,9 +217,9 @@ def check_run(run: RunOptions) -> None:
 
 
 def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:
-    """Return the skeleton of a complete model, on the requested device and in the requested precision.
+    """Return the skeleton of a complete model on the requested device and in the requested precision.
 
-    adopted: the execution of the resumed job, for options unset in `run`. Sets torch's threads.
+    adopted: the resumed job's execution, used for options that `run` leaves open. Also sets torch's threads.
     """
     adopted = adopted or {}
     device = choose_device(adopted.get("device", "auto") if run.device == "auto" else run.device)
@@ -276,8 +276,8 @@ def _check_ranks(method: Method) -> None:
 
 
 def output_of(request: Request) -> Path:
-    """Return the output path: as requested, or a name derived from the source and the options, with `mixed`
-    for overridden bits."""
+    """Return the output path: as requested, or derived from source and options, with `mixed` if bits are
+    overridden."""
     suffix, bits = (
         methods.load(request.method).suffix(request.options),
         getattr(request.options, "bits", None),
@@ -288,26 +288,26 @@ def output_of(request: Request) -> Path:
 
 
 def base_name(source: str) -> str:
-    """Return the name of a checkpoint from which output names are derived."""
+    """Return the name of a source on which output names are based."""
     name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
     return name.removesuffix(".gguf") or "model"
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
-    """Return one sequence of seeded random ids to verify a data-free job with."""
+    """Return one sequence of seeded random ids, by which a data-free job verifies its output."""
     length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(checkpoint.text_config.vocab_size, (1, length), generator=generator)
 
 
 def _hash(checkpoint: Checkpoint) -> str:
-    """Return the source's hash. Raises QuantkitError if the source has changed since it was opened."""
+    """Return the source's sha256. Raises QuantkitError if the source changed since it was opened."""
     with watched(checkpoint):
         return checkpoint.sha256()
 
 
 def _begin(work: Callable[[], str]) -> Future[str]:
-    """Return the future result of `work`, run in a daemon thread."""
+    """Run `work` in a daemon thread and return its future result."""
     future: Future[str] = Future()
 
     def run() -> None:
@@ -327,7 +327,7 @@ def _fingerprint(
     job_plan: JobPlan,
     mixture: bool,
 ) -> dict:
-    """Return everything that decides the output's bytes. A job resumes only with an equal fingerprint."""
+    """Return everything that affects the output's bytes. Only a job with an equal fingerprint resumes."""
     run, options = request.run, dataclasses.asdict(request.options)
     found = {
         "quantkit": __version__,

@@ -44,16 +44,15 @@ UNREACHED = "no calibration token entered it"
 
 
 def run(job: Job, progress: Progress) -> Summary:
-    """Quantize the checkpoint of a job that `job.prepare` has checked.
+    """Quantize the checkpoint of a job from `job.prepare`.
 
-    Raises QuantkitError; staged blocks survive any error, and the output appears whole or not at all.
+    Raises QuantkitError. Staged blocks survive any error; the output appears complete or not at all.
     """
     return run_all([job], progress)[0]
 
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    """Run several jobs of one command: one after another, or in one pass over the source if none has a
-    solver."""
+    """Run the jobs of one command: one after another, or in one pass over the source if none has a solver."""
     if any(map(_has_solver, jobs)):
         summaries = []
         for job in jobs:
@@ -85,7 +84,7 @@ def _solved(job: Job, progress: Progress) -> list[Summary]:
 
 
 def _has_solver(job: Job) -> bool:
-    """Return True if a solver works on any of a job's linears; otherwise the output encodes all of them."""
+    """Return whether a solver quantizes any of a job's linears; otherwise the output encodes all of them."""
     return any(row.grid for row in job.specs)
 
 
@@ -118,7 +117,7 @@ class _Loop:
         return States(entering, self.skeleton.device, self.place)
 
     def _curvatures(self) -> Curvatures:
-        """Return the curvatures of the linears of all blocks that are not done."""
+        """Return the curvatures of the linears in all blocks that are not staged yet."""
         left = {index: [] for index, done in enumerate(self._done()) if not done}
         for row in self.job.specs:
             if row.block in left and row.grid:
@@ -162,9 +161,9 @@ class _Loop:
         return summaries
 
     def _quantize_or_step_down(self, index: int, module: nn.Module) -> None:
-        """Quantize a block; if the device runs out of memory, do it again in the way that needs the least.
+        """Quantize a block; if the device runs out of memory, again in the way that needs the least.
 
-        Raises QuantkitError (exit code 5) if that is not enough.
+        Raises QuantkitError (exit code 5) if that fails too.
         """
         less, self.advancing = plan.frugal(self.execution), False
         try:
@@ -193,7 +192,7 @@ class _Loop:
         return finish.finish([self.job], final, self.timings, self.progress)
 
     def _quantize(self, index: int, module: nn.Module) -> None:
-        """Quantize one block and stage it; the hidden states become its outputs."""
+        """Quantize and stage one block. The hidden states are replaced by its outputs."""
         block = self._block(index, module)
         parts = BlockParts(self.job.staging, index)
         records: list[dict] = []
@@ -239,7 +238,7 @@ class _Loop:
         return Block(index, module, rows, sites, probe)
 
     def _original(self, block: Block) -> AbstractContextManager[Original | None]:
-        """Run the original model's block, if the method needs its inputs."""
+        """Return the run of the original model's block as a context, or an empty context if not needed."""
         if not self.originals:
             return nullcontext()
         with self.timings("original"):
@@ -248,8 +247,8 @@ class _Loop:
             )
 
     def _measure(self, block: Block, parts: BlockParts, original: Original | None) -> Measured:
-        """Gather statistics: of all sites before a transform; without a transform of each site after the
-        sites before were quantized."""
+        """Return the block's statistics: before a transform for all sites at once; without a transform for
+        each site after the earlier sites are quantized."""
         measuring = Measuring(
             self.skeleton,
             self.states,
@@ -270,7 +269,7 @@ class _Loop:
         return measuring.in_order(block)
 
     def _transformed_first(self, measuring: Measuring, block: Block, transform: ColumnScaling) -> Measured:
-        """Transform a block by a sample of the tokens; then measure it in order, by all tokens."""
+        """Transform a block by statistics of sampled tokens; then measure it in order with all tokens."""
         around = [site for site in block.wanted if site.linears and not site.pool]
         if not around:
             return measuring.in_order(block)
@@ -286,7 +285,7 @@ class _Loop:
         return replace(measuring.in_order(block), transformed=transformed)
 
     def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
-        """Stage parameters that are not quantized and not the source's any more."""
+        """Stage parameters that are not quantized but differ from the source."""
         packed = (row for row in block.rows.values() if not row.grid and self.job.material.is_packed(row))
         names = [*sorted(transformed.changed), *(f"{row.local}.weight" for row in packed)]
         for name in names:

@@ -1,4 +1,4 @@
-"""Listener that the loop reports to. This one is silent; those of the command line print."""
+"""The listener that the loop reports to. This one is silent; the command line has one that prints."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ if TYPE_CHECKING:
 
 
 class Progress:
-    """Silent listener. `cli.progress` has one for terminals and one for logs."""
+    """A silent listener. `cli.progress` has listeners for terminals and for logs."""
 
     def phase(self, text: str) -> None:
-        """A step outside the loop began."""
+        """Report that a step outside the loop began."""
 
     def start(self, blocks: int, done: int) -> None:
-        """The loop begins; `done` of `blocks` blocks are staged already and are only run."""
+        """Report that the loop begins; `done` of `blocks` blocks are already staged."""
 
     def linear(self, spec: LinearSpec, solved: Solved) -> None:
-        """A linear was quantized."""
+        """Report that a linear was quantized."""
 
     def block(self, index: int, replayed: bool) -> None:
-        """Block `index` is finished."""
+        """Report that block `index` is finished. replayed: it was already staged and only run."""
 
     def warn(self, text: str) -> None:
-        """Report something the user should know at any verbosity."""
+        """Report a warning, which is shown at any verbosity."""
 
     def counting(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` equal steps of `what` are finished."""
+        """Report that `done` of `total` equal steps of `what` are finished."""
 
     def evaluating(self, source: str, done: int, total: int) -> None:
-        """A block of a model was evaluated."""
+        """Report that `done` of `total` blocks of a model were evaluated."""
         self.counting(f"evaluating {source}", done, total)
 
 

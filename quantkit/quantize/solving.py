@@ -1,6 +1,6 @@
-"""Solving a block's linears once their inputs are measured: solve ▶ encode ▶ install ▶ measure the error.
+"""Solve a block's linears once their inputs are measured: solve ▶ encode ▶ install ▶ measure the error.
 
-Linears and experts are dealt to ranks: each rank solves its share, then all have the whole result.
+Ranks share the linears and experts: each rank solves some, then all get all results.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quantkit.quantize.timings import Timings
 
 @dataclass(frozen=True)
 class Solving:
-    """Solver of the linears of one block. parts: takes the encoded tensors; transformed: the changes to the
-    block before; curvatures: at the outputs of its linears, if gathered."""
+    """Solves the linears of one block. parts: receives the encoded tensors. transformed: earlier changes to
+    the block. curvatures: of the linears' outputs, if measured."""
 
     skeleton: Skeleton
     method: Method
@@ -42,8 +42,8 @@ class Solving:
     def linears(
         self, found: Mapping[Site, SiteStatistics | None]
     ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
-        """Solve the linears of a site, or of several that do not depend on one another; `found`: statistics
-        of each. An expert that comes back into memory is read from `parts` again."""
+        """Solve the linears of a site, or of several independent sites, and yield each result. found:
+        statistics of each site. An expert that leaves memory is read from `parts` when needed again."""
         layout, index = self.method.layout, self.block.index
         known = {site: self._with_curvatures(site, statistics) for site, statistics in found.items()}
         weights: dict[str, Tensor] = {}
@@ -70,7 +70,7 @@ class Solving:
                 yield site, row, self.transformed.amend(row.local, measured)
 
     def _with_curvatures(self, site: Site, statistics: SiteStatistics | None) -> SiteStatistics | None:
-        """Return a site's statistics with the curvatures at the outputs of its linears."""
+        """Return a site's statistics with the curvatures of its linears' outputs."""
         if self.curvatures is None or statistics is None:
             return statistics
         curvatures = (
@@ -85,7 +85,7 @@ class Solving:
         return exact.pop(row.local, self.skeleton.part(self.block.index, row.local).weight).float()
 
     def _rows(self, site: Site) -> list[LinearSpec]:
-        """Return the rows of a site's linears that are quantized."""
+        """Return the LinearSpecs of a site's linears that are quantized."""
         return [self.block.rows[name] for name in site.linears if self.block.rows[name].grid]
 
     def _solved(
@@ -95,7 +95,7 @@ class Solving:
         weights: dict[str, Tensor],
         by: Callable[..., list[Solved]],
     ) -> list[Solved]:
-        """Return a site's linears, solved by `by`; `weights` collects their weights."""
+        """Return a site's linears, solved by `by`. weights: receives the original weights."""
         rows = self._rows(site)
         own = [self._weight(row) for row in rows]
         weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
@@ -117,7 +117,7 @@ class Solving:
 
 
 def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
-    """Yield sites one by one; of experts, where they are independent, as many at once as there are ranks."""
+    """Yield sites one by one; independent experts' sites in groups of as many as there are ranks."""
     group: list[Site] = []
     for site in sites:
         both = [*group[:1], site]
@@ -134,7 +134,7 @@ def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
 def solve(
     solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
 ) -> list[Solved]:
-    """Return the results of `solver.solve`; each rank solves some linears, largest first."""
+    """Return the results of `solver.solve`. Ranks share the linears, largest first."""
     if distributed.count() == 1:
         return solver.solve(weights, grids, statistics)
     largest = sorted(range(len(weights)), key=lambda k: -weights[k].numel())

@@ -1,4 +1,4 @@
-"""Wall seconds by stage, kept apart from everything that has to be the same in every run."""
+"""Wall-clock seconds by stage, kept apart from everything that must be equal in every run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from quantkit.models.machine.device import synchronize
 
 @dataclass
 class Timings:
-    """`with timings("solve"):` adds the block's wall seconds to `seconds["solve"]`.
+    """`with timings("solve"):` adds the wall-clock seconds of the context to `seconds["solve"]`.
 
-    An accelerator works while the host goes on: its remaining work counts at the end of the next stage with
-    `wait`. notes: deviations of the job from its plan.
+    An accelerator works asynchronously: its remaining work is waited for, and counted, at the end of the next
+    stage with `wait`. notes: deviations of the job from its plan.
     """
 
     device: torch.device = torch.device("cpu")
@@ -34,7 +34,7 @@ class Timings:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
 
     def waiting(self, stage: str, batches: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the same batches; the seconds until each is there count for the stage."""
+        """Yield the same batches; the seconds spent waiting for each are added to the stage."""
         source = iter(batches)
         while True:
             with self(stage, wait=False):

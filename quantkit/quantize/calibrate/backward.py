@@ -1,7 +1,7 @@
 """Backward pass through a model block by block, with the activations of one block in memory.
 
-Only what enters each block is kept on the way forward; on the way back a block is run again with autograd,
-for the gradient that its output is given (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
+The forward pass keeps only the input of each block. The backward pass runs each block again with autograd,
+given the gradient of its output (checkpointing by block, Chen et al. 2016, arXiv:1604.06174).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ CHUNK_BYTES, CHUNK_TOKENS = LOGITS_BYTES, LOGITS_TOKENS  # at most so many token
 
 
 def chunk_tokens(vocabulary: int) -> int:
-    """Return the number of tokens whose logits are formed at a time."""
+    """Return the number of tokens whose logits are computed at a time."""
     return min(CHUNK_TOKENS, max(1, CHUNK_BYTES // (4 * vocabulary)))
 
 
 def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
-    """Return the gradient `[batch, tokens, hidden]` of a loss that adds up over the tokens of `final`.
+    """Return the gradient `[batch, tokens, hidden]` of a loss that is a sum over the tokens of `final`.
 
-    `loss(hidden, span)` is the loss of `hidden [n, hidden]`, tokens `span` of all rows one after another, for
-    at most `size` tokens at a time.
+    loss: called as `loss(hidden, span)`, returns the loss of `hidden [n, hidden]`. span: their range in the
+    flattened tokens. size: the largest n.
     """
     gradient, tokens = torch.empty_like(final), final.flatten(0, 1)
     place = gradient.flatten(0, 1)
@@ -39,7 +39,7 @@ def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tenso
 
 
 def through_block(run: Callable[[Tensor], Tensor], entering: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient of a block's input for the gradient of its output; `run` computes the block."""
+    """Return the gradient of a block's input from the gradient of its output; `run` computes the block."""
     entering = entering.detach().requires_grad_()
     with torch.enable_grad():
         run(entering).backward(gradient)

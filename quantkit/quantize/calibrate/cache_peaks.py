@@ -1,7 +1,7 @@
-"""Largest keys and values of calibration text, for caches that scale them by a stored number.
+"""Largest keys and values on calibration text, for KV caches with stored scales.
 
-Keys are recorded as attention gives them to its cache: after norm and rotary embedding, as engines quantize
-them.
+Keys are recorded as attention passes them to its cache, after norm and rotary embedding, because engines
+quantize them there.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ PROJECTIONS = ("k_proj", "v_proj", "qkv_proj", "kv_b_proj")  # by which compress
 
 
 class Peaks:
-    """A cache that keeps the largest |key| and |value| alone; None before the first."""
+    """A cache that records only the largest |key| and |value|; None before the first call."""
 
     def __init__(self):
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def get_seq_length(self, *args: Any) -> int:
-        """Return 0: nothing comes before a calibration sequence."""
+        """Return 0: no tokens come before a calibration sequence."""
         return 0
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values unchanged."""
+        """Record the largest key and value; return keys and values unchanged."""
         self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
         return keys, values
 
@@ -45,8 +45,8 @@ def _larger(peak: Tensor | None, states: Tensor) -> Tensor:
 
 
 def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec]) -> dict[str, Tensor]:
-    """Return `k_scale` and `v_scale`, bfloat16 `[1]`, by stored name: divided by them the peaks are the
-    largest value of e4m3. rows: linears of the block."""
+    """Return `k_scale` and `v_scale`, bfloat16 `[1]`, by stored name: the peaks divided by e4m3's largest
+    value. rows: linears of the block."""
     first = next(iter(rows))
     block = first.name.removesuffix(first.local)
     return {
@@ -59,7 +59,7 @@ def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec]) -> dict[str, 
 
 @contextmanager
 def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
-    """Yield the peaks of each attention inside a block, by its name there; forwards inside update them."""
+    """Yield the Peaks of each attention in a block, by name; forward passes in this context update them."""
     found: dict[str, Peaks] = {}
     with ExitStack() as stack:
         for name, module in block.named_modules():

@@ -1,4 +1,4 @@
-"""Statistics of a block's inputs: the Hessian and other sums that a method needs, for each site."""
+"""Statistics of a block's inputs: for each site the Hessian and other sums that a method needs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ KEPT = 512  # inputs of a site that are kept as they are, at most
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A batch in the original model. inputs: of the site, `[..., in]`; missing: the difference of the hidden
-    states to which its linear's output is added, original minus quantized, float32 `[..., out]`."""
+    """A batch in the original model. inputs: of the site, `[..., in]`. missing: hidden states to which the
+    site's linear adds its output, original minus quantized model, float32 `[..., out]`."""
 
     inputs: Tensor
     missing: Tensor | None = None
@@ -40,11 +40,10 @@ def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
 
 
 class Statistics:
-    """Sums over the inputs of one site, in float32, batch by batch; `needs`: fields of SiteStatistics.
+    """Sums over the inputs of one site, in float32, batch by batch. needs: fields of SiteStatistics.
 
-    H is symmetric, so only the blocks on and below the diagonal are computed (a blocked symmetric
-    rank-k update): little more than half of the products. Sums of squares of
-    batches are added in float64.
+    H is symmetric, so only tiles on and below the diagonal are computed (a blocked symmetric rank-k update),
+    little more than half of the products. Sums of squares are added up in float64.
     """
 
     def __init__(self, in_features: int, device: torch.device, needs: Collection[str] = ("hessian",)):
@@ -62,7 +61,7 @@ class Statistics:
         self.missing: Tensor | None = None
 
     def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
-        """Add a batch of inputs `[..., in]`; products and sums are float32."""
+        """Add a batch of inputs `[..., in]`, in float32."""
         rows = inputs.reshape(-1, self.in_features).float()
         self.tokens += len(rows)
         if not len(rows):  # of an expert that no token of this batch was routed to
@@ -88,7 +87,7 @@ class Statistics:
             self.missing = _correlate(self.missing, counterpart.missing, rows)
 
     def finish(self) -> SiteStatistics:
-        """Return the statistics of all ranks, symmetric and averaged; the accumulator is used up."""
+        """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
         if distributed.count() > 1:
             self._add_up()
         tokens = max(self.tokens, 1)
@@ -129,14 +128,14 @@ class Statistics:
         self.drift, self.missing = self._added(self.drift), self._added(self.missing)
 
     def _added(self, sums: Tensor | None) -> Tensor | None:
-        """Return the sum over ranks that have sums, `[2, width, in]`; None if no rank has."""
+        """Return the sum over all ranks that have `sums [2, width, in]`; None if no rank has them."""
         width = max(distributed.all_gather(0 if sums is None else sums.shape[1]))
         if width and sums is None:
             sums = torch.zeros(2, width, self.in_features, device=self.device)
         return distributed.sum_(sums) if width else None
 
     def _keep(self, rows: Tensor) -> None:
-        """Keep one of `every` rows, at most KEPT in all."""
+        """Keep every `every`-th row, at most KEPT rows in all."""
         self.inputs = torch.cat([self.inputs, rows[:: self.every]])
         self._thin()
 
@@ -145,7 +144,7 @@ class Statistics:
             self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
 
     def _fourth(self) -> Tensor | None:
-        """Return the means over the first and the second half of all tokens, `[2, in]`."""
+        """Return mean fourth powers over the first and the second half of the tokens, `[2, in]`."""
         if self.fourths is None:
             return None
         if not self.fourths:
@@ -154,14 +153,14 @@ class Statistics:
         return torch.stack([half.sum(0) for half in halves]) * (2 / self.tokens)
 
     def square_sums(self) -> Tensor | None:
-        """Return Σx² of each channel, float64 `[in]`, on the host: not every device has float64."""
+        """Return Σx² of each channel, float64 `[in]`, on the host, because not every device has float64."""
         if not self.squares:
             return None if self.squares is None else torch.zeros(self.in_features, dtype=torch.float64)
         return torch.stack(self.squares).cpu().double().sum(0)
 
 
 def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:
-    """Raise QuantkitError naming the linear whose inputs overflowed when computed in `dtype`."""
+    """Raise QuantkitError naming `linear` if its inputs overflowed in `dtype`."""
     parts = [getattr(statistics, field.name) for field in fields(statistics)]
     if not all(is_finite(part) for part in parts if isinstance(part, Tensor)):
         raise QuantkitError(
@@ -178,8 +177,8 @@ def gather(
     forward: Callable[[], object],
     counterpart: Callable[[Site], Counterpart | None] = lambda site: None,
 ) -> dict[Site, Statistics]:
-    """Return sums over the inputs of every site while `forward` runs the block on all batches. counterpart:
-    gives the batch at a site in the original model."""
+    """Return the sums over the inputs of every site. forward: runs the block on all batches. counterpart:
+    returns the current batch at a site in the original model."""
     gathered = {}
     with ExitStack() as stack:
         for site in sites:

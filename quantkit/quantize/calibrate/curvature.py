@@ -1,14 +1,14 @@
-"""Curvature on the output side: the cost of an error in a linear's outputs at the end of the model.
+"""Curvature on the output side: how much an error in a linear's outputs costs at the end of the model.
 
-For a linear with outputs `y [tokens, out]` it is `G = Σ g gᵀ`, `[out, out]`, with g the gradient by y of the
-log-likelihood of a next token that is drawn from the model itself. That makes it Fisher information, by which
-the KL divergence grows as `½ δᵀ F δ` for a small change δ. With `H = Σ x xᵀ` of its inputs, a linear's own
-part of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), and the divergence
-that an error `dW` costs about `tr(G dW H dWᵀ)`, which YAQA rounds by (Tseng et al. 2025, arXiv:2505.22988).
+For a linear with outputs `y [tokens, out]` the curvature is `G = Σ g gᵀ`, `[out, out]`. g is the gradient by
+y of the log-likelihood of a next token drawn from the model itself. So G is Fisher information: a small
+change δ raises the KL divergence by `½ δᵀ F δ`. With `H = Σ x xᵀ` of its inputs, a linear's own part of F is
+about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), so an error `dW` costs about
+`tr(G dW H dWᵀ)`. YAQA minimises this cost (Tseng et al. 2025, arXiv:2505.22988).
 
-One pass forward through the unquantized model, and one back, a block at a time (`backward`). The inputs of
-each block wait in files, so memory does not grow with the number of blocks. The curvatures of a block wait
-in a file of the staging folder until the block is quantized; they are always read from there, so that a
+One forward and one backward pass run through the unquantized model, a block at a time (`backward`). Each
+block's inputs are stored in files, so memory does not grow with the number of blocks. A block's curvatures
+stay in a file of the staging folder until the block is quantized; they are always read from there, so that a
 resumed job computes with the same numbers.
 """
 
@@ -40,7 +40,7 @@ SEED = 0  # of the tokens that are drawn
 
 
 class Curvatures:
-    """Curvatures of the linears of a job, by block, in files of the job's staging folder."""
+    """Curvatures of a job's linears, by block, stored in files of its staging folder."""
 
     def __init__(self, blocks: StagedBlocks, device: torch.device):
         self._blocks, self._device = blocks, device
@@ -68,11 +68,11 @@ def gather(
     progress: Progress,
     place: Place | None = None,
 ) -> Curvatures:
-    """Compute the curvatures of the linears `wanted`, by block, unless an earlier run has computed them all.
-    The skeleton is loaded, its blocks are not. folder: of the staged job; place: where states and gradients
-    wait.
+    """Compute the curvatures of the linears `wanted`, by block, unless an earlier run has computed all of
+    them. The skeleton is loaded without its blocks. folder: staging folder; place: where hidden states and
+    gradients are kept.
 
-    Raises QuantkitError for a model that gradients do not flow back through.
+    Raises QuantkitError if gradients do not flow back through the model.
     """
     staged = StagedBlocks(folder / GRADIENTS)
     staged.lasting = False
@@ -104,7 +104,7 @@ def _pass(
     staged: StagedBlocks,
     progress: Progress,
 ) -> None:
-    """Run forward, then back to the first block that is wanted, and write the curvatures of each block."""
+    """Run forward, then backward to the first wanted block, and write the curvatures of each block."""
     depth, first = len(skeleton.blocks), min(wanted)
     total = depth + BACK * (depth - first)
     entered: dict[int, Spill] = {}
@@ -127,7 +127,7 @@ def _pass(
 
 
 def _back_through_head(skeleton: Skeleton, states: States) -> None:
-    """Put the gradients of the final hidden states in their place."""
+    """Replace the final hidden states by their gradients."""
     generator = torch.Generator().manual_seed(SEED)
     size = chunk_tokens(skeleton.checkpoint.text_config.vocab_size)
 
@@ -143,10 +143,10 @@ def _back_through_head(skeleton: Skeleton, states: States) -> None:
 def _back(
     run: Callable[[Tensor], Tensor], block: nn.Module, entered: Spill, gradients: States, names: Sequence[str]
 ) -> dict[str, Statistics]:
-    """Sum over the gradients of the outputs of linears `names`; those of what leaves the block become those
-    of what `entered`.
+    """Return sums over the gradients of the outputs of linears `names`. `gradients` of the block's outputs
+    are replaced by those of its inputs `entered`.
 
-    Raises QuantkitError where no gradients flow back.
+    Raises QuantkitError if gradients do not flow back.
     """
     linears = {name: block.get_submodule(name) for name in names}
     device = next(block.parameters()).device
@@ -168,7 +168,7 @@ def _back(
 
 
 def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
-    """Return a hook that adds the gradients of a linear's outputs."""
+    """Return a hook that adds the gradients of a linear's outputs to `sums`."""
 
     def hook(module: nn.Module, args: tuple, out: Tensor) -> None:
         if out.requires_grad and out.numel():
@@ -178,15 +178,15 @@ def _listen(sums: Statistics) -> Callable[[nn.Module, tuple, Tensor], None]:
 
 
 def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw a token from each row's distribution, int64 `[rows]`, for `logits [rows, vocabulary]`; the random
-    numbers are the host's, so that they are the same on every device."""
+    """Draw a token from each row's distribution: int64 `[rows]`, for `logits [rows, vocabulary]`. Random
+    numbers are drawn on the host, so that every device gets the same."""
     level = torch.rand(len(logits), 1, generator=generator).to(logits.device)
     below = torch.softmax(logits, -1).cumsum_(-1) < level
     return below.sum(-1).clamp(max=logits.shape[-1] - 1)
 
 
 def _stored(name: str, sums: Statistics) -> Tensor:
-    """Return G as it is stored, float16 with a mean diagonal of 1: damping is far above its rounding."""
+    """Return G with mean diagonal 1 in float16, whose rounding errors are far below the damping."""
     found = sums.finish().hessian
     mean = found.diagonal().mean()
     if not torch.isfinite(found).all():

@@ -1,4 +1,4 @@
-"""How a job runs: precision, device, batches, and the place of hidden states."""
+"""How a job runs: precision, device, batches, and where hidden states are kept."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True)
 class Execution:
-    """Settings of a run; all fields but the last two decide bytes of the output and are in the fingerprint.
+    """Settings of a run. All fields but the last two affect the output's bytes and are in the fingerprint.
 
-    states: `device`, `host` or `disk`, where the hidden states of the calibration tokens are kept. at_once:
-    sites of a layer's experts whose statistics a repeated forward gathers in one pass.
+    batch_size: sequences per forward pass. states: `device`, `host` or `disk`, where the hidden states are
+    kept. at_once: how many sites of a layer's experts one repeated forward pass measures.
     """
 
     dtype: str
@@ -28,5 +28,5 @@ class Execution:
         return torch.device(self.device)
 
     def decisive(self) -> dict:
-        """Return the fields on which bytes of the output depend."""
+        """Return the fields that affect the output's bytes."""
         return {name: value for name, value in asdict(self).items() if name not in ("states", "at_once")}

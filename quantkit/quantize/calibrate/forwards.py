@@ -1,9 +1,9 @@
-"""Forward passes that return the inputs of every site of a block, after the sites before were quantized.
+"""Forward passes that return the inputs of every site of a block, after earlier sites were quantized.
 
-Two ways, with the same results. `SuspendedForward` runs each batch once and suspends it at every site until
-the site's weights are final: true-sequential GPTQ takes the time of one forward and the memory of all live
-activations. `repeated` runs the block again up to each site and keeps one batch's activations. Experts of a
-layer do not depend on one another: `gather_together` measures many of their sites in one pass.
+There are two ways, with the same results. `SuspendedForward` runs each batch once and suspends it at every
+site until the site's weights are final: true-sequential GPTQ takes the time of one forward pass and the
+memory of all live activations. `repeated` runs the block again up to each site and keeps the activations of
+one batch. Experts of a layer are independent, so `gather_together` measures many of their sites in one pass.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def gather_together(
     batches: int,
     each: Each,
 ) -> dict[Site, Statistics]:
-    """Return sums over the inputs of sites that do not depend on one another, from one pass to the last.
+    """Return sums over the inputs of independent sites, from one forward pass that ends at the last site.
 
-    Their weights are not used: experts are not even read.
+    The sites' own weights are not used, so experts are not even read.
     """
     gathered = {site: Statistics(site.in_features, device, needs) for site in sites}
 
@@ -64,10 +64,10 @@ def gather_together(
 
 
 class SuspendedForward:
-    """All batches in flight at once, each suspended where it reaches the next site.
+    """Forward passes of all batches at once, each suspended when it reaches the next site.
 
-    `run(batch_index)` runs the block on one batch. Greenlets switch between the forwards inside one
-    thread, so that the thread pool stays as it is.
+    run: runs the block on the batch of a given index. Greenlets switch between the passes inside one thread,
+    so that torch's thread pool stays the same.
     """
 
     def __init__(self, block: nn.Module, sites: Sequence[Site], run: Callable[[int], Tensor], batches: int):
@@ -79,7 +79,7 @@ class SuspendedForward:
         self._suspended = [self._suspend_at(site.place) for site in sites]
 
     def _suspend_at(self, name: str) -> nn.Module:
-        """Make a linear pause with its input; afterwards the module in its place computes."""
+        """Make a linear pause with its input. When it resumes, the module then in its place computes."""
         linear = self._block.get_submodule(name)
 
         def forward(hidden: Tensor) -> Tensor:
@@ -91,30 +91,30 @@ class SuspendedForward:
         return linear
 
     def _resume(self, index: int) -> Tensor:
-        """Resume flight `index` and return the next input it pauses at, or its output. Flights enter and
-        leave no_grad at their own times: it is set here, and the caller's mode restored."""
+        """Resume pass `index` and return the next input it pauses at, or its output. no_grad is set here and
+        restored afterwards, because passes are interleaved."""
         flight = self._flights[index]
         with torch.no_grad():
             return flight.switch() if flight else flight.switch(index)
 
     def _next(self) -> Iterator[Tensor]:
-        """Resume all flights, one after another."""
+        """Resume all passes, one after another."""
         return (self._resume(index) for index in range(len(self._flights)))
 
     def _pass(self, count: int) -> None:
-        """Skip so many sites."""
+        """Skip the next `count` sites."""
         for _ in range(count):
             deque(self._next(), maxlen=0)
         del self._ahead[:count]
 
     def inputs(self, site: Site) -> Iterator[Tensor]:
-        """Return the inputs of a site, batch by batch. Sites come in order; some may be left out."""
+        """Yield the inputs of a site, batch by batch. Sites must come in order; some may be skipped."""
         self._pass(self._ahead.index(site))
         del self._ahead[0]
         return self._next()
 
     def outputs(self) -> Iterator[Tensor]:
-        """Return the block's outputs, batch by batch, after the last site that is measured."""
+        """Yield the block's outputs, batch by batch. Call it after the last site to be measured."""
         self._pass(len(self._ahead))
         try:
             yield from self._next()
@@ -122,7 +122,7 @@ class SuspendedForward:
             self.close()
 
     def close(self) -> None:
-        """End all flights, free their activations and restore the linears."""
+        """End all passes, free their activations and restore the linears."""
         for linear in self._suspended:
             del linear.forward
         self._suspended = []
@@ -138,8 +138,8 @@ def repeated(
     each: Each = lambda run, count: map(run, range(count)),
     whole: bool = False,
 ) -> Iterator[Tensor]:
-    """Return the inputs of a linear, batch by batch and call by call: `run` goes on up to there, and to its
-    end if the forward is to be `whole`."""
+    """Yield the inputs of a linear, batch by batch and call by call. Each forward pass stops there, or runs
+    to its end if `whole`."""
     seen: list[Tensor] = []
 
     def stop(module: nn.Module, args: tuple) -> None:
@@ -166,7 +166,7 @@ def repeated(
 
 
 class _Reached(Exception):
-    """Carries a site's inputs out of a forward pass that need not go on."""
+    """Raised at a site to end a forward pass; carries the site's inputs."""
 
     def __init__(self, inputs: Tensor):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Importance of each input of a linear: its mean square over calibration text, in the unquantized model.
+"""Importance of each input of a linear: its mean square on calibration text, in the unquantized model.
 
-Hidden states flow block by block as in the loop, with one block in memory at a time.
+Hidden states pass through the blocks as in the loop, with one block in memory at a time.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Importance:
-    """sums: by stored name of a linear, Σx² of each input column, float32 `[in]`, over so many `tokens`:
-    fewer for an expert."""
+    """sums: Σx² of each input column, float32 `[in]`, by stored name of a linear. tokens: number of tokens in
+    the sum; experts have fewer."""
 
     sums: dict[str, Tensor]
     tokens: dict[str, int]
@@ -45,10 +45,10 @@ def gather(
     timings: Timings | None = None,
     place: Place | None = None,
 ) -> Importance:
-    """Sum the squares of all linears' inputs over `batches` of token ids `[batch, tokens]` of all ranks; each
-    rank passes its own. place: where states wait, if planned.
+    """Return sums of squares of all linears' inputs, over all ranks' batches of token ids `[batch, tokens]`;
+    each rank passes its own. place: where hidden states are kept; None: chosen by free memory.
 
-    Loads all of the skeleton but its blocks. Raises QuantkitError for activations that are not finite.
+    Loads all of the skeleton but its blocks. Raises QuantkitError if activations are not finite.
     """
     progress, timings = progress or Progress(), timings or Timings(skeleton.device)
     map_large_blocks()
@@ -69,7 +69,7 @@ def gather(
 def _block(
     skeleton: Skeleton, index: int, block: nn.Module, states: States, timings: Timings
 ) -> dict[str, tuple[Tensor, int]]:
-    """Return Σx² and tokens by name inside block `index`; `states` become the block's outputs."""
+    """Return Σx² and tokens by name in block `index`. `states` are replaced by the block's outputs."""
     probe = distributed.broadcast(lambda: states[0][:1, :PROBE_TOKENS].clone())
     sites = find_sites(block, lambda: skeleton.run_block(index, probe))
     sites = [site for site in sites if site.linears]
@@ -86,9 +86,9 @@ def _block(
 
 def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None = None) -> SiteStatistics:
     """Return second moments of the output matrix's inputs, from one pass through the unquantized blocks.
-    place: where states wait, if planned.
+    place: where hidden states are kept; None: chosen by free memory.
 
-    All but the blocks is loaded. Raises QuantkitError for activations that are not finite.
+    Everything but the blocks must be loaded. Raises QuantkitError if activations are not finite.
     """
     states = walk.through(skeleton, batches, decoded=True, place=place)
     head = skeleton.model.get_output_embeddings()
@@ -102,7 +102,7 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None =
 
 
 def as_imatrix(gathered: Importance, names: Mapping[str, str], calibrated: CalibrationSet) -> Imatrix:
-    """Return gathered sums as the content of a file, experts in order; a chunk is a calibration sequence."""
+    """Return the sums as an importance matrix, with stacked experts. A chunk is a calibration sequence."""
     from quantkit.models.gguf.imatrix import Imatrix  # `gguf` takes a while to import
 
     made = calibrated.provenance

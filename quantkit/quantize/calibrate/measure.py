@@ -1,4 +1,4 @@
-"""Statistics of a block's sites, each measured once the sites before it are quantized."""
+"""Statistics of a block's sites. Each site is measured after all earlier sites are quantized."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Choice = Literal["shrink", "routed", "all"]  # the tokens that an expert's stati
 
 @dataclass(frozen=True)
 class Block:
-    """A loaded block. rows: its linears by their names inside it; sites: in the order a forward reaches them;
-    probe: a few tokens of its inputs, the same on all ranks."""
+    """A loaded block. rows: its linears by name in the block. sites: in the order of a forward pass. probe:
+    hidden states of a few tokens that enter the block, the same on all ranks."""
 
     index: int
     module: nn.Module
@@ -41,22 +41,23 @@ class Block:
 
     @cached_property
     def wanted(self) -> list[Site]:
-        """Return sites with linears to quantize, and the layer-wide sites of their experts."""
+        """Return the sites with linears to quantize, and the layer-wide sites of their experts."""
         wanted = {site for site in self.sites if any(self.rows[name].grid for name in site.linears)}
         pools = {site.pool for site in wanted}
         return [site for site in self.sites if site in wanted or (not site.linears and site.pool in pools)]
 
     def row(self, site: Site) -> LinearSpec:
-        """Return a linear that reads the site's inputs."""
+        """Return one of the linears that read the site's inputs."""
         readers = (name for one in self.sites if one == site or one.pool == site.pool for name in one.linears)
         return self.rows[site.linears[0] if site.linears else next(readers)]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Statistics and outputs of a block. statistics: of a site, called in order, once the sites before are
-    quantized; outputs: called once all sites are. transformed: the changes to the block. order: of the sites;
-    None for the order of a forward. independent: experts of a layer need not wait for one another."""
+    """Statistics and outputs of a block. statistics: returns those of a site; call it in order, after earlier
+    sites are quantized. outputs: returns the block's outputs; call it after all sites. transformed: changes
+    to the block. order: of the sites; None: of a forward pass. independent: experts can be solved in any
+    order."""
 
     statistics: Callable[[Site], SiteStatistics | None]
     outputs: Callable[[], Iterable[Tensor]]
@@ -68,9 +69,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class Measuring:
-    """Measures a block by running `states` through it. needs: fields of SiteStatistics; choice: the tokens
-    that an expert's statistics come from (`of_expert`); original: the block in the original model, if needed;
-    batches: number on all ranks, of which `states` are this rank's."""
+    """Measures a block by running `states` through it. needs: fields of SiteStatistics. choice: which tokens
+    an expert's statistics use (`of_expert`). original: the original model's block, if needed. batches: number
+    on all ranks; `states` has this rank's."""
 
     skeleton: Skeleton
     states: States
@@ -82,17 +83,17 @@ class Measuring:
     original: Original | None = None
 
     def run(self, block: Block, most: int | None = None) -> Callable[[int], Tensor]:
-        """Return a function that runs the block on batch k, or on `most` of its sequences."""
+        """Return a function that runs the block on batch k. most: only its first sequences."""
         if self.original:
             return partial(self.original.run, most=most)
         return lambda k: self.skeleton.run_block(block.index, self.states[k][:most])
 
     def outputs(self, block: Block) -> Iterator[Tensor]:
-        """Return the block's present outputs, batch by batch."""
+        """Yield the block's outputs with its present weights, batch by batch."""
         return self.skeleton.in_step(block.index, self.run(block), len(self.states))
 
     def view(self, block: Block, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
-        """Return the block as a transform sees it."""
+        """Return the view of the block that a transform works on."""
         index, skeleton = block.index, self.skeleton
         probe = self.states[0][:1, :PROBE_TOKENS] if block.probe is None else block.probe
         return BlockView(
@@ -107,7 +108,7 @@ class Measuring:
         )
 
     def in_order(self, block: Block) -> Measured:
-        """Measure each site after the sites before were quantized."""
+        """Return statistics that measure each site after the earlier sites are quantized."""
         reached = [site for site in block.wanted if site.calls]
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
         layers: dict[str, SiteStatistics] = {}
@@ -128,8 +129,8 @@ class Measuring:
         return Measured(statistics, forward.outputs, forward.close)
 
     def at_once(self, block: Block, sites: Sequence[Site], sample: float = 1.0) -> dict[Site, SiteStatistics]:
-        """Return the present statistics of all these sites, from one forward of an even sample of the
-        sequences."""
+        """Return the statistics of all these sites with the present weights, from one forward pass. sample:
+        share of the sequences, evenly spaced."""
         own = distributed.span(self.batches)
         every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
         wanted = sample * sequences * self.batches
@@ -148,8 +149,8 @@ class Measuring:
         return {site: self.mixed(layers, site, own) for site, own in found.items()}
 
     def mixed(self, layers: dict[str, SiteStatistics], site: Site, own: SiteStatistics) -> SiteStatistics:
-        """Return the statistics that a site is solved with: an expert's are mixed with those of all tokens of
-        its layer, which come first and wait in `layers`."""
+        """Return the statistics that a site is solved with: an expert's are mixed with those of its whole
+        layer, which are measured first and kept in `layers`."""
         if site.linears:
             return of_expert(own, layers[site.pool], site.in_features, self.choice) if site.pool else own
         layers.clear()
@@ -157,7 +158,7 @@ class Measuring:
         return own
 
     def summed(self, block: Block, site: Site, inputs: Iterable[Tensor]) -> SiteStatistics:
-        """Return a site's statistics over all batches of its inputs."""
+        """Return a site's statistics from all batches of its inputs."""
         sums = Statistics(site.in_features, self.skeleton.device, self.needs)
         for k, batch in enumerate(self.timings.waiting("forward", inputs)):
             with self.timings("hessian", wait=False):
@@ -165,7 +166,7 @@ class Measuring:
         return self.finished(block, site, sums)
 
     def finished(self, block: Block, site: Site, sums: Statistics) -> SiteStatistics:
-        """Return the site's statistics. Raises QuantkitError for activations that are not finite."""
+        """Return a site's statistics from `sums`. Raises QuantkitError if activations are not finite."""
         with self.timings("hessian"):
             statistics = sums.finish()
             return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
@@ -174,7 +175,7 @@ class Measuring:
 
 
 class _Repeated:
-    """Runs the block again for every site, but once for as many sites of a layer's experts as fit."""
+    """Runs the block again for every site, but only once for several experts' sites that fit in memory."""
 
     def __init__(self, by: Measuring, block: Block):
         self._by, self._block = by, block
@@ -184,7 +185,7 @@ class _Repeated:
         self.outputs = partial(self._each, self._run, len(by.states))
 
     def of(self, site: Site) -> SiteStatistics:
-        """Return a site's own statistics."""
+        """Return a site's own statistics, without those of its layer."""
         by, block = self._by, self._block
         if not (site.pool and site.calls and not site.whole):
             place = block.module.get_submodule(site.place)
@@ -199,7 +200,7 @@ class _Repeated:
         return by.finished(block, site, self._gathered.pop(site))
 
     def _together(self, site: Site) -> Sequence[Site]:
-        """Return the site and the following sites of its layer's experts, as many as fit."""
+        """Return the site and the next sites of its layer's experts, as many as fit in memory."""
         found: list[Site] = []
         for other in self._block.wanted[self._block.wanted.index(site) :]:
             if other.pool != site.pool or other.whole or len(found) == self._by.execution.at_once:
@@ -209,18 +210,18 @@ class _Repeated:
 
 
 def borrowed(tokens: int, in_features: int, choice: Choice) -> float:
-    """Return the layer's share in an expert's statistics."""
+    """Return the weight of the layer's statistics in an expert's, between 0 and 1."""
     if choice == "all" or not tokens:
         return 1.0
     return in_features / (tokens + in_features) if choice == "shrink" else 0.0
 
 
 def of_expert(own: SiteStatistics, layer: SiteStatistics, in_features: int, choice: Choice) -> SiteStatistics:
-    """Return an expert's statistics, mixed with the layer's; the peak is its own where it has tokens.
+    """Return an expert's statistics, mixed with the layer's. The peak is the expert's own if it has tokens.
 
-    The second moments of an expert's `n` tokens are an estimate of `in_features²` numbers, and for small `n`
-    a bad one: error feedback then fits noise. With an inverse-Wishart prior of `d` pseudo-tokens around the
-    second moments of the layer, of all experts' tokens together, the posterior mean is
+    The second moments of an expert's `n` tokens are an estimate of `in_features²` numbers. For small `n` the
+    estimate is bad and error feedback fits noise. With an inverse-Wishart prior of `d` pseudo-tokens around
+    the layer's second moments (those of all experts' tokens together), the posterior mean is
 
         H = (n H_expert + d H_layer) / (n + d),    d = in_features
 

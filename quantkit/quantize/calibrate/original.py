@@ -1,8 +1,8 @@
-"""The original model's run on the same tokens, next to the model that is being quantized.
+"""The original model's run on the same tokens as the model that is being quantized.
 
-Before a block is quantized, the original states run through it: the inputs of its sites and the outputs of
-its writers (residual.py) are kept. Each batch that the quantized model brings to a site then has its
-counterpart. Experts' own linears have none: their tokens are routed otherwise in the original model.
+Before a block is quantized, the original model's hidden states run through it; the inputs of its sites and
+the outputs of its writers (residual.py) are kept. Each batch of the quantized model at a site then has a
+counterpart. Sites of single experts have none, because the original model routes tokens differently.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Batches = dict[int, Tensor]
 
 
 class Original:
-    """A block with its original weights. The `original` states run through it at once; `states` run through
-    it later, by `run`, while it is quantized. leaving: outputs for the original states.
+    """A block with its original weights, run on the `original` model's hidden states. Later `run` runs the
+    same block on `states`, while it is quantized. leaving: the outputs for the original states.
 
     The inputs of all sites and the outputs of all writers but the last are kept where the states are.
     """
@@ -59,7 +59,8 @@ class Original:
         self._hooks = self._listen(self._ours, skeleton.device)
 
     def run(self, k: int, most: int | None = None, states: States | None = None) -> Tensor:
-        """Return the block's present output for batch k of the states, or `most` of its sequences."""
+        """Return the block's present output for batch k of `states`, by default the quantized model's. most:
+        only its first sequences."""
         token = self._batch.set(k)
         try:
             return self._skeleton.run_block(self._index, (states or self._states)[k][:most])
@@ -67,8 +68,8 @@ class Original:
             self._batch.reset(token)
 
     def counterpart(self, site: Site, k: int | None = None) -> Counterpart | None:
-        """Return batch k at `site` in the original model, once; None where it is not known. Without k, the
-        batch of the forward that calls."""
+        """Return batch k at `site` in the original model, and forget it; None if unknown. Without k, the
+        batch is that of the forward pass that is running."""
         if site not in self._inputs:
             return None
         k = self._batch.get() if k is None else k
@@ -78,11 +79,11 @@ class Original:
         return Counterpart(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
 
     def divide(self, scales: Mapping[Site, Tensor]) -> None:
-        """Divide the kept inputs of these sites by a scale `[in]`, as the block does from now on."""
+        """Divide the kept inputs of these sites by a scale `[in]`, because the block now does so too."""
         self._scales.update(scales)
 
     def _missing(self, name: str, k: int) -> Tensor | None:
-        """Return original minus quantized hidden states where a writer adds, `[batch, tokens, hidden]`."""
+        """Return the hidden states that a writer adds to, original minus quantized; None for others."""
         if name not in self.writers:
             return None
         missing = self._original[k].float() - self._states[k]
@@ -92,7 +93,7 @@ class Original:
         return missing
 
     def close(self) -> None:
-        """Remove the hooks and free all that was kept."""
+        """Remove the hooks and free all kept tensors."""
         self._hooks.close()
         for kept in (*self._inputs.values(), *self._theirs.values(), *self._ours.values()):
             kept.clear()
@@ -110,7 +111,7 @@ class Original:
             return [output.to(self._where) for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
-        """Keep the outputs of writers until the stack is closed."""
+        """Keep the outputs of writers until the returned stack is closed."""
         stack = ExitStack()
         for name, batches in kept.items():
 

@@ -1,9 +1,9 @@
-"""Writers: linears whose output is added to the hidden states of a block, and nothing else.
+"""Writers: linears whose output is added to the hidden states of a block and used nowhere else.
 
-Writers are found by trying, on a few tokens (`Replay`), not listed by architecture: with all later modules
-silenced, a block returns its inputs plus the outputs of the writers before, plus the linear's output and a
-nudge of this output. The last projections of attention and MLP are found. Those before a norm (OLMo 2,
-Gemma), before a multiplier (Granite) or of routed experts are not.
+Writers are found by experiments on a few tokens (`Replay`), not from a list of architectures: if all later
+modules return zeros, a block returns its inputs plus the outputs of the earlier writers plus the linear's
+output, and adds a small change (nudge) of this output. The last projections of attention and MLP are found.
+Linears before a norm (OLMo 2, Gemma) or a multiplier (Granite) and those of experts are not.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hi
 
 
 class Replay:
-    """A block, and modules of it that can repeat what they `returned` in a first run. entered: their inputs
-    in the last run; first: in the first run."""
+    """A block whose modules can repeat the outputs of a first run (`returned`). entered: inputs of modules in
+    the last run; first: in the first run."""
 
     def __init__(self, block: nn.Module, run: Run, hidden: Tensor, names: Sequence[str]):
         self._block, self._run, self._hidden = block, run, hidden
@@ -38,8 +38,8 @@ class Replay:
     def nudged(
         self, nudge: Tensor, fixed: Sequence[str], writer: str | None = None, silent: bool = False
     ) -> Tensor:
-        """Return the block's output if the output of `writer`, or the block's input, changes by `nudge`,
-        while `fixed` modules repeat their outputs, or, `silent`, return zeros as hidden states."""
+        """Return the block's output if `nudge` is added to the output of `writer`, or to the block's input
+        without a writer. Modules `fixed` repeat their outputs, or return zeros if `silent`."""
 
         def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
@@ -73,7 +73,7 @@ class Replay:
 
 
 def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:
-    """Return the names of writers, in the order of calls, from a few calls of `run`."""
+    """Return the names of writers in the order of calls; calls `run` a few times."""
     candidates = [
         name
         for site in sites
@@ -105,6 +105,6 @@ def _copied(output: object) -> object:
 
 
 def _equal(found: Tensor, expected: Tensor) -> bool:
-    """Compare up to a few roundings."""
+    """Return whether two tensors are equal up to a few rounding errors."""
     tolerance = ROUNDINGS * torch.finfo(found.dtype).eps * expected.abs().amax()
     return bool(((found - expected).abs() <= tolerance).all())

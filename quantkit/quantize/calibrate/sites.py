@@ -16,13 +16,13 @@ PROBE_TOKENS = 8  # a sequence long enough to show which linears share their inp
 
 @dataclass(frozen=True)
 class Site:
-    """Linears of a block that read the same input tensor, by their names inside the block, in call order.
+    """Linears of a block that read the same input tensor, by their names in the block, in the order of calls.
 
-    Of experts, pool names the module that sees the inputs of all experts of a layer; a site without linears
-    is that module's own, reached before those of its experts. in_features: width of the inputs. calls: how
-    often a forward calls the linears; inputs of several calls add up; without a call linears are rounded to
-    nearest. whole: a forward must not stop at this site, because more calls follow, or because the block has
-    changed the linear for the call.
+    pool: for experts, the module that sees the inputs of all experts of the layer; a site without linears is
+    that module's own and comes before the experts' sites. in_features: width of the inputs. calls: how often
+    a forward pass calls the linears; inputs of several calls are added up; without a call, linears are
+    rounded to nearest. whole: a forward pass must not stop at this site, because more calls follow or the
+    block changed the linear for the call.
     """
 
     linears: tuple[str, ...]
@@ -33,13 +33,13 @@ class Site:
 
     @property
     def place(self) -> str:
-        """Return the name of the module whose inputs are the site's."""
+        """Return the name of the module that has the site's inputs."""
         return self.linears[0] if self.linears else self.pool
 
 
 def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
-    """Return the sites of a block for jobs without calibration; `rows` by their names inside it. Linears that
-    engines fuse share a site if their grids share parameters; every other linear has its own."""
+    """Return the sites of a block for jobs without calibration. rows: linears by name in the block. Linears
+    that engines fuse share a site if their grids share parameters; all others are alone."""
     sites: dict[tuple[str, ...], None] = {}
     for name, row in rows.items():
         owner, dot, leaf = name.rpartition(".")
@@ -51,10 +51,10 @@ def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
 
 
 def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
-    """Return the block's sites in the order a forward reaches them, from one probing call of `run`.
+    """Return the block's sites in the order of a forward pass, from one call of `run`.
 
-    Linears whose input is the same memory, unchanged in between, form a site. Linears that are never called
-    come first: a forward may use their weights all the same.
+    Linears whose input is the same unchanged memory form a site. Linears that are never called come first,
+    because the block may still use their weights.
     """
     linears = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
     pools = pools_of(block)
@@ -98,12 +98,12 @@ def find_sites(block: nn.Module, run: Callable[[], Tensor]) -> list[Site]:
 
 
 def _memory(linear: nn.Module) -> list[int]:
-    """Return the addresses of its parameters."""
+    """Return the memory addresses of a linear's parameters."""
     return [parameter.data_ptr() for parameter in linear.parameters(recurse=False)]
 
 
 def pools_of(block: nn.Module) -> dict[str, str]:
-    """Return {linear of an expert: the module that sees the inputs of all experts of its layer there}."""
+    """Return {linear of an expert: name of the module that sees the inputs of all experts of its layer}."""
     found = {}
     for place, layer in block.named_modules():
         if isinstance(layer, Experts):

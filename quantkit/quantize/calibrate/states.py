@@ -1,4 +1,4 @@
-"""Hidden states of all tokens on their way through the blocks, batch by batch."""
+"""Hidden states of all tokens between two blocks, batch by batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHARE = 0.25  # of an accelerator's free memory that states may take without a p
 
 @dataclass(frozen=True)
 class Place:
-    """The place where states wait: `device`, `host`, or `disk`, in a file of `folder`."""
+    """The place where hidden states are kept: `device`, `host`, or `disk` in a file of `folder`."""
 
     where: str = "device"
     folder: Path | None = None
@@ -28,11 +28,11 @@ HERE = Place()
 
 
 class States:
-    """Batches of hidden states `[batch, tokens, hidden]`, or of all that flows from block to block, used on
-    `device` and kept there, on the host, or in a file. home: the device that keeps them.
+    """Batches of hidden states `[batch, tokens, hidden]`, or of flow, used on `device` and kept there, on the
+    host or in a file. home: the device that keeps them.
 
-    On the host, a batch is copied back while the next one is computed, and the next one is copied ahead while
-    this one is used. A batch that is read is on the device.
+    On the host, a batch is copied back while the next is computed, and the next is copied ahead while the
+    current is used. Reading a batch returns a tensor on `device`.
     """
 
     def __init__(self, batches: Iterable[Tensor], device: torch.device, place: Place = HERE):
@@ -75,14 +75,14 @@ class States:
         _copied(self._kept[k], hidden)
 
     def move_to_host(self) -> None:
-        """Keep all batches in the host's memory from now on, unless they are in a file."""
+        """Keep all batches in host memory from now on, unless they are in a file."""
         if self._lane is None and self.home == self._device:
             self.home, self._lane, self._here = torch.device("cpu"), Lane(self._device), {}
             for k, hidden in enumerate(self._kept):
                 self._kept[k] = _copied(host_buffer(hidden), hidden)
 
     def advance(self, outputs: Iterable[Tensor]) -> None:
-        """Replace all batches by a block's outputs, one by one."""
+        """Replace the batches by a block's outputs, one by one."""
         for k, hidden in enumerate(outputs):
             self[k] = hidden
         assert k + 1 == len(self), "as many outputs as batches"
@@ -97,8 +97,8 @@ def embedded(
     device: torch.device,
     place: Place | None = None,
 ) -> States:
-    """Return the inputs of the first block for batches of `ids`, kept at the planned place, or else where
-    there is room for them."""
+    """Return the inputs of the first block for batches of `ids`. place: where to keep them; None: the device
+    if they fit, else the host."""
     first = embed(ids[0])
     if place is None:
         crowded = is_accelerator(device) and first.nbytes * len(ids) > SHARE * free_memory(device)
@@ -107,14 +107,14 @@ def embedded(
 
 
 def _copied(buffer: Tensor, hidden: Tensor) -> Tensor:
-    """Copy to a buffer of the host in the background; return the buffer."""
+    """Start a copy to a host buffer in the background and return the buffer."""
     return buffer.copy_(hidden, non_blocking=True)
 
 
 class Spill:
-    """Tensors by number, in a file of `folder` without a name, so that nothing is left even after a kill.
+    """Numbered tensors in an unnamed file of `folder`, so that nothing is left even if the process is killed.
 
-    Nothing is mapped: mapped pages would count as the process's memory.
+    The file is not memory-mapped, because mapped pages would count as the process's memory.
     """
 
     def __init__(self, folder: Path):
@@ -140,7 +140,7 @@ class Spill:
         return found
 
     def __setitem__(self, k: int, tensor: Tensor) -> None:
-        """Replace tensor k by one of any shape; one that is larger goes to the end of the file."""
+        """Replace tensor k by one of any shape; a larger one is written at the end of the file."""
         offset, room, *_ = self._slots[k]
         if tensor.nbytes > room:
             offset, room = self._end, tensor.nbytes

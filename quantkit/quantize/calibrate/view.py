@@ -1,4 +1,4 @@
-"""A block as a transform sees it, and the changes that a transform made to it."""
+"""The view of a block that a transform works on, and the changes that the transform made."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quantkit.quantize.solvers import SiteStatistics, Solved
 
 @dataclass(frozen=True)
 class BlockView:
-    """A block with its original weights, in float32 or 16 bit, as a transform sees it.
+    """A block with its original weights, in float32 or 16 bit, for a transform.
 
-    sites: all sites with linears. statistics: of every site with a linear to be quantized, on the original
-    inputs, and of a layer's experts together, a site without linears; used up. grids: by linear; None for a
-    linear that stays in 16 bit. probe: runs the block, in float32, on a few tokens. stored: returns the
-    values of a parameter, by its name in the block, after storing. away: linears of experts that are not in
-    memory; their sites have only the number of tokens. read: loads one of them until the next is read.
+    sites: all sites with linears. statistics: for the original inputs, of every site to be quantized and of
+    the layer-wide sites of experts; transforms change them in place. grids: by linear; None for a linear in
+    16 bit. probe: runs the block, in float32, on a few tokens. stored: returns a parameter's values, by its
+    name in the block, as storing rounds them. away: linears of experts that are not in memory; their sites
+    only have a number of tokens. read: loads one of these, until the next call.
     """
 
     block: nn.Module
@@ -33,25 +33,24 @@ class BlockView:
     read: Callable[[str], nn.Module] | None = None
 
     def linear(self, name: str) -> nn.Module:
-        """Return a linear with its values."""
+        """Return a linear with its values, read if it is not in memory."""
         return self.read(name) if name in self.away else self.block.get_submodule(name)
 
     def is_away(self, site: Site) -> bool:
-        """Return True for a site of an expert that is not in memory."""
+        """Return whether a site belongs to an expert that is not in memory."""
         return not self.away.isdisjoint(site.linears)
 
 
 @dataclass(frozen=True)
 class Transformed:
-    """The changes of a transform to a block, whose weights it changed in place.
+    """The changes that a transform made to a block, whose weights it changed in place.
 
-    statistics: of every site with linears, for its new inputs. changed: parameters with new values, by name
-    in the block, without quantized linears. known: by linear, fields of Solved: rtn_error, of the original
-    weight; notes; scaled, the record of its column scale. divided_by: by site, the scale of its inputs,
-    `[in]`. row_factors: by linear, the factors of its rows, `[out]`. exact: by linear, the weight to be
-    quantized, `[out, in]` float32, if the block computes with a rounded one. pending: linears that were away
-    and are to change. expert: transforms one expert later, when its linears are in memory and none is away;
-    the view has the statistics of its sites.
+    statistics: of every site with linears, for its new inputs. changed: names of parameters with new values,
+    except quantized linears. known: by linear, fields of Solved: rtn_error of the original weight; notes;
+    scaled. divided_by: by site, the scale of its inputs, `[in]`. row_factors: by linear, factors of its rows,
+    `[out]`. exact: by linear, the float32 weight `[out, in]` to be quantized, if the block computes with a
+    rounded one. pending: linears not in memory that still have to change. expert: transforms one expert
+    later, when its linears are in memory; its view has the statistics of the expert's sites.
     """
 
     statistics: dict[Site, SiteStatistics]
@@ -68,14 +67,14 @@ class Transformed:
         self.known[name] = self.known.get(name, {}) | facts
 
     def amend(self, name: str, solved: Solved) -> Solved:
-        """Add the facts of `known` to a linear's result."""
+        """Return a linear's result with the facts of `known` added."""
         known = self.known.get(name, {})
         return replace(solved, **known | {"notes": (*known.get("notes", ()), *solved.notes)})
 
     def curvature(self, name: str, found: Tensor | None) -> Tensor | None:
-        """Return G of a linear's new outputs for G of the original ones; `found` is used up.
+        """Return G of a linear's new outputs, from G of the original outputs; changes `found` in place.
 
-        Outputs multiplied by f have gradients divided by f. Scaled columns change no output.
+        Outputs multiplied by f have gradients divided by f. Scaled columns do not change outputs.
         """
         factor = self.row_factors.get(name)
         return found if found is None or factor is None else found.div_(factor).div_(factor[:, None])

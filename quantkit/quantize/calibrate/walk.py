@@ -1,4 +1,4 @@
-"""The walk over a model's blocks: load, use, free, one at a time."""
+"""Walk over a model's blocks: load, use and free one at a time."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def blocks(
     timings: Timings | None = None,
     only: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, nn.Module]]:
-    """Yield every block with its index, or `only` these; a block is freed when the next one is loaded.
+    """Yield every block, or only some, with its index; a block is freed when the next one is loaded.
 
-    source: the source that `Skeleton.load_block` reads a block from. On an accelerator the next block is read
-    meanwhile from the disk into pinned memory of the host; the copy to the device takes hundredths of a
-    second, and copying ahead would keep two blocks on the device.
+    source: returns the arguments of `Skeleton.load_block` for a block. On an accelerator the next block is
+    read from disk into pinned host memory meanwhile. It is not copied ahead: the copy takes hundredths of a
+    second, and two blocks would be on the device.
     """
     timings, wanted = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
     ahead: Future[FetchedBlock] | None = None
@@ -49,10 +49,10 @@ def through(
     entered: Callable[[int], None] = lambda index: None,
     place: Place | None = None,
 ) -> States:
-    """Return the final hidden states of every batch of ids `[batch, tokens]`; all but the blocks is loaded.
+    """Return the final hidden states of every batch of ids `[batch, tokens]`. All but the blocks is loaded.
 
-    entered: called with a block's index once the block is loaded; may change it. decoded: see
-    `Skeleton.load_block`. place: where states wait, if planned.
+    entered: called with a block's index after the block is loaded; may change it. decoded: see
+    `Skeleton.load_block`. place: where hidden states are kept; None: by free memory.
     """
     states = embedded(batches, skeleton.embed, skeleton.device, place)
     for index, _ in blocks(skeleton, lambda index: (None, decoded)):

@@ -1,18 +1,18 @@
 """Methods, picked by name. A method is a preset of solver, grid and layout; one file each.
 
 A method's file holds
-SUMMARY  a line for the help; WORK: what it costs in time and memory with default options;
-Options  a frozen dataclass whose fields become flags; `check(options)` refuses what no model could be
-         quantized with (without one, `composing.check` does), `suffix(options)` ends the derived output name;
-layout   `layout(options)` and `width(options, in_features, override)`: what is written of a linear; or,
-         where that takes more than one linear to say, `stored_as(options)`, a format of `quantkit plan`;
-grid     `grid(options, width, name)`: the grid of the linear stored as `name`;
-COMPUTES the type in which engines multiply, of `capacity/devices.py`; left out where that is 16 bit;
-VARIANTS further formats for plans: name -> (options, what engines multiply in); may be left out;
-build    `build(options, calibrated, skeleton)`, the method composed, where `compose` is not enough.
-         calibrated: the user gave calibration text; skeleton: the model to be quantized, for methods whose
-         choice depends on all of its tensors.
-torch is imported inside `grid` and `build`, so that `--help` stays instant and a plan needs none.
+SUMMARY  a line for the help. WORK: its cost in time and memory with default options.
+Options  a frozen dataclass whose fields become flags. `check(options)` raises QuantkitError for options that
+         are invalid for every model (default: `composing.check`). `suffix(options)` ends derived names.
+layout   `layout(options)` and `width(options, in_features, override)`: how a linear is stored; or, if that
+         depends on the whole model, `stored_as(options)`: the name of a format of `quantkit plan`.
+grid     `grid(options, width, name)`: the grid of the linear stored as `name`.
+COMPUTES the type in which engines multiply, a name of `capacity/devices.py`; default: 16 bit.
+VARIANTS optional further formats for plans: name -> (options, type in which engines multiply).
+build    optional `build(options, calibrated, skeleton)`: the method, if `compose` does not suffice.
+         calibrated: the user gave calibration text. skeleton: the model, for methods whose choice depends
+         on all of its tensors.
+torch is imported inside `grid` and `build`, so that `--help` stays fast and plans do not need it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Override:
-    """`REGEX=bits[,group_size]`: another grid for the linears that match."""
+    """`REGEX=bits[,group_size]`: another grid for linears whose names match."""
 
     text: str
     pattern: re.Pattern
@@ -51,7 +51,7 @@ class Override:
 
     @property
     def flag(self) -> str:
-        """Return the flag for messages."""
+        """Return the flag as typed, for messages."""
         return f"--override {self.text}"
 
 
@@ -66,10 +66,10 @@ def _folder() -> Output:
 
 @dataclass(frozen=True)
 class Method:
-    """`make_grid(name, out_features, in_features, override)`: the grid of the linear stored as `name`.
+    """make_grid: `make_grid(name, out_features, in_features, override)` returns the grid of linear `name`.
 
-    notes: what the user should know before the job runs. outside: embedding and head are encoded before the
-    first block.
+    notes: warnings to show before the job runs. outside: embedding and head are encoded before the first
+    block.
     """
 
     name: str
@@ -83,7 +83,7 @@ class Method:
 
     @property
     def needs(self) -> frozenset[str]:
-        """Return the statistics of calibration text that the method uses; none for a data-free one."""
+        """Return the statistics of calibration text that the method needs; an empty set if data-free."""
         parts = (self.solver, self.output, self.transform, self.layout)
         return frozenset().union(*(part.needs for part in parts if part))
 
@@ -92,12 +92,11 @@ class Method:
 class Work:
     """Cost of a method besides running blocks.
 
-    forwards: passes of all tokens through a block; none where no calibration is needed. products: operations
-    spent on each linear, in `out · in²`. seconds: per weight and core, quick and slow, for all that is no
-    matrix product. a100_minutes: per billion parameters, quick and slow; published: whose. transform: it
-    rewrites a block by the statistics of all its sites. sample: one does so before, by so many of the tokens.
-    outside: embedding and head are encoded, too, the latter by its own second moments, for which all tokens
-    run through the blocks once more.
+    forwards: passes of all tokens through a block; 0 without calibration. products: operations per linear, in
+    `out · in²`. seconds: per weight and core, everything but matrix products (fast and slow). a100_minutes:
+    per billion parameters (fast and slow); published: source of these minutes. transform: a transform needs
+    statistics of all sites first. sample: share of the tokens that it uses, if not all. outside: embedding
+    and head are encoded too; the head needs another pass of all tokens through the blocks.
     """
 
     forwards: float
@@ -115,32 +114,32 @@ GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor,
 
 
 def available() -> list[str]:
-    """Return the names of the methods: the files of this package, but for the options that they share."""
+    """Return the names of the methods: the files of this package except composing.py."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "composing")
 
 
 def load(name: str) -> ModuleType:
-    """Import the module of a method. Raises QuantkitError with similar names for an unknown one."""
+    """Import a method's module. For an unknown name, the QuantkitError lists similar ones."""
     one_of(name, available(), f"no method {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def summary(name: str) -> str:
-    """Return a method's SUMMARY, read from its source: importing all methods slows the help."""
+    """Return a method's SUMMARY, read from its source: importing all methods would slow the help."""
     source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
     line = re.search(r'^SUMMARY = "([^"\\]*)"$', source, re.MULTILINE)
     return line[1] if line else load(name).SUMMARY
 
 
 def check(name: str, options: Any) -> None:
-    """Raise QuantkitError for options of a method that no model could be quantized with."""
+    """Raise QuantkitError if a method's options are invalid for every model."""
     from quantkit.quantize.methods import composing
 
     getattr(load(name), "check", composing.check)(options)
 
 
 def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Return the composed method."""
+    """Return the method for these options. calibrated, skeleton: see the module."""
     module = load(name)
     if hasattr(module, "build"):
         return module.build(options, calibrated, skeleton)
@@ -150,8 +149,8 @@ def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton 
 def compose(
     name: str, options: Any, weighted: bool = False, rounded: Callable[[Tensor], Tensor] | None = None
 ) -> Method:
-    """Compose a method of its layout and grid, and of the solver and transform in its options. weighted,
-    rounded: see `composing`."""
+    """Return a method with its own layout and grid, and the solver and transform in its options. weighted:
+    see `composing.solver`; rounded: see `composing.block_transform`."""
     from quantkit.quantize.methods import composing
 
     module = load(name)
@@ -166,17 +165,17 @@ def compose(
 
 
 def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:
-    """Return options and output of every job of one command; a method without `each` has one.
+    """Return options and output path of every job of one command: one job, unless the method has `each`.
 
-    model: what derived names begin with.
+    model: the beginning of derived names.
     """
     module = load(name)
     return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
 def check_grid(bits: int, group_size: int, where: str = "") -> None:
-    """Raise QuantkitError for an affine grid no layout has. `where`: the flag that asks for it, if it is
-    neither --bits nor --group-size."""
+    """Raise QuantkitError for bits or group sizes that no layout has. where: the flag that set them, if not
+    --bits or --group-size."""
     require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
     if group_size != -1 and group_size < 8:
         raise QuantkitError(
@@ -189,8 +188,8 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
 def affine_width(
     override: Override | None, bits: int, group_size: int, in_features: int, symmetric: bool
 ) -> Width:
-    """Return bits and group size of a linear's affine grid: of its override, else the method's. Raises
-    QuantkitError for an override that no layout has."""
+    """Return bits and group size of a linear's affine grid, from its override or else the method. Raises
+    QuantkitError if no layout has them."""
     from quantkit.layouts import Width
 
     if override:
@@ -201,7 +200,7 @@ def affine_width(
 
 
 def refuse_override(override: Override | None, reason: str) -> None:
-    """Raise QuantkitError for an override."""
+    """Raise QuantkitError with `reason` if there is an override."""
     if override:
         raise QuantkitError(
             f"{override.flag}: {reason}", "keep linears in 16 bit with --exclude instead", UNSUPPORTED

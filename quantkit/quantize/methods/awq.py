@@ -56,7 +56,7 @@ def suffix(options: Options) -> str:
 
 
 def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
+    """Raise QuantkitError if options are invalid for every model."""
     check_grid(options.bits, options.group_size)
     if options.bits != 4 and options.layout == "awq":
         hint = "add --layout compressed-tensors, which holds 2 to 8"
@@ -69,7 +69,7 @@ def check(options: Options) -> None:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return a linear's bits and group size. Raises QuantkitError for an override that no grid has."""
+    """Return bits and group size of a linear's grid. Raises QuantkitError if no grid has them."""
     return affine_width(override, options.bits, options.group_size, in_features, options.sym)
 
 
@@ -83,7 +83,7 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method."""
+    """Return the method."""
     from quantkit.quantize.transforms.awq import AwqScaling
 
     return replace(compose("awq", options, weighted=True), transform=AwqScaling(options.candidates))

@@ -1,7 +1,7 @@
 """Solver and transform of methods with error feedback, and their options: `--solver`, `--damp`, `--refine`,
 `--target` and `--transform` (one part, or several joined by `+`).
 
-torch is imported inside, so that `--help` stays instant.
+torch is imported inside functions, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ OPTIONS = {  # of several methods: name -> default, help, names
 
 
 def shared(name: str, default: Any = None) -> Any:
-    """Return the field of an option that several methods share. default: if the usual one does not fit."""
+    """Return the dataclass field of an option that several methods share. default: replaces the usual one."""
     usual, help, names = OPTIONS[name]
     return option(usual if default is None else default, help, names=names)
 
 
 def check(options: Any) -> None:
-    """Raise QuantkitError for options of a method with error feedback that make no sense."""
+    """Raise QuantkitError if options of a method with error feedback are invalid."""
     require(options.refine >= 0, f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
     require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
@@ -103,8 +103,8 @@ def check(options: Any) -> None:
 
 
 def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smooth")) -> tuple[str, ...]:
-    """Return the parts of `--transform VALUE`; () for none. Raises QuantkitError for an unknown part, or two
-    that exclude each other."""
+    """Return the parts of `--transform VALUE`; () for "none". Raises QuantkitError if a part is unknown or
+    two parts exclude each other."""
     parts = () if value == "none" else tuple(value.split("+"))
     if unknown := [part for part in parts if part not in transforms]:
         hint = f"choose none, or {', '.join(transforms)}, or a rotation and another joined by +"
@@ -116,13 +116,13 @@ def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smo
 
 
 def rotation(options: Any) -> str | None:
-    """Return the part of `--transform` that rotates the whole model, if any."""
+    """Return the part of `--transform` that rotates the whole model; None without one."""
     parts = transform_parts(getattr(options, "transform", "none"))
     return next((part for part in parts if part in ROTATIONS), None)
 
 
 def suffix(options: Any, *names: str) -> str:
-    """Return the part of derived names for options that are not the default, such as `-gptq-awq`."""
+    """Return the part of derived names for options that differ from the default, such as `-gptq-awq`."""
     default = type(options)()
     changed = (name for name in names or ("solver", "transform") if hasattr(options, name))
     values = (getattr(options, name) for name in changed if getattr(options, name) != getattr(default, name))
@@ -130,8 +130,8 @@ def suffix(options: Any, *names: str) -> str:
 
 
 def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
-    """Return the solver for `--solver`. weighted: round to nearest weighs errors by activations, as it always
-    does after a scaling."""
+    """Return the solver for `--solver`. weighted: rtn weighs errors by activations; after a column scaling it
+    always does."""
     from quantkit.quantize.solvers.gptq import GptqSolver
     from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.solvers.yaqa import YaqaSolver
@@ -146,8 +146,8 @@ def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
 def block_transform(
     value: str, solver: Solver, rounded: Callable[[Tensor], Tensor] | None = None
 ) -> ColumnScaling | None:
-    """Return the transform of each block for `--transform VALUE`. With round to nearest, auto is none and
-    needs no text. rounded: rounds inputs `[tokens, in]` of linears as clients do."""
+    """Return the transform of each block for `--transform VALUE`; with rtn, "auto" is None and needs no text.
+    rounded: rounds inputs `[tokens, in]` of linears as clients do."""
     from quantkit.quantize.solvers.rtn import RtnSolver
     from quantkit.quantize.transforms.auto import FeedbackScaling
     from quantkit.quantize.transforms.awq import AwqScaling

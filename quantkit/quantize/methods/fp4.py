@@ -1,4 +1,4 @@
-"""fp4: 4-bit floats with scales of 16 (NVFP4) or 32 (MXFP4), chosen by error feedback; compressed-tensors."""
+"""fp4: 4-bit floats in groups of 16 (NVFP4) or 32 (MXFP4), by error feedback; compressed-tensors."""
 
 from __future__ import annotations
 

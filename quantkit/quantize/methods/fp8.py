@@ -70,7 +70,7 @@ def suffix(options: Options) -> str:
 
 
 def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
+    """Raise QuantkitError if options are invalid for every model."""
     if options.block not in (0, BLOCK):
         raise QuantkitError(
             f"--block {options.block}: no engine has kernels for such blocks", f"choose {BLOCK}, or 0", USAGE

@@ -1,4 +1,4 @@
-"""gguf: one file for llama.cpp in ggml's block types, chosen by error feedback or as llama-quantize does."""
+"""gguf: one file for llama.cpp with ggml's types, by error feedback or encoded as llama-quantize does."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ def suffix(options: Options) -> str:
 
 
 def stored_as(options: Options) -> str:
-    """Return the file type, from which every tensor's type follows."""
+    """Return the file type, which decides every tensor's type."""
     return parse_file_type(options.type[0])
 
 
 def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
+    """Raise QuantkitError if options are invalid for every model."""
     require(options.type, "no file type is given", "for example --type Q4_K_M", USAGE)
     for name in options.type:
         parse_file_type(name)
@@ -124,9 +124,8 @@ def check(options: Options) -> None:
 
 
 def each(options: Options, output: Path | None, model: str) -> list[tuple[Options, Path | None]]:
-    """Return options and output of every requested file. `output` may be a folder that exists; of several
-    files it is the folder. There they have the names they would have had without it.
-    """
+    """Return options and output path of every requested file. `output` is a folder if it exists as one or if
+    several files are requested; names inside are derived as without `output`."""
     names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
     if len(names) > 1 and output and output.suffix == ".gguf":
         raise QuantkitError(
@@ -138,7 +137,7 @@ def each(options: Options, output: Path | None, model: str) -> list[tuple[Option
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method: every tensor's type is chosen here, from names and shapes."""
+    """Return the method. Every tensor's type is chosen here, from names and shapes."""
     from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
     from quantkit.models.gguf import configuration, metadata, tensors
@@ -208,7 +207,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
 
 
 def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given: str) -> None:
-    """Raise QuantkitError for tensors that would be worthless without importance, as llama-quantize does."""
+    """Raise QuantkitError for tensors whose types are useless without importance, as llama-quantize does."""
     known = imatrix.sums if imatrix else {}
     lacking = [choice.name for choice in without_importance(choices) if choice.name not in known]
     if lacking:
@@ -221,7 +220,7 @@ def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given:
 
 
 def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
-    """Return the stored type for a matrix that the file holds in parts: error feedback needs a whole one."""
+    """Return the stored type for a matrix that the file splits: error feedback needs whole matrices."""
     if target.part is None:
         return choice
     info = checkpoint.infos.get(target.stored[0])
@@ -233,7 +232,7 @@ def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) ->
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:
-    """Return notes on tensors with another type than the mixture's, by reason, with the cost in bytes."""
+    """Return notes on tensors that did not get the file type's choice, with reasons and cost in bytes."""
     alike: dict[tuple, list[Choice]] = {}
     for choice in choices:
         if choice.reason:
@@ -247,7 +246,7 @@ def _fallbacks(choices: Sequence[Choice]) -> list[str]:
 
 
 def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
-    """Read an importance matrix. Raises QuantkitError unless it is of this model."""
+    """Read an importance matrix. Raises QuantkitError if it belongs to another model."""
     from quantkit.models.gguf import imatrix
 
     found = imatrix.read(path)
@@ -269,7 +268,7 @@ def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
 def chosen_types(
     options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
 ) -> list[Choice]:
-    """Return the type of every target. Raises QuantkitError where --strict refuses a fallback."""
+    """Return the type of every target. Raises QuantkitError if --strict forbids a replacement."""
     from quantkit.models.gguf import architectures
     from quantkit.models.gguf.variants import kv_heads
 

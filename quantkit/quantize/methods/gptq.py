@@ -1,4 +1,4 @@
-"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), the GPTQ layout or another."""
+"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), GPTQ or compressed-tensors layout."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def suffix(options: Options) -> str:
 
 
 def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
+    """Raise QuantkitError if options are invalid for every model."""
     check_grid(options.bits, options.group_size)
     composing.check(options)
     if options.layout == "gptq":
@@ -81,7 +81,7 @@ def check(options: Options) -> None:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return a linear's bits and group size. Raises QuantkitError for an override that no grid has."""
+    """Return bits and group size of a linear's grid. Raises QuantkitError if no grid has them."""
     return affine_width(override, options.bits, options.group_size, in_features, options.sym)
 
 

@@ -1,4 +1,4 @@
-"""int8: row-wise int8 weights and activations with outlier columns apart (arXiv:2208.07339), bitsandbytes."""
+"""int8: row-wise int8 weights and activations, outlier columns in 16 bit (arXiv:2208.07339); bitsandbytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def suffix(options: Options) -> str:
 
 
 def check(options: Options) -> None:
-    """Raise QuantkitError for options no model could be quantized with."""
+    """Raise QuantkitError if options are invalid for every model."""
     if not 0 <= options.threshold < math.inf:
         raise QuantkitError(f"--threshold {options.threshold:g} makes no sense", "choose 6, or 0", USAGE)
 
@@ -49,13 +49,13 @@ def layout(options: Options) -> Int8Layout:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return bits and group size of a linear's grid: rows of 8 bits."""
+    """Return 8 bits and one group per row."""
     refuse_override(override, "int8 has one width")
     return Width(8, in_features)
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method. Given calibration text, it counts outlier columns; codes do not depend on it."""
+    """Return the method. Calibration text is only used to count outlier columns; codes are the same."""
     from quantkit.grids.int8 import Int8Grid
     from quantkit.quantize.solvers.rtn import RtnSolver
 

@@ -49,7 +49,7 @@ def layout(options: Options) -> Layout:
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return bits and group size of a linear's grid: rows of 8 bits."""
+    """Return 8 bits and one group per row."""
     refuse_override(override, "w8a8 has one width")
     return Width(8, in_features)
 
@@ -62,7 +62,7 @@ def grid(options: Options, width: Width, name: str) -> AffineGrid:
 
 
 def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Compose the method; smoothing goes by what inputs are rounded to."""
+    """Return the method. Its smoothing simulates how clients round inputs."""
     from quantkit.layouts.compressed_tensors.activations import rounded
 
     form = IntQuantized()

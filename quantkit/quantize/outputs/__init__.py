@@ -23,10 +23,10 @@ Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
 
 @dataclass(frozen=True)
 class Material:
-    """Material of an output: the source, and its linears staged in `layout`.
+    """The source and its linears, staged in `layout`, that make up an output.
 
-    shard_bytes: size of a file, where there are several. output_errors: whether errors of linears are those
-    of their outputs on calibration text.
+    shard_bytes: largest size of a file. output_errors: errors of linears are those of their outputs on
+    calibration text, not of their weights.
     """
 
     skeleton: Skeleton
@@ -42,7 +42,7 @@ class Material:
 
     @cached_property
     def beside(self) -> list[CopiedModule]:
-        """Modules next to the language model."""
+        """Modules outside the language model."""
         return copied_modules(self.skeleton.model, self.skeleton.names, self.checkpoint)
 
     @property
@@ -57,7 +57,7 @@ class Material:
 
     @property
     def _spared(self) -> list[str]:
-        """Unquantized modules that clients may take for quantized linears."""
+        """Names of unquantized modules that clients might take for quantized linears."""
         names = [name for module in self.beside for name in module.spellings]
         if self.layout.takes_matrices:
             kept = (row["name"] for row in kept_parameters(self.skeleton) if len(row["shape"]) == 2)
@@ -65,7 +65,7 @@ class Material:
         return names
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
-        """Return the source's tensors without quantized or packed weights; of one block only, if given."""
+        """Return the source's tensors that are not staged, of all blocks or of one."""
         rows = (row for row in self.specs if block in (None, row.block))
         names = (f"{row.name}.weight" for row in rows if row.grid or self.is_packed(row))
         staged = {stored for name in names for stored in self.checkpoint.stored_as(name)}
@@ -82,8 +82,8 @@ class Material:
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """Calibration tokens routed to each expert of a mixture. starved: experts with fewer tokens than input
-    features; statistics: `--experts`."""
+    """Calibration tokens per expert of a mixture. starved: number of experts with fewer tokens than input
+    features. statistics: the value of `--experts`."""
 
     experts: int
     fewest: int
@@ -95,13 +95,12 @@ class ExpertTokens:
 
 @dataclass(frozen=True)
 class Summary:
-    """Report of a finished job. Sizes in bytes; fallbacks: linear -> reason. kept_parameters: name, shape
-    and bytes of other parameters. left_out: modules that were not written, in bytes. copied: bytes of
-    modules next to the language model, by name. steps_down: changes
-    of the plan to use less memory. scaled: what a transform did to columns of a linear:
-    `into`, what was divided, None where nothing can be; `spread`, the largest scale over the smallest;
-    `loss`, what is left of the loss, as estimated; None without a transform. activations: how clients
-    quantize them as the model runs; None where they do not."""
+    """Report of a finished job. Sizes are in bytes. fallbacks: linear -> reason. kept_parameters: name, shape
+    and bytes of matrices that are not linears. left_out: bytes of each module that was not written. copied:
+    bytes of each copied module outside the language model. steps_down: changes to the plan that saved memory.
+    scaled: by linear, how a transform scaled its columns: `into`, the divided producer, None if there is
+    none; `spread`, largest over smallest scale; `loss`, estimated share of the loss that remains; None
+    without a transform. activations: how clients quantize activations; None if they do not."""
 
     source: str
     output: str
@@ -128,7 +127,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of all tensors and of the quantized linears among them. weights: number of quantized weights."""
+    """Bytes of all tensors and of the quantized linears. weights: number of weights in the latter."""
 
     total: int
     quantized: int
@@ -141,7 +140,7 @@ class Sizes:
 
 
 class Planned(NamedTuple):
-    """A matrix of the output. name: inside its block, if it has one; becomes: its format."""
+    """A matrix of the output. name: in its block, if it has one. becomes: its format."""
 
     name: str
     block: int | None
@@ -150,7 +149,7 @@ class Planned(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """An output that is being made at `place` in the staging folder. output: its kind."""
+    """An output in progress at `place` in the staging folder. output: a folder's or a GGUF file's Output."""
 
     output: Any
     material: Material

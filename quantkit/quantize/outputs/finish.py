@@ -1,4 +1,4 @@
-"""From staged blocks to a published checkpoint: merge, describe, read back, verify, rename."""
+"""Turn staged blocks into a published checkpoint: merge, describe, read back, verify, rename."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def finish(
     progress: Progress,
     imatrix: Imatrix | None = None,
 ) -> list[Summary]:
-    """Assemble the outputs of one source next to their places, verify them, publish them.
+    """Assemble the outputs of one source in their staging folders, verify and publish them.
 
-    `final_states [batch, tokens, hidden]` are the loop's own for the first batch of its one job; None if no
-    linear has a solver and the outputs encode all tensors, by `imatrix`, in one pass over the source. Frees
-    the jobs' skeleton. A job killed in here repeats all of it when resumed.
+    final_states: `[batch, tokens, hidden]`, the loop's own for the first batch of the only job; None if no
+    linear has a solver and the outputs encode all tensors, weighted by `imatrix`, in one pass over the
+    source. Frees the jobs' skeleton. A job killed in this function repeats all of it when resumed.
     """
     progress.phase("writing the checkpoint")
     drafts = [Draft(job.method.output, job.material, job.staging.place, manifest(job)) for job in jobs]
@@ -68,7 +68,7 @@ def finish(
 
 
 def manifest(job: Job) -> dict:
-    """Return the manifest. Nothing in it depends on time or place."""
+    """Return the manifest, which does not depend on time or place."""
     by_name = {record["name"]: record for record in job.staging.records()}
     linears = []
     for row in job.specs:
@@ -93,8 +93,8 @@ def manifest(job: Job) -> dict:
 
 
 def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
-    """Read the output back and run the loop's first batch through it, block by block; without `expected`
-    hidden states, check that the output is complete."""
+    """Read the output back and run the loop's first batch through it, block by block. Without `expected`
+    hidden states, only check that the output is complete."""
     if expected is None:
         written = open_checkpoint(str(place))
         return Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
@@ -112,8 +112,8 @@ def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
-    """Raise QuantkitError (exit code 6) if the values computed from the files at `place`, the first of each
-    pair, differ from the expected ones."""
+    """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
+    expected. pairs: name -> (computed, expected)."""
     for what, (found, wanted) in pairs.items():
         difference = relative_distance(found, wanted)
         if not difference <= VERIFY_TOLERANCE[dtype]:
@@ -126,7 +126,7 @@ def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place:
 
 
 def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
-    """Return how many tokens reached the experts; None without a mixture or calibration."""
+    """Return how many tokens reached each expert; None without experts or calibration."""
     widths = {row.name: row.in_features for row in job.specs}
     rows = [row | {"expert": row["name"].rpartition(".")[0]} for row in records if "tokens" in row]
     tokens = {row["expert"]: row["tokens"] for row in rows}
@@ -171,8 +171,8 @@ def summarize(job: Job, timings: Timings) -> Summary:
 
 
 def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> Imatrix | None:
-    """Return the importance of input columns for outputs without a solver: the given matrix, or one gathered
-    from calibration text."""
+    """Return the importance of input columns for outputs without a solver: the given matrix, or one measured
+    on calibration text."""
     from quantkit.quantize.calibrate import importance  # other jobs do without its libraries
 
     job = next((one for one in jobs if one.method.output.gathers), jobs[0])

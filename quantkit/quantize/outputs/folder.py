@@ -31,17 +31,17 @@ TIMINGS = "quantkit-timings.json"
 
 
 class Output:
-    """A checkpoint folder of staged blocks and the source's other tensors, which keep their bytes.
+    """A checkpoint folder with the staged blocks and the source's other tensors, byte for byte.
 
-    needs: statistics of calibration text that the output itself uses. left_out: modules of the source that
-    are not written, in bytes.
+    needs: statistics of calibration text that the output uses. left_out: bytes of each module of the source
+    that is not written.
     """
 
     needs = frozenset()
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """Return exact sizes of the output, from shapes: the source with quantized linears."""
+        """Return the exact sizes of the output, computed from shapes."""
         rows = [spec for spec in specs if spec.grid]
         dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
         kept = (info for info in checkpoint.infos.values() if info.name not in dense)
@@ -54,7 +54,7 @@ class Output:
         return skeleton.parameters
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """Return the format of every linear of the blocks, by the checkpoint's names."""
+        """Return every linear of the blocks with its format, by the checkpoint's names."""
         return [
             Planned(
                 split(row.name)[1],
@@ -66,20 +66,20 @@ class Output:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """Return modules next to the language model, copied byte for byte: name -> bytes."""
+        """Return the bytes of each module outside the language model, which is copied byte for byte."""
         return {one.name: one.nbytes for one in material.beside}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
     ) -> None:
-        """Install tensors outside the blocks as they will be stored, before the first block runs; hidden
-        states wait at `place`. A folder stores them as read."""
+        """Install tensors outside the blocks as the output stores them, before the first block runs. place:
+        where hidden states are kept. A folder stores them unchanged."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
-        """Write all but what `describe` adds, with the manifest. Folders are made one at a time; several
-        GGUF files in one pass over the source."""
+        """Write the output with its manifest, except for what `describe` adds. Folders are written one at a
+        time, several GGUF files in one pass over the source."""
         (draft,) = drafts
         material, place = draft.material, draft.place
         place.mkdir()
@@ -97,15 +97,15 @@ class Output:
         _write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add timings, which differ between equal jobs, and the model card, after verification."""
+        """Add timings, which vary between equal jobs, and the model card. Called after verification."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (draft.place / "README.md").write_text(model_card(draft.material, draft.manifest, summary))
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Return the tensors, with the unchanged experts of a layer as the one stored tensor that clients look
-    for."""
+    """Return the tensors; experts that the source stacks and that did not change become the stacked tensor
+    again."""
     layers: dict[str, list[str]] = {}
     for name, info in checkpoint.infos.items():
         if isinstance(info, Slice):
@@ -125,7 +125,7 @@ def _write_json(path: Path, content: dict) -> None:
 
 
 def model_card(material: Material, manifest: dict, summary: Summary) -> str:
-    """Return the model card for the hub, made of card.md.jinja."""
+    """Return the model card for the hub, rendered from card.md.jinja."""
     from jinja2 import StrictUndefined, Template
 
     local = Path(summary.source).exists() or not hub.is_id(summary.source)

@@ -1,7 +1,7 @@
-"""One GGUF file: staged tensors are copied, all others encoded while the file is written.
+"""One GGUF file: staged tensors are copied, all others are encoded while the file is written.
 
-Where no linear has a solver (`--solver rtn`, or floats), the whole file is made on that way: one pass over
-the source, a tensor at a time, for all requested files.
+If no linear has a solver (`--solver rtn`, or floats), the whole file is encoded in this way: one pass over
+the source, one tensor at a time, for all requested files.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.000
 
 @dataclass(frozen=True)
 class GgufOutput(Output):
-    """See `Output`. chosen: the type of every target, by its name; metadata: that of the file.
+    """See `Output`. targets: tensors of the file. chosen: their types, by name. metadata: of the file.
 
-    imatrix: how much input columns count in encoding, None where they all count the same; `gathers`: that
-    is to be found out by calibration text first; origin: where it comes from.
-    left_out: modules next to the language model, in bytes.
+    imatrix: importance of input columns for encoding; None: all equal, or not measured yet. gathers: it is
+    measured on calibration text first. origin: where the importance comes from. left_out: bytes of each
+    module outside the language model.
     """
 
     targets: tuple[Target, ...]
@@ -66,7 +66,7 @@ class GgufOutput(Output):
 
     @property
     def linears(self) -> dict[str, str]:
-        """Stored name of a linear -> name of its weight in the file, if one tensor."""
+        """Stored name of a linear -> name of its weight in the file, for weights that are one tensor."""
         return {
             name.removesuffix(".weight"): target.name
             for target in self.targets
@@ -75,7 +75,7 @@ class GgufOutput(Output):
         }
 
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
-        """Return the type of each GGUF tensor: as chosen, or 16 bit for kept linears."""
+        """Return the type of each GGUF tensor: the chosen type, or 16 bit for kept linears."""
         kept = {f"{row.name}.weight" for row in specs if row.kept}
         found = dict(self.chosen)
         for target in self.targets:
@@ -92,7 +92,7 @@ class GgufOutput(Output):
         return found
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """Return sizes from the types of all tensors."""
+        """Return the exact sizes of the output, computed from the types of all tensors."""
         types = self.types(checkpoint, specs)
         entries = self._entries(types)
         linears = {f"{row.name}.weight": row for row in specs if not row.kept}
@@ -106,7 +106,7 @@ class GgufOutput(Output):
         )
 
     def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
-        """Return bytes for encoding the largest tensor, or an expert's part: as read, and codes twice."""
+        """Return the bytes needed to encode the largest tensor or expert: its source and its codes twice."""
         types, most = self.types(checkpoint, specs), 0
         for target in self.targets:
             read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
@@ -121,7 +121,7 @@ class GgufOutput(Output):
         return sum(math.prod(shape) for name, shape in skeleton.names.shapes.items() if name in written)
 
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
-        """Return all matrices, by their names in the file."""
+        """Return every matrix with its type, by its name in the file."""
         types = self.types(checkpoint, specs)
         rows = []
         for target in self.targets:
@@ -132,13 +132,13 @@ class GgufOutput(Output):
         return rows
 
     def copied(self, material: Material) -> dict[str, int]:
-        """Return nothing: the file holds the language model alone."""
+        """Return {}: the file holds only the language model."""
         return {}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
     ) -> None:
-        """Encode embedding and head before the first block, so that all blocks see them as stored."""
+        """Encode embedding and head before the first block, so that all blocks run with the encoded ones."""
         skeleton, checkpoint, staged = material.skeleton, material.checkpoint, material.staging
         types, model = self.types(checkpoint, material.specs), skeleton.model
         outside = dict(model.named_parameters(remove_duplicate=False))
@@ -166,7 +166,7 @@ class GgufOutput(Output):
                 setattr(model.get_submodule(owner), leaf, values)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
-        """Write files of one model in one pass over the source. Only a single file has staged tensors."""
+        """Write the files of one model in one pass over the source. Staged tensors require a single file."""
         material = drafts[0].material
         types = [one.output.types(one.material.checkpoint, one.material.specs) for one in drafts]
         importance = imatrix.values() if imatrix else {}
@@ -202,13 +202,13 @@ class GgufOutput(Output):
             checksums.seal(one.place)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add nothing: the file holds its own description."""
+        """Add nothing: the metadata already describes the file."""
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
     ) -> list[tuple[Tensor, list[float]]]:
-        """Return a tensor in each type: uint8 rows `[out, bytes]` in the model's order, and scales of its
-        matrices, mostly none."""
+        """Return a tensor in each type: rows uint8 `[out, bytes]` in the model's order, and the separate
+        scales of its matrices, if the type has them."""
         values = target.read(checkpoint)
         if target.changed:
             values = target.to_gguf(values)
@@ -222,7 +222,7 @@ class GgufOutput(Output):
         return found
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
-        """Return the file's metadata, with the manifest."""
+        """Return the file's metadata including the manifest."""
         used = imatrix.metadata(self.origin) if imatrix and (self.gathers or self.imatrix) else {}
         return {
             **self.metadata,
@@ -238,7 +238,7 @@ class GgufOutput(Output):
         return source.with_changed(infos) if infos else source
 
     def _entries(self, types: Mapping[str, str]) -> list[Entry]:
-        """Return all tensors of the file, in order."""
+        """Return all tensors of the file in the order of writing."""
         entries = []
         for target in self.targets:
             entries.append(Entry(target.name, types[target.name], target.shape))
@@ -247,7 +247,7 @@ class GgufOutput(Output):
         return entries
 
     def _staged(self, material: Material, wanted: str = "ggml") -> dict[str, TensorInfo]:
-        """Return places of encoded tensors by stored name; or of another part of them."""
+        """Return file and offset of staged tensors, by the stored name of the weight. wanted: suffix."""
         rest = material.staging.rest()
         infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
         for name, info in material.staging.tensors().items():
@@ -258,7 +258,7 @@ class GgufOutput(Output):
 
 
 def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Decode rows to `[rows, width]`, some at a time: in float32 a whole embedding may not fit."""
+    """Decode rows to `[rows, width]`, some at a time: a whole embedding in float32 may not fit in memory."""
     values = torch.empty(len(blob), width, dtype=dtype)
     step = max(1, DECODED // width)
     for start in range(0, len(blob), step):
@@ -279,10 +279,10 @@ def solved_head(
     solver: Solver,
     progress: Progress,
 ) -> Tensor:
-    """Return the output matrix quantized by error feedback, uint8 `[out, bytes]`; as many rows at a time as
-    fill a block's largest linear.
+    """Return the output matrix quantized by error feedback, uint8 `[out, bytes]`. It is solved in parts as
+    large as a block's largest linear.
 
-    For a tied head, errors of the embedding count as well: equally in every column.
+    For a tied head, errors of the embedding count too, with equal weight for every column.
     """
     weight, grid, layout = head.read(material.checkpoint), named(type_name), material.layout
     if head.name == EMBEDDING:

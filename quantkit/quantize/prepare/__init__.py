@@ -1,1 +1,1 @@
-"""Before anything is loaded: the recipe, one row per linear, the memory and disk that a job needs."""
+"""Preparation before weights are loaded: recipe, one LinearSpec per linear, memory and disk of a job."""

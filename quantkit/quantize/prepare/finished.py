@@ -1,4 +1,4 @@
-"""Find outputs that an earlier run has finished, for `--resume`."""
+"""Find outputs that an earlier run finished, for `--resume`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from quantkit.text import calibration
 
 
 def is_finished(request: Request) -> bool:
-    """Return whether the output exists and no staging folder is left."""
+    """Return whether the output exists and its staging folder does not."""
     staging = staging_of(request)
     return staging.output.exists() and not staging.folder.exists()
 
 
 def is_done(request: Request) -> bool:
-    """Return whether the output exists and its manifest names the same model, text and options."""
+    """Return whether a finished output was made from the same model, text and options."""
     return _unlike(request) == []
 
 
 def left(requests: Sequence[Request], overwrite: bool) -> list[Request]:
-    """Return the requests of one command whose outputs are still to be made.
+    """Return the requests of one command whose outputs are not finished.
 
-    Raises QuantkitError for the output of another job. With `overwrite`, every finished output counts as made
-    by the command that is resumed.
+    Raises QuantkitError if another job made a finished output. With `overwrite`, every finished output counts
+    as made by the resumed command.
     """
     done = is_finished if overwrite else check
     return [request for request in requests if not done(request)]
 
 
 def check(request: Request) -> bool:
-    """Return `is_done`. Raises QuantkitError that lists the differences to another finished job."""
+    """Return `is_done`. Raises QuantkitError listing the differences if another job made the output."""
     different = _unlike(request)
     if different:
         output = output_of(request)
@@ -51,9 +51,9 @@ def check(request: Request) -> bool:
 
 
 def _unlike(request: Request) -> list[str] | None:
-    """Return how a finished job differs from the request; None if no job was finished there.
+    """Return how a finished job differs from the request; None if there is no finished job.
 
-    Text and files are read only if nothing else differs. Raises QuantkitError for an invalid manifest.
+    Texts and files are read only if all else is equal. Raises QuantkitError for an invalid manifest.
     """
     place = output_of(request)
     described = place / headers.MANIFEST if place.is_dir() else place
@@ -77,7 +77,7 @@ def _unlike(request: Request) -> list[str] | None:
 
 
 def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
-    """Return the options of the finished job and the requested ones. An unset option takes the old value."""
+    """Return the options of the finished job and the requested ones. Options not requested are copied."""
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}

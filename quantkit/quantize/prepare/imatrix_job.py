@@ -1,4 +1,4 @@
-"""`quantkit imatrix`: from options to an importance matrix that llama-quantize and quantkit take."""
+"""`quantkit imatrix`: turn options into an importance matrix for llama-quantize and quantkit."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from quantkit.text.calibration import CalibrationSet
 
 @dataclass(frozen=True)
 class ImatrixJob:
-    """A checked job. names: stored name of a linear -> name of its weight in a GGUF file. place: where states
-    wait; None if they fit into memory."""
+    """A checked job. names: stored name of a linear -> name of its weight in a GGUF file. place: where hidden
+    states are kept; None: in memory."""
 
     checkpoint: Checkpoint
     skeleton: Skeleton
@@ -44,7 +44,7 @@ class ImatrixJob:
     place: Place | None
 
     def record(self) -> dict:
-        """Return the job as versioned JSON; `run` adds `seconds`."""
+        """Return the `quantkit.imatrix/1` JSON; `run` adds `seconds`."""
         return {
             "schema": "quantkit.imatrix/1",
             "source": self.checkpoint.source,
@@ -63,9 +63,9 @@ class ImatrixJob:
 
 
 def prepare(request: Request, progress: Progress) -> ImatrixJob:
-    """Open, resolve and check; of `request.run` only the options of a forward pass count.
+    """Open, resolve and check a job. Of `request.run`, only options of a forward pass are used.
 
-    Raises QuantkitError for all that would fail later.
+    Raises QuantkitError for everything that would fail later.
     """
     check_run(request.run)
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
@@ -108,7 +108,7 @@ def _check_output(output: Path, checkpoint: Checkpoint, overwrite: bool) -> None
 
 
 def run(job: ImatrixJob, progress: Progress) -> dict:
-    """Gather, write and return the record of the job. The file appears whole or not at all."""
+    """Measure and write the importance matrix, completely or not at all; return the job's JSON."""
     timings = Timings(job.skeleton.device)
     with watched(job.checkpoint):
         gathered = importance.gather(job.skeleton, job.batches, progress, timings, job.place)

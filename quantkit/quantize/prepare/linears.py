@@ -1,4 +1,4 @@
-"""Resolve options to one row per linear: its grid, or the reason why it stays in 16 bit."""
+"""Resolve options to one LinearSpec per linear: its grid, or the reason why it stays in 16 bit."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def resolve(
     exclude: Sequence[str],
     override: Sequence[str],
 ) -> list[LinearSpec]:
-    """Return every linear of every block with its grid, from shapes alone: nothing has been loaded.
+    """Return every linear of every block with its grid, from shapes alone: no weights are loaded.
 
-    `make_grid(name, out_features, in_features, override)` gives the method's grid, or None where the output
-    encodes; of several overrides that match the first counts, and `exclude` counts more. Raises
-    QuantkitError naming every linear the grid or layout cannot hold, and every pattern that is malformed or
-    matches nothing. Routers stay as they are, and small linears that would be refused.
+    make_grid: see Method; it returns None if the output encodes the weight. exclude: patterns of linears that
+    stay in 16 bit; they win over `override`, of which the first match counts. Routers stay in 16 bit, and so
+    do small linears that grid or layout cannot hold. Raises QuantkitError naming every other linear that does
+    not fit, and every pattern that is malformed or matches nothing.
     """
     patterns = {text: compiled(text, f"--exclude {text!r}", ESCAPE) for text in exclude}
     overrides = [parse_override(text) for text in override]
@@ -59,8 +59,8 @@ def resolve(
 def _without_small_unfit(
     skeleton: Skeleton, specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
 ) -> list[LinearSpec]:
-    """Keep small projections that grid or layout cannot hold in 16 bit, such as the step sizes of a
-    state-space model, instead of refusing the model; not those named by an override."""
+    """Keep small linears in 16 bit that grid or layout cannot hold, such as the step sizes of a state-space
+    model, unless an override names them."""
     weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
     found = []
     for spec in specs:
@@ -92,7 +92,7 @@ def parse_override(text: str) -> Override:
 
 
 def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layout: Layout) -> str:
-    """Return the layout's note on quantized experts; "" without any.
+    """Return the layout's note on quantized experts; "" if there are none.
 
     Raises QuantkitError if no client reads them.
     """
@@ -118,7 +118,7 @@ def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layou
 
 
 def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
-    """Return fused groups and experts with unequally quantized linears: engines give each one scheme."""
+    """Return fused linears and experts with parts of different bits or groups: engines need equal ones."""
     groups = fusions(specs)
     for row in specs:
         if expert := re.match(r".*\.experts\.\d+(?=\.)", row.name):

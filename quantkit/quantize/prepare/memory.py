@@ -1,9 +1,9 @@
-"""Peak memory of a quantization job, estimated from shapes; for jobs and for `quantkit plan`.
+"""Peak memory of a quantization job, estimated from shapes, for jobs and for `quantkit plan`.
 
-The loop (loop.py) holds what lies outside the blocks, one block, of its experts two where they stream, and
-the hidden states of all calibration tokens; besides them a batch on its way through the block, statistics,
-and what solving the largest linear takes. Their sum is above the peak, which never has all of the last three,
-and less than twice as much. No torch here.
+The loop (loop.py) keeps in memory: everything outside the blocks, one block (of streamed experts only two),
+and the hidden states of all calibration tokens. Added to these are a batch inside the block, statistics, and
+the solver's work on the largest linear. The last three never reach their peaks together, so their sum is an
+upper limit, less than twice the true peak. torch is not imported.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 class Shapes:
     """The shapes that decide peak memory.
 
-    linears: of one block, `(name inside the block, out_features, in_features)`. rest: parameters outside
-    the blocks; largest: of these the stored bytes of the largest tensor. element: bytes per value of a
-    forward pass. tokens: of the calibration; batch_tokens: of one forward pass. width: of hidden states,
-    where no linear says it: experts may be narrower. experts: names of those linears that are an expert's;
-    streamed: they are read when they are called; active: to how many experts a token is routed.
+    linears: of one block, `(name in the block, out_features, in_features)`. rest: parameters outside the
+    blocks; largest: stored bytes of the largest of these. element: bytes per value in a forward pass. tokens:
+    of the calibration text; batch_tokens: per forward pass. width: of hidden states; None: the smallest
+    in_features. experts: names of the linears that are an expert's. streamed: experts are read when called.
+    active: experts per token.
     """
 
     linears: Sequence[tuple[str, int, int]]
@@ -53,12 +53,12 @@ class Shapes:
 
     @cached_property
     def weights(self) -> int:
-        """Weights of one block's linears."""
+        """Number of weights in one block's linears."""
         return sum(out_features * in_features for _, out_features, in_features in self.linears)
 
     @cached_property
     def block(self) -> int:
-        """Weights of one block that are in memory at a time."""
+        """Number of one block's weights that are in memory at a time."""
         routed = [row for row in self.linears if row[0] in self.experts]
         if not self.streamed:
             return self.weights
@@ -79,14 +79,14 @@ class Shapes:
 
     @cached_property
     def widths(self) -> list[int]:
-        """Input widths of a block's sites: equally wide linears of one module share one, as do all streamed
-        experts of a layer."""
+        """Input width of each site: equally wide linears of one module count as one site, and so do all
+        streamed experts of a layer."""
         places = ((name.rpartition(".")[0], width) for name, _, width in self.linears)
         return [w for _, w in {(re.sub(r"\.\d+", "", at) if self.streamed else at, w) for at, w in places}]
 
     @property
     def moments(self) -> int:
-        """Bytes of the second moments of an expert's site; 0 where there are no experts."""
+        """Bytes of the second moments of an expert's site; 0 without experts."""
         widths = [in_features for name, _, in_features in self.linears if name in self.experts]
         return FLOAT32 * max(widths, default=0) ** 2
 
@@ -97,30 +97,30 @@ class Shapes:
 
     @property
     def moving(self) -> int:
-        """Bytes of batches in memory when states wait elsewhere: current, next, and one in transit."""
+        """Bytes in memory if hidden states are on host or disk: current, next and copied batch."""
         return 3 * self.batch_tokens * self.hidden * self.element
 
     @cached_property
     def spread(self) -> int:
-        """Most values of a token: in its widest linear, or in all of its experts."""
+        """Largest number of values per token: in the widest linear, or in all of the token's experts."""
         inner = [row[2] for row in self.linears if row[0] in self.experts and row[1] == self.hidden]
         return max(self.widest, self.active * max(inner, default=0))
 
     @property
     def flight(self) -> int:
-        """Bytes of a token of a batch that waits inside the block."""
+        """Bytes per token of a batch that waits inside the block."""
         return (2 * self.hidden + self.spread) * self.element
 
     @property
     def waiting(self) -> int:
-        """Bytes of batches that wait for one while it runs, so that experts are read once for all of them."""
+        """Bytes of batches that wait while another runs, so that experts are read once for all."""
         batches = min(expert_share.IN_STEP, -(-self.tokens // self.batch_tokens)) - 1 if self.streamed else 0
         return batches * self.batch_tokens * self.flight
 
     @property
     def batch(self) -> int:
-        """Bytes of running a batch: residual, normed and projected states, four tensors of the widest, its
-        copy in float32; and of those that wait for it."""
+        """Bytes of running a batch: residual, normed and projected states, four tensors as wide as the
+        widest, one of them in float32, and batches that wait."""
         values = (3 * self.hidden + 4 * self.spread) * self.element
         values += FLOAT32 * self.spread * (self.element < FLOAT32)
         return self.batch_tokens * values + self.waiting
@@ -128,14 +128,14 @@ class Shapes:
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak bytes of the device, if not the CPU, and of the host above the interpreter."""
+    """Peak bytes. device: of an accelerator, 0 for the CPU. host: in addition to the interpreter."""
 
     device: int
     host: int
 
     @property
     def computing(self) -> int:
-        """Bytes where the job computes."""
+        """Peak bytes on the device that computes."""
         return self.device or self.host
 
 
@@ -151,13 +151,11 @@ def peak_memory(
 ) -> Peak:
     """Return the peak bytes of a job.
 
-    needs: statistics of calibration text that the method works from; none for a data-free one. scaled: the
-    share of the tokens by whose statistics, of all sites at once, a transform rewrites the block; of less
-    than all tokens it has others than the solver, and keeps weights in float32 next to those that the
-    block computes with. outside: embedding and head are encoded before the first block. suspend: every batch
-    waits at a site until the site is solved. states: where the hidden states are kept, on the `device` that
-    computes, the `host` or the `disk`. at_once: statistics of so many sites of experts are gathered by one
-    repeated forward.
+    needs: statistics of calibration text; empty if data-free. scaled: share of the tokens whose statistics a
+    transform uses, for all sites at once; 0 without a transform; below 1 the solver needs its own statistics,
+    and float32 weights are kept next to the block's. outside: embedding and head are encoded before the first
+    block. suspend: every batch waits at a site until the site is solved. states: where hidden states are
+    kept: `device`, `host` or `disk`. at_once: how many sites of experts one repeated forward pass measures.
     """
     element, away, largest = shapes.element, states != "device", shapes.largest_linear
     copied = FLOAT32 * (element < FLOAT32)  # bytes of a weight in float32 next to the block's own
@@ -208,8 +206,8 @@ def peak_memory(
 
 
 def _curvatures(shapes: Shapes) -> int:
-    """Return bytes of the output curvatures of a block's linears, of the largest factorization, and of
-    autograd's copies of a batch (`curvature.py`) or of the logits of some tokens."""
+    """Return the bytes of output curvatures of a block's linears, of the largest factorization, and of
+    autograd's copies of a batch (`curvature.py`) or the logits of some tokens."""
     outs = [out for _, out, _ in shapes.linears]
     routed = sum(out + width for name, out, width in shapes.linears if name in shapes.experts)
     experts = len({expert_share.expert_of(name) for name in shapes.experts}) or 1
@@ -221,19 +219,19 @@ def _curvatures(shapes: Shapes) -> int:
 
 
 def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
-    """Return peak bytes of running the blocks, the next one read ahead; spilled: the states are in a file."""
+    """Return the peak bytes of running the blocks while the next is read. spilled: states are in a file."""
     states = shapes.moving if spilled else shapes.states
     return (shapes.rest + 2 * shapes.block) * shapes.element + states + shapes.batch
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:
-    """Return bytes of the temporary files of a job with gradients: in the forward pass the inputs of each
-    block, replaced by its curvatures in the backward pass."""
+    """Return the bytes of temporary files of a job with gradients: the inputs of each block, which the
+    backward pass replaces by the block's curvatures."""
     return depth * max(shapes.states, sum(2 * out**2 for _, out, _ in shapes.linears))
 
 
 def sites_at_once(shapes: Shapes, free: int, need: int) -> int:
-    """Return how many sites of a layer's experts can be measured at once by a job that needs `need` bytes
-    with one."""
+    """Return how many sites of a layer's experts fit in memory at once. need: bytes of a job that measures
+    one site at a time."""
     spare = max(0, int(COMFORT * free) - need)
     return 1 + min(len(shapes.experts), spare // shapes.moments) if shapes.moments else 1

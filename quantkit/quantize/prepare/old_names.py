@@ -1,4 +1,4 @@
-"""Old spellings of flags, commands and recipe keys. They work for one version, with a warning."""
+"""Old names of flags, commands and recipe keys. They work for one version, with a warning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OLD = {
 
 
 def renewed(command: str, arguments: Sequence[str], silent: bool = False) -> tuple[str, list[str]]:
-    """Return command and arguments in new spellings, and warn of every old one. What follows `--` stays."""
+    """Return command and arguments with new names, and warn of each old one. Arguments after `--` stay."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     typed, rest, renamed = list(arguments[:end]), arguments[end:], OLD.get(command, {})
     for old, new in renamed.items():
@@ -48,7 +48,7 @@ def renewed(command: str, arguments: Sequence[str], silent: bool = False) -> tup
 
 
 def renewed_key(method: str, key: str, value: Any) -> tuple[str, Any]:
-    """Return a key of a method's recipe and its value in new spellings, and warn of an old one."""
+    """Return a recipe's key and value under their new names, and warn if the key was old."""
     section, _, name = key.rpartition(".")
     for old, new in OLD.get(method, {}).items():
         if section in ("", "quant") and name.replace("-", "_") == _field(old):
@@ -68,7 +68,7 @@ def _field(flag: str) -> str:
 
 
 def _replaced(arguments: Sequence[str], old: str, new: str) -> list[str]:
-    """Return arguments with `new` for the flag `old`, also in `--old=value`; an empty `new` leaves values."""
+    """Return arguments with flag `new` for `old`, also in `--old=value`; "" removes the flag."""
     found = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")

@@ -43,8 +43,8 @@ LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples o
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Predicted peaks in bytes of each rank, and sizes of the output. memory_bytes: on the computing device;
-    host_bytes: on the host above the interpreter, equal for a CPU."""
+    """Predicted peak bytes of each rank, and sizes in bytes. memory_bytes: on the computing device.
+    host_bytes: on the host, in addition to the interpreter; both are equal for a CPU."""
 
     execution: Execution
     memory_bytes: int
@@ -62,10 +62,10 @@ def default_batch_size(seqlen: int) -> int:
 
 
 def sequences_at_once(wanted: int | None, shape: tuple[int, int]) -> int:
-    """Return the sequences per forward pass over tokens of `shape`, by default few enough for every rank to
-    have some.
+    """Return the number of sequences per forward pass. shape: `[samples, seqlen]` of the calibration tokens.
+    By default every rank gets some.
 
-    Raises QuantkitError if a rank would have none.
+    Raises QuantkitError if a rank would get none.
     """
     samples, seqlen = shape
     size = wanted or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
@@ -92,7 +92,7 @@ def job_memory(
     shape: tuple[int, int],
     way: Execution,
 ) -> Peak:
-    """Return peak bytes above the interpreter of one rank of a job on calibration tokens of `shape`."""
+    """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
     batches = -(-samples // way.batch_size)
     own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
@@ -110,7 +110,7 @@ def job_memory(
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
-    """Return the shapes that decide memory: of the block with most weights, of equal ones the first."""
+    """Return the shapes that decide memory: those of the block with the most weights."""
     weights: Counter[int] = Counter()
     for spec in specs:
         weights[spec.block] += spec.weights
@@ -147,7 +147,7 @@ def check_disk(folder: Path, need: int) -> None:
 
 @dataclass(frozen=True)
 class Rooms:
-    """Free bytes on the computing device and on the host; equal for a CPU."""
+    """Free bytes on the computing device and on the host; for a CPU both are the same memory."""
 
     computing: int
     host: int
@@ -156,7 +156,7 @@ class Rooms:
 
     @staticmethod
     def of(device: torch.device, limit: Limit | None) -> Rooms:
-        """Return the least of all ranks."""
+        """Return the smallest free memory over all ranks."""
         own = [limit.left] if limit else []
         host = distributed.least(min([host_memory(), *own]))
         free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
@@ -188,9 +188,9 @@ def decide(
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the execution of the resumed job, or empty; applies where the user sets nothing. Chooses the fastest
-    remaining way within COMFORT of the memory. Raises QuantkitError (exit code 5) if the most frugal way does
-    not fit.
+    kept: the resumed job's execution, or {}; used for options that the user left open. Chooses the fastest of
+    the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5) if the way with the
+    least memory does not fit.
     """
     shapes = shapes_of(skeleton, specs, shape[0] * shape[1], 0)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)
@@ -229,9 +229,9 @@ def max_memory(options: RunOptions) -> int | None:
 def _ways(
     skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
 ) -> Iterator[Execution]:
-    """Yield the ways to run a job, fastest first. Several ranks each solve an expert: independent in repeated
-    forwards only. Suspended batches keep their states, so a file saves nothing; a data-free job has no
-    states."""
+    """Yield the ways to run a job, fastest first. Ranks can only solve experts separately in repeated forward
+    passes. Suspended batches keep their states in memory, so `disk` saves nothing there. A data-free job has
+    no states."""
     batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, wanted = is_accelerator(skeleton.device), options.sequential
@@ -246,14 +246,14 @@ def _ways(
 
 
 def frugal(execution: Execution) -> Execution | None:
-    """Return the execution that needs the least memory for the same bytes; None if this is the one."""
+    """Return the execution with the least memory and the same output; None if it is already this one."""
     states = "disk" if execution.states == "disk" else "host"
     least = replace(execution, sequential="repeat", states=states, at_once=1)
     return None if least == execution else least
 
 
 def out_of_memory(execution: Execution, block: int) -> QuantkitError:
-    """Return the error of a device that ran out of memory in a block; the hint names what takes less."""
+    """Return the error for a device that ran out of memory, with a hint at options that need less."""
     less = f"--batch-size {execution.batch_size // 2}" if execution.batch_size > 1 else "a shorter --seqlen"
     hint = f"start again with {less} --sequential repeat --overwrite"
     if execution.states == "device":
@@ -269,8 +269,8 @@ def check_memory(
     limit: Limit | None = None,
     what: str = "the job",
 ) -> None:
-    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. limit: of
-    the process, by --max-memory."""
+    """Raise QuantkitError (exit code 5) unless `need` bytes are free, on the host or on `device`. limit: the
+    limit by --max-memory, if set."""
     if need <= free:
         return
     where, whose = (f" on {device}", "free") if device is not None and is_accelerator(device) else ("", "")

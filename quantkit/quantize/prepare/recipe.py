@@ -1,6 +1,6 @@
-"""Recipes: a job in a YAML file. Flags win over `--set`, `--set` over the recipe, the recipe over defaults.
+"""Recipes: jobs in YAML files. Flags win over `--set`, `--set` over the recipe, the recipe over defaults.
 
-Inside this module an option goes by its dotted key, section and field: `quant.bits`, `run.exclude`.
+In this module an option is named by its dotted key, section and field: `quant.bits`, `run.exclude`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections ever
 
 
 class Key(NamedTuple):
-    """A key of a recipe: type and help of its value."""
+    """A key of a recipe. kind: type of its value."""
 
     kind: Any
     help: str
@@ -51,7 +51,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Choice:
-    """Command line, recipe and defaults merged."""
+    """Options merged from command line, recipe and defaults."""
 
     method: str
     model: str
@@ -67,7 +67,7 @@ def sections(method: str) -> dict[str, type]:
 
 
 def keys(method: str) -> dict[str, Key]:
-    """Return every key that a recipe of this method can have."""
+    """Return every key that a recipe of this method may have."""
     options = {
         f"{section}.{option.name}": Key(get_type_hints(kind)[option.name], option.metadata["help"])
         for section, kind in sections(method).items()
@@ -85,7 +85,7 @@ def shipped() -> dict[str, Path]:
 
 
 def read(name: str) -> tuple[Path, str]:
-    """Return path and text of a shipped recipe or a file. Raises QuantkitError for a missing one."""
+    """Return path and text of a shipped recipe or a file. Raises QuantkitError if it does not exist."""
     path = shipped().get(name, Path(name))
     try:
         return path, untrusted.read(path, RECIPE_BYTES).decode("utf-8")
@@ -103,14 +103,14 @@ def read(name: str) -> tuple[Path, str]:
 def load(name: str, method: str | None = None) -> Recipe:
     """Return a shipped recipe or a YAML file, checked against the options of its method.
 
-    Raises QuantkitError for a missing file, a recipe of another method than `method`, and keys or
-    values that no option takes; unknown keys are answered with the valid ones.
+    Raises QuantkitError if the file is missing, the recipe is for another method than `method`, or a key or
+    value is invalid. For unknown keys, the error lists the valid ones.
     """
     return parse(name, *read(name), method)
 
 
 def parse(name: str, path: Path | str, text: str, method: str | None = None) -> Recipe:
-    """Return the recipe in a text. path: the name in messages."""
+    """Return the recipe in a YAML text. path: name in messages."""
     content = _parse(str(path), text)
     if not isinstance(content, dict) or "method" not in content:
         raise QuantkitError(f"{path} has no method", "begin it with 'method: gptq'", USAGE)
@@ -136,7 +136,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
 
 
 def _parse(origin: str, text: str) -> Any:
-    """Return the content of a YAML text. A key given twice is an error."""
+    """Return the content of a YAML text. Raises QuantkitError if a key is given twice."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -175,10 +175,9 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
 
 
 def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict[str, Any]:
-    """Return values converted to the types of their options: whole numbers to floats, lists to tuples.
+    """Return values converted to the types of their options: integers to floats, lists to tuples.
 
-    Raises QuantkitError that names every unknown key, the nearest ones and the valid ones, or a value that
-    does not fit.
+    Raises QuantkitError naming every unknown key with similar and valid ones, or a value of a wrong type.
     """
     if unknown := [key for key in values if key not in known]:
         near = [name for key in unknown for name in _nearest(key, known)]
@@ -198,7 +197,7 @@ def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict
 
 
 def _nearest(key: str, known: Iterable[str]) -> list[str]:
-    """Return the most similar key, in any section, or section; [] without one."""
+    """Return the most similar key or section; [] if none is similar."""
     names = {name.rpartition(".")[2]: name for name in known}
     names |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
     last = key.replace("-", "_").rpartition(".")[2]
@@ -221,7 +220,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _named(kind: Any) -> str:
-    """Return the name of a type in messages."""
+    """Return the name of a type for messages."""
     parts = get_args(kind)
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(map(str, parts))
@@ -234,7 +233,7 @@ def _named(kind: Any) -> str:
 
 
 def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Choice:
-    """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); the last wins."""
+    """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); later ones win."""
     known = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
     flags = {key: typed[name] for key in known if (name := key.rpartition(".")[2]) in typed}
     values = recipe.values | _settings(recipe.method, settings, known) | flags
@@ -253,9 +252,9 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Cho
 
 
 def options(method: str, settings: Sequence[str], flag: str) -> Any:
-    """Return a method's Options with settings such as `solver=rtn` over the defaults. flag: for messages.
+    """Return a method's Options: defaults changed by settings such as `solver=rtn`. flag: for messages.
 
-    Raises QuantkitError for an unknown option and for a value of the wrong type.
+    Raises QuantkitError if an option is unknown or a value has the wrong type.
     """
     known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
     found = _settings(method, settings, known, flag)
@@ -265,7 +264,7 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
 def _settings(
     method: str, settings: Sequence[str], known: dict[str, Key], flag: str = "--set"
 ) -> dict[str, Any]:
-    """Return `["quant.bits=3"]` as `{"quant.bits": 3}`. The section is optional: no two share a field."""
+    """Return `["quant.bits=3"]` as `{"quant.bits": 3}`. The section may be omitted: fields are unique."""
     leaves = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
     found = {}
     for setting in settings:
@@ -281,7 +280,7 @@ def _settings(
 
 
 def template(method: str) -> str:
-    """Return a recipe with all defaults of a method, each below its help."""
+    """Return a recipe with all of a method's defaults, each below its help text."""
     import yaml
 
     lines = [

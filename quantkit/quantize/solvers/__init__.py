@@ -13,17 +13,17 @@ from quantkit.grids.grid import Grid, QuantizedWeight
 
 @dataclass(frozen=True)
 class SiteStatistics:
-    """Statistics of the inputs X `[tokens, in]` of one site; None: not needed.
+    """Statistics of the inputs X `[tokens, in]` of one site; None: not measured.
 
-    hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`.
-    peak: the largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: their
-    number. inputs: a few inputs, evenly drawn, in order, `[few, in]` float32. fourth: mean `(x / rms x)⁴` of
-    each channel over either half of the tokens, `[2, in]`. curvatures: of each linear to be quantized, G of
-    its outputs, `[out, out]` (`curvature`), or None if no gradient reached it.
+    hessian: `H = 2 XᵀX / tokens`, `[in, in]` float32. magnitude: mean |x| of each channel, `[in]`. peak:
+    largest |x| of each channel, `[in]`. square: mean x² of each channel, `[in]`. tokens: number of tokens.
+    inputs: a few rows of X, evenly spaced, `[few, in]` float32. fourth: mean `(x / rms x)⁴` of each channel
+    over each half of the tokens, `[2, in]`. curvatures: for each linear to be quantized, G of its outputs,
+    `[out, out]` (`curvature`), or None if no gradient reached it.
 
-    Next to the original model's inputs X̃: drift, `2 (X̃ - X)ᵀX / tokens` in two halves of the tokens that
-    add up, `[2, in, in]`; missing, for a linear that adds its output to hidden states, `2 RᵀX / tokens`, `[2,
-    out, in]`, with R the hidden states of the original model minus those of the quantized model.
+    With the original model's inputs X̃: drift, `2 (X̃ - X)ᵀX / tokens`, `[2, in, in]`, one part for each half
+    of the tokens, to be added up; missing, for a linear that adds its output to hidden states,
+    `2 RᵀX / tokens`, `[2, out, in]`, with R the original model's hidden states minus the quantized model's.
     """
 
     hessian: Tensor | None = None
@@ -38,7 +38,7 @@ class SiteStatistics:
     fourth: Tensor | None = None
 
     def divided(self, scale: Tensor) -> SiteStatistics:
-        """Return second moments and peaks of inputs divided by a scale `[in]`; self is used up."""
+        """Return the statistics of inputs divided by `scale [in]`; changes this object's tensors in place."""
         drift = None if self.drift is None else self.drift.div_(scale).div_(scale[:, None])
         missing = None if self.missing is None else self.missing.div_(scale)
         hessian = self.hessian.div_(scale).div_(scale[:, None])
@@ -48,17 +48,17 @@ class SiteStatistics:
 
 @dataclass(frozen=True)
 class Solved:
-    """One quantized linear and what it cost.
+    """One quantized linear and its errors.
 
-    error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the
-    calibration tokens; None without statistics: the loop then measures `|dW|² / |W|²` of the stored values.
-    rtn_error: the same for round to nearest; None if nothing else was done.
+    error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the calibration
+    tokens; None without statistics: the loop then measures `|dW|² / |W|²` of the stored values.
+    rtn_error: the same for round to nearest; None if the linear was only rounded to nearest.
     fallback: the reason why the requested solver was not used; None if it was.
     notes: other facts for the user.
     outlier_columns: number of outlier input channels, if LLM.int8 counted them.
-    scaled: a transform's scale of its columns; None without one.
-    weight_error: `|dW|² / |W|²` of the stored values; scaled_error: the same up to scales of rows and
-    columns, if a transform chose scales.
+    scaled: a transform's scale of the columns; None without one.
+    weight_error: `|dW|² / |W|²` of the stored values. scaled_error: the same for the nearest scales of rows
+    and columns, if a transform chose scales.
     """
 
     weight: QuantizedWeight
@@ -72,11 +72,11 @@ class Solved:
     scaled_error: float | None = None
 
     def with_input_peak(self, peak: Tensor) -> Solved:
-        """Add the largest of its inputs' peaks `[in]`, for layouts that store an input scale."""
+        """Return a copy with the largest of the inputs' `peak [in]`, for layouts with an input scale."""
         return replace(self, weight=replace(self.weight, input_peak=peak.amax()))
 
     def record(self, name: str, tokens: int | None = None) -> dict[str, Any]:
-        """Return the manifest's row of linear `name`; tokens: those routed to it, if it is an expert's."""
+        """Return the manifest's entry of linear `name`. tokens: routed to the linear's expert, if any."""
         optional = {
             "weight_error": self.weight_error,
             "weight_error_up_to_scales": self.scaled_error,
@@ -94,13 +94,13 @@ class Solved:
 
 
 def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
-    """Return a note for the user if scales do not fit float16."""
+    """Return a note for the user if scales exceed float16's range."""
     count = weight.grid.clipped(weight.params)
     return (f"{count} scales lie at the end of float16's range",) if count else ()
 
 
 class Solver(Protocol):
-    """`needs`: the fields of SiteStatistics that `solve` uses; none for a data-free solver."""
+    """needs: the fields of SiteStatistics that `solve` uses; empty for a data-free solver."""
 
     needs: frozenset[str]
 
@@ -110,14 +110,14 @@ class Solver(Protocol):
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
     ) -> list[Solved]:
-        """Quantize the linears of one site, each `[out, in]` float32; statistics of the site's inputs."""
+        """Quantize weights `[out, in]` float32 of one site, given the statistics of its inputs."""
 
 
 WIDTH = 128  # columns of a loss computed at a time
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Return `dw H dwᵀ` of every row of `delta [out, in]`, float32 `[out]`, from one triangle of H."""
+    """Return `dw H dwᵀ` of every row of `delta [out, in]`, float32 `[out]`; reads one triangle of H."""
     total = delta.new_zeros(len(delta))
     for start in range(0, len(hessian), WIDTH):
         block = slice(start, start + WIDTH)

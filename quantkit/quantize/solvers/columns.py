@@ -1,12 +1,12 @@
-"""The columns of GPTQ's sweep, fast: brought up to date in batches, chosen in units of their group's step.
+"""The columns of GPTQ's sweep, fast: updated in batches, and chosen in units of their group's step.
 
-Works on `Wᵀ`, where a column is contiguous. When its turn comes column j wants to be
-`t_j = w_j + Σ_{k<j} E_k U_kj`. In a run of columns r.. of one step `E_k = w_k + low - step * level_k`, and
+Works on `Wᵀ`, where a column of W is contiguous. At its turn column j is rounded from
+`t_j = w_j + Σ_{k<j} E_k U_kj`. In a run of columns r.. with one step, `E_k = w_k + low - step * level_k`, and
 
     (t_j + low) / step = (Σ_{k<r} E_k U_kj + Σ_{r<=k<=j} (w_k + low) U_kj) / step - Σ_{r<=k<j} level_k U_kj
 
-One matrix product gives all but the last sum. A column then takes a matrix-vector product with the levels
-chosen before it, and a rounding without parameters: three launches.
+One matrix product gives all but the last sum. Each column then needs only a matrix-vector product with the
+levels chosen before it, and a rounding without parameters: three kernel launches.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TEMPORARIES = 4  # of the size of a run
 
 @dataclass
 class Chosen:
-    """The choice for the columns of a site, in the order of the solver.
+    """The choice for the columns of a site, in the solver's order.
 
-    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; of a later column, `Σ E_k U_kj` over the columns added
+    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; for a later column, `Σ E_k U_kj` over the columns added
     so far. params: of each group. lost: `e H eᵀ` of every row with the damped H, `[out]`.
     """
 
@@ -42,9 +42,9 @@ class Chosen:
 
 
 class Columns:
-    """State of the sweep over columns `Wt [in, out]`; U `[in, in]`, D `[in]`: H is `U D Uᵀ`.
+    """State of the sweep over columns `Wt [in, out]`; U `[in, in]` and D `[in]` with `H = U diag(D) Uᵀ`.
 
-    The buffers of a run stay in place, and so do views of them.
+    Buffers of a run are allocated once, and so are views of them.
     """
 
     def __init__(self, Wt: Tensor, U: Tensor, D: Tensor, grid: Grid):
@@ -65,7 +65,7 @@ class Columns:
         ]
 
     def update(self, columns: slice) -> None:
-        """Add the errors of all columns before to these columns; at the beginning of a batch to the whole
+        """Add the errors of all earlier columns to these columns; at the beginning of a batch, to the whole
         batch (section 3.3, step 2)."""
         low, high = columns.start, columns.stop
         first = low // self.span * self.span
@@ -78,7 +78,7 @@ class Columns:
         self.known[low:high] = [low] * (high - low)
 
     def free(self, columns: slice) -> Tensor:
-        """Return the best values of `columns` off the grid, given the errors before them."""
+        """Return the best values of `columns` without rounding to the grid, given the errors before them."""
         Wt = self.Wt[columns]
         if not columns.start:
             return Wt
@@ -88,8 +88,8 @@ class Columns:
         return torch.addmm(Wt, inverse.t(), self.chosen.E[columns])
 
     def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Choose codes, errors and loss of a group's columns, and its parameters. With `refit`, sub-blocks
-        after the first get new ones from columns that have the errors before them added."""
+        """Choose codes and parameters of a group's columns. With `refit`, each sub-block after the first gets
+        new parameters, fitted to its columns with the errors of earlier columns added."""
         size = self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -119,7 +119,7 @@ class Columns:
             chosen.lost.addmv_(squares.t(), self.D[run])
 
     def _runs(self, columns: slice) -> Iterator[slice]:
-        """Yield parts of at most `width` columns, of one batch each."""
+        """Yield parts of `columns` that have at most `width` columns and lie in one batch."""
         for batch in range(columns.start, columns.stop, BATCH):
             end = min(batch + BATCH, columns.stop)
             for low in range(batch, end, self.width):

@@ -1,9 +1,9 @@
 """Coordinate descent on codes and scales for a loss with curvature on both sides, `tr(G E H Eᵀ)`.
 
-For `R = G E H` the loss along one weight is least where `ŵ_oj` grows by `R_oj / (G_oo H_jj)`; as in
-`refine.py` every weight goes to the nearest value on the grid, and a group's values take their best common
-factor. Here rows depend on each other. The rows of a block are visited together, column by column, and share
-launches; of their moves at one column only those are made that pay together. No visit raises the loss.
+With `R = G E H`, the loss along one weight is least if `ŵ_oj` grows by `R_oj / (G_oo H_jj)`. As in
+`refine.py`, every weight moves to the nearest grid value, and a group's values get their best common factor.
+Here rows depend on each other. The rows of a block are visited together, column by column, and share kernel
+launches; in each column only moves that lower the loss together are made. No visit raises the loss.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Descent:
-    """Improves what was `chosen` for `Wt [in, out]` in place, with the same grid and bytes.
+    """Improves the choice `chosen` for `Wt [in, out]` in place, with the same grid and number of bytes.
 
-    hessian: `[in, in]`, curvature: `[out, out]`, both damped and used up; in the order of Wt.
+    hessian: `[in, in]`, curvature: `[out, out]`; both damped, in the order of Wt, and changed in place.
     """
 
     def __init__(self, Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, curvature: Tensor):
@@ -42,7 +42,7 @@ class Descent:
 
 
 class _Rows:
-    """A block of rows; all tensors are `[columns, rows]`, as Wt."""
+    """A block of rows of W; all tensors are `[columns, rows]`, like Wt."""
 
     def __init__(self, by: Descent, rows: slice):
         self.by, self.rows, self.grid = by, rows, by.grid
@@ -61,7 +61,7 @@ class _Rows:
             put(whole, found, self.rows)
 
     def _group(self, columns: slice, params: Any) -> Any:
-        """Choose codes and parameters of a group's columns again; return the parameters, `[rows]`."""
+        """Choose a group's codes and parameters again, and return the parameters, `[rows]`."""
         by, grid, chosen = self.by, self.grid, self.by.chosen
         hessian = by.hessian[columns, columns]
         residual = by.hessian[columns] @ self.lost  # R / (G_oo H_jj)
@@ -92,7 +92,7 @@ class _Rows:
     def _rescaled(
         self, levels: Tensor, params: Any, hessian: Tensor, inputs: Tensor, residual: Tensor
     ) -> tuple[Any, Tensor]:
-        """Return parameters with the best common factor on each row's values, and the change of values."""
+        """Return parameters with the best common factor for each row's values, and the change of values."""
         values = self._values(levels, params)
         along = torch.mv((residual * values).t(), inputs)
         power = torch.mv((values * (hessian @ values)).t(), inputs)
@@ -119,7 +119,7 @@ def _descend(
 ) -> Tensor:
     """Choose the columns of a run again, one after another; return their moves in levels, `[run, rows]`.
 
-    wanted: the best moves off the grid, `[run, rows]`; used up. levels: `[run, rows]`, changed in place.
+    wanted: the best moves without rounding, `[run, rows]`. levels: `[run, rows]`. Both change in place.
     others: effect of one row's move on another row, `[rows, rows]`, diagonal 0. weight: of a row's loss.
     """
     moved, shifted = torch.zeros_like(wanted), torch.zeros_like(wanted)

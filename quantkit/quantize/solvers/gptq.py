@@ -1,29 +1,30 @@
 """GPTQ: accurate post-training quantization by error feedback (Frantar et al. 2022, arXiv:2210.17323).
 
-For a linear with inputs `X [tokens, in]` the loss of replacing `W` by `Ŵ` is `tr(E H Eᵀ)` with the error
-`E = W - Ŵ` and the Hessian `H = 2 XᵀX` (section 3.1). Columns are quantized one after another, each after
-it was moved to make up for the errors of the columns before it.
+For a linear with inputs `X [tokens, in]`, replacing `W` by `Ŵ` costs the loss `tr(E H Eᵀ)` with the error
+`E = W - Ŵ` and the Hessian `H = 2 XᵀX` (section 3.1). Columns are quantized one after another. Before its
+turn, each column is moved to compensate for the errors of the columns before it.
 
 The paper moves all later columns by a row of the Cholesky factor of `H⁻¹` (section 3.3, step 3). With
-`H = A Aᵀ`, A upper triangular, that factor is `A⁻¹`, and when its turn comes column j has been moved by
-`Σ_{k<j} E_k U_kj` with `U = A / diag A`: the same numbers without inverting anything (theorem 6 of QuIP,
-Chee et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
+`H = A Aᵀ`, A upper triangular, that factor is `A⁻¹`, and at its turn column j has been moved by
+`Σ_{k<j} E_k U_kj` with `U = A / diag A`: the same numbers without inverting anything (theorem 6 of QuIP, Chee
+et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 
-`columns.py` chooses the columns of a group, in the paper's lazy batches (step 2); `vectors.py` those of a
-code book, several at a time; `refine.py` improves the result of the sweep. A linear keeps the result where it
-beats round to nearest. `tests/reference_gptq.py` is the paper's algorithm to the letter.
+`columns.py` chooses the columns of a group in the paper's lazy batches (step 2). `vectors.py` chooses columns
+of code books, several at a time. `refine.py` improves the result of the sweep. If round to nearest has a
+lower loss, a linear is rounded to nearest. `tests/reference_gptq.py` follows the paper literally.
 
-With `--target original` a linear makes up for the errors of the linears before it (`moved`). It sees inputs X
-instead of the original model's X̃, and may add its output to hidden states that differ by R from the original
-model's. `|X Ŵᵀ - (X̃ Wᵀ + R)|²` is, up to a constant, `|X (W* - Ŵ)ᵀ|²` with the least-squares answer
+With `--target original` a linear also compensates for the errors of earlier linears (`moved`). Its inputs are
+X instead of the original model's X̃, and it may add its output to hidden states that differ by R from the
+original model's. `|X Ŵᵀ - (X̃ Wᵀ + R)|²` is, up to a constant, `|X (W* - Ŵ)ᵀ|²` with the least-squares
+solution
 
     W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹
 
 so error feedback, refinement and round to nearest start from W*. (GPTAQ, Li et al. 2025, arXiv:2504.02692,
-moves W column by column by an approximation, without R.) XᵀX is damped as error feedback damps it.
+approximates this move column by column, without R.) XᵀX is damped as for error feedback.
 
-A regression fits noise: the more, the wider the linear and the shorter the text. Two halves of the text tell
-the noise apart, and the move shrinks to the share on which they agree (Wiener's linear shrinkage).
+A regression fits noise, the more the wider the linear and the shorter the text. The move is computed on two
+halves of the text and shrunk to the share on which they agree (Wiener's linear shrinkage).
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ Target = Literal["own", "original"]
 
 @dataclass(frozen=True)
 class GptqSolver:
-    """damp: share of the mean Hessian diagonal added to it. act_order: `none`, `group` or `full`.
-    refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm. target: of a linear's
-    output, its `own` for the present inputs, or the `original` model's (`moved`).
+    """damp: share of the mean Hessian diagonal that is added to the diagonal. act_order: `none`, `group` or
+    `full`. refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm. target: the
+    output to reproduce: the linear's `own` for its present inputs, or the `original` model's (`moved`).
 
-    Columns with large inputs are better quantized first. `full` sorts all columns, so that groups
-    are scattered over the matrix and the client needs `g_idx`; `group` sorts the groups and the
-    columns inside each of them, which leaves no trace on disk.
+    Columns with large inputs are better quantized first. `full` sorts all columns, so groups are scattered
+    over the matrix and the client needs `g_idx`. `group` sorts the groups and the columns inside each group,
+    which does not change the file's format.
     """
 
     damp: float = 0.01
@@ -73,24 +74,24 @@ class GptqSolver:
         statistics: SiteStatistics | None,
     ) -> list[Solved]:
         """Solve weights `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. With a
-        drift, errors are relative to the weights that would make up for it.
+        drift, errors are relative to the weights W* that compensate for it.
 
-        Raises QuantkitError if `full` would scatter the columns of a grid with fixed places.
+        Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups.
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
         return solve_site(self.quantize, weights, grids, statistics.hessian)
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
-        """Return `D [in]` of `H = U D Uᵀ` for the order of quantization: the cost of a squared error in each
-        column after later columns have made up for it. The diagonal of H if H has no factorization."""
+        """Return `D [in]` of `H = U diag(D) Uᵀ` in the order of quantization: the cost of a squared error in
+        each column after later columns compensate. If H has no factorization, the diagonal of H."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         A, _ = factorize(hessian.index_select(0, order).index_select(1, order), self.damp)
         found = hessian.diagonal().clone()
         return found if A is None else found.index_copy_(0, order, A.diagonal().square())
 
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> Attempt:
-        """Quantize `weights [out_k, in]`, as one matrix, on `grid`."""
+        """Quantize `weights [out_k, in]` on `grid`, stacked as one matrix."""
         order = column_order(H.diagonal(), grid, self.act_order)
         H = H.index_select(0, order).index_select(1, order)
         damping = -H.diagonal().mean()
@@ -113,7 +114,7 @@ class GptqSolver:
 
 
 def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
-    """Return the weights to be rounded: `weights`, or with a drift those that would make up for it."""
+    """Return the weights to be rounded: `weights`, or with a drift the W* that compensate for it."""
     if statistics.drift is None:
         return weights
     factor, _ = factorize(statistics.hessian.clone(), damp)
@@ -121,7 +122,7 @@ def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) ->
 
 
 def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
-    """Return U, unit upper triangular, and D of `A Aᵀ = U diag(D) Uᵀ`; A is used up."""
+    """Return U, unit upper triangular, and D with `A Aᵀ = U diag(D) Uᵀ`; changes A in place."""
     D = A.diagonal().square()
     return A.div_(A.diagonal().clone()), D
 
@@ -129,9 +130,9 @@ def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
 def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
     """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through U and D.
 
-    A group has parameters `fixed`, or they are fitted when the sweep gets to it, with the pivots D as
-    importance: the cost of a rounding error in column j after later columns have made up for it. (With the
-    diagonal of H the KL divergence of the demo model is 5 percent higher, 2 after refinement.)
+    fixed: the parameters of each group; None: fitted when the sweep reaches the group, with the pivots D as
+    importance. D is the cost of a rounding error in column j after later columns compensate. (With the
+    diagonal of H the KL divergence of the bundled model is 5 percent higher, 2 after refinement.)
     """
     columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid)
     for start in range(0, len(Wt), grid.group_size):
@@ -143,12 +144,12 @@ def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = Non
 
 
 def places(order: Tensor, grid: Grid) -> Tensor:
-    """Return the old place of each group of columns that was moved as a whole."""
+    """Return the original number of each group, for groups that were moved as a whole."""
     return order[:: grid.group_size] // grid.group_size
 
 
 def assembled(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: str) -> QuantizedWeight:
-    """Return the weight whose columns `order` have these codes `[in, out]` and parameters of groups."""
+    """Return the weight with these codes `[in, out]` and group parameters, columns in their old order."""
     column_group = None
     if act_order == "full":
         column_group = torch.empty_like(order)
@@ -181,11 +182,11 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
 
 
 def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
-    """Damp H in place; upper triangular A with `A Aᵀ` equal to it, and a note if damping had to grow.
+    """Damp H in place; return upper triangular A with `A Aᵀ = H`, and a note if damping had to grow.
 
-    Adds `damp * mean(diag H)` to the diagonal; tenfold, at most five times, while H is not positive definite.
-    Then A is None and the note gives the reason. A column without tokens has only damping: it is rounded to
-    nearest.
+    Adds `damp * mean(diag H)` to the diagonal, and ten times as much, at most five times, until H is positive
+    definite; if that fails, A is None and the note gives the reason. A column that no token reached has only
+    damping, so it is rounded to nearest.
     """
     diagonal = hessian.diagonal().clone()
     mean = diagonal.mean()
@@ -204,7 +205,8 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def moved(weights: Sequence[Tensor], statistics: SiteStatistics, factor: Tensor) -> list[Tensor]:
-    """Return W* of each of a site's linears, `[out_k, in]`. factor: A, upper triangular, `A Aᵀ` damped H."""
+    """Return W* of each of a site's linears, `[out_k, in]`. factor: upper triangular A; `A Aᵀ` is the damped
+    H."""
     found = []
     for weight in weights:
         halves = weight @ statistics.drift  # [2, out, in]
@@ -224,8 +226,8 @@ CANCELLED = 0.02  # least share of the undamped loss in the damped loss: below, 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result for linears of a site. weight: None if the Hessian has no factorization: see note. lost: of
-    every row, `e H eᵀ` with the damped H, and the damping's part of it, `[2, out]`."""
+    """The result for linears of a site. weight: None if the Hessian has no factorization; note gives the
+    reason. lost: of every row, `e H eᵀ` with the damped H, and the damping's part, `[2, out]`."""
 
     weight: QuantizedWeight | None
     lost: Tensor | None
@@ -238,7 +240,7 @@ def solve_site(
     grids: Sequence[Grid],
     hessian: Tensor,
 ) -> list[Solved]:
-    """Solve linears `weights [out_k, in]`: one `quantize(weights, grid, hessian)` for those of one grid."""
+    """Solve linears `weights [out_k, in]`: `quantize(weights, grid, hessian)` is called once per grid."""
     results: dict[int, Solved] = {}
     for grid in dict.fromkeys(grids):
         members = [k for k, other in enumerate(grids) if other == grid]
@@ -250,7 +252,7 @@ def solve_site(
 
 
 def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
-    """Return the attempt's rows of one linear, or round to nearest if its loss is lower."""
+    """Return an attempt's rows of one linear, or round to nearest if that has a lower loss."""
     params = rtn.fitted(weight, grid, hessian)
     sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
     if attempt.weight is not None:

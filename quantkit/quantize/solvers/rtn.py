@@ -1,8 +1,8 @@
-"""Round to nearest: every weight to its group's nearest value. Data-free; the baseline.
+"""Round to nearest: every weight becomes its group's nearest value. Data-free; the baseline.
 
-AWQ's clipping (Lin et al. 2023, arXiv:2306.00978, section 3.2) cuts off each group's range. The published
+AWQ's clipping (Lin et al. 2023, arXiv:2306.00978, section 3.2) narrows each group's range. The published
 search multiplies every candidate by the calibration tokens. Its loss, the squared error of a group's part of
-the output, is quadratic in the weights' error: `dw_g H_gg dw_gᵀ`, from second moments.
+the output, is quadratic in the weights' error, so here it is `dw_g H_gg dw_gᵀ`, computed from second moments.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
 
 
 def fitted(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
-    """Return parameters `[out, groups]`; a weighted grid weighs by the mean square of its inputs."""
+    """Return parameters `[out, groups]`; `weighted` grids weigh columns by their inputs' mean square."""
     return grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
 
 
 def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
-    """Return `weight [out, in]` rounded to nearest with given parameters `[out, groups]`."""
+    """Return `weight [out, in]` rounded to nearest with the parameters `[out, groups]`."""
     codes = grid.round(weight.reshape(-1, grid.group_size), flat(params))
     return QuantizedWeight(grid, codes.view(weight.shape), params)
 
 
 def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
-    """Return `Ŵ - W`, `[out, in]`, of `nearest`."""
+    """Return `Ŵ - W`, `[out, in]`, where Ŵ is the result of `nearest`."""
     delta = torch.empty_like(weight)
 
     def work(part: slice) -> None:
@@ -51,9 +51,8 @@ def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class RtnSolver:
-    """Round to nearest. threshold: of LLM.int8's outlier columns, to be counted in calibration text.
-    weighted: measure errors at the outputs, and clip the groups of grids with `clip`.
-    """
+    """Round to nearest. threshold: of LLM.int8's outlier columns, which are counted on calibration text.
+    weighted: measure errors of outputs, and clip groups of grids with `clip`."""
 
     threshold: float | None = None
     weighted: bool = False
@@ -69,7 +68,7 @@ class RtnSolver:
         grids: Sequence[Grid],
         statistics: SiteStatistics | None,
     ) -> list[Solved]:
-        """Solve a site; errors are None without second moments."""
+        """Solve a site. Errors are None without second moments."""
         if self.weighted:
             pairs = zip(weights, grids, strict=True)
             return [_weighted(weight, grid, statistics.hessian) for weight, grid in pairs]
@@ -83,7 +82,7 @@ class RtnSolver:
 
 
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
-    """Round with clipped ranges if the grid is to be clipped and the outputs gain by it."""
+    """Round a linear; if its grid has `clip` and the outputs' error falls, with clipped ranges."""
 
     def loss(delta: Tensor) -> float:
         return row_losses(delta, hessian).sum().item()
@@ -103,9 +102,9 @@ SHRINKS = tuple(1 - k / 20 for k in range(10))  # 1.00, 0.95 … 0.55 of a group
 
 
 def clipped_ranges(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
-    """Return parameters `[out, groups]` for `weight [out, in]`: per row and group, those of least loss.
+    """Return the parameters `[out, groups]` of least loss, per row and group, for `weight [out, in]`.
 
-    The full range is a candidate, and the first wins a tie.
+    The full range is the first candidate; of equal candidates the first wins.
     """
     groups = []
     for start in range(0, weight.shape[1], grid.group_size):

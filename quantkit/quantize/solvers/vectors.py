@@ -1,9 +1,9 @@
 """The columns of GPTQ's sweep for code books, which choose several columns together.
 
-Of a vector v of columns that follows errors e, with H = U D Uᵀ, the loss is `|(e_v U_vv + s) D_v^½|²` with `s
-= Σ_{k<v} e_k U_kv`: the squared distance, in the metric `M = U_vv D_v U_vvᵀ`, of its values from `w_v + s
-U_vv⁻¹`. So the choice is the nearest vector of the code book in that metric; later columns make up for its
-error as for the error of any other column.
+With H = U D Uᵀ, choosing a vector v of columns after errors e costs the loss `|(e_v U_vv + s) D_v^½|²` with
+`s = Σ_{k<v} e_k U_kv`. That is the squared distance, in the metric `M = U_vv D_v U_vvᵀ`, between the chosen
+values and `w_v + s U_vv⁻¹`. So the nearest vector of the code book in this metric is chosen; later columns
+compensate for its error as for any other column's.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ REACH = 2  # scales on either side of the fitted one that are tried; 1 loses 1 t
 
 
 class Vectors(Columns):
-    """Columns of a grid with vectors."""
+    """Columns of a grid whose codes stand for vectors of several columns."""
 
     def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Choose codes, errors and loss of a group's columns, and its parameters: of the scales around the
-        fitted one a sub-block gets the scale of least loss, given the errors before."""
+        """Choose codes and parameters of a group's columns. Each sub-block gets, of the scales around the
+        fitted one, the scale with the least loss, given the errors of earlier columns."""
         grid, size = self.grid, self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -42,7 +42,7 @@ class Vectors(Columns):
         self.chosen.params.append(params)
 
     def _swept(self, part: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return for each of `steps` levels and errors `[candidates, columns, out]`, and the loss."""
+        """Return levels and errors `[candidates, columns, out]` for each of `steps`, and the losses."""
         count, rows = steps.shape
         W, fed = self.Wt[part], self.chosen.E[part]
         levels = W.new_empty(len(W), count, rows)
@@ -68,16 +68,16 @@ class Vectors(Columns):
 
 
 def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
-    """Improve codes and parameters like refine.refine, one vector at a time: nearest to `ŵ_v + H_vv⁻¹ r_v` in
-    the metric H_vv; then a sub-block's scale, and the group's. No step raises the loss of a row. hessian:
-    `[in, in]`, damped."""
+    """Improve codes and parameters like refine.refine, but a vector at a time: the nearest to
+    `ŵ_v + H_vv⁻¹ r_v` in the metric H_vv, then the sub-block's scale, then the group's. No step raises a
+    row's loss. hessian: `[in, in]`, damped."""
     for _ in range(cycles):
         for k in range(len(chosen.params)):
             _Visit(chosen, grid, hessian, k).improve()
 
 
 class _Visit:
-    """One group: its levels, `[group_size, out]`, errors E, and `residual = H E`, which change in place."""
+    """One group: levels `[group_size, out]`, errors E and `residual = H E`, all changed in place."""
 
     def __init__(self, chosen: Chosen, grid: Grid, hessian: Tensor, k: int):
         self.grid, self.chosen, self.k = grid, chosen, k
@@ -111,13 +111,13 @@ class _Visit:
             self.levels[v] = found
 
     def _factor(self, part: slice, values: Tensor) -> Tensor:
-        """Return the best common factor on `values` of these columns, `[out]`."""
+        """Return the best common factor of `values` in these columns, `[out]`."""
         power = (self.hessian[part, part] @ values).mul_(values).sum(0)
         factor = 1 + (self.residual[part] * values).sum(0) / power
         return torch.where((power > 0) & (factor > 0), factor, 1.0)
 
     def _rescale(self, part: slice, params: Any, better: Any) -> Any:
-        """Return, row by row, the parameters with which these levels lose less."""
+        """Return `params`, or `better` in the rows where the same levels have a lower loss with it."""
         moved = self.levels[part] * (self._steps(better) - self._steps(params))[part]
         keep = self._change(part, moved) < 0
         self._move(part, moved.mul_(keep))
@@ -128,7 +128,7 @@ class _Visit:
         return self.grid.steps(params)[0].repeat_interleave(self.grid.sub_size, 0)
 
     def _change(self, part: slice, moved: Tensor) -> Tensor:
-        """Return the change of the loss, `[out]`, if the values of these columns have `moved`."""
+        """Return the change of the loss, `[out]`, if the values of these columns change by `moved`."""
         return (self.hessian[part, part] @ moved).sub_(self.residual[part], alpha=2).mul_(moved).sum(0)
 
     def _move(self, part: slice, moved: Tensor) -> None:

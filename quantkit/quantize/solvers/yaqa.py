@@ -1,16 +1,16 @@
 """YAQA: error feedback from both sides of a linear (Tseng et al. 2025, arXiv:2505.22988).
 
-GPTQ keeps the error of a linear's outputs small, without the model after the linear. With G, the curvature of
-the model's own loss on the output side (`quantize/calibrate/curvature.py`), the loss of an error `E = W - Ŵ`
-is `tr(G E H Eᵀ)`: errors of two rows together may cost less than either alone. Babai's nearest plane for the
-Kronecker product `G ⊗ H` (section 3.2) is the two-sided GPTQ: with `G = B Bᵀ`, B upper triangular in blocks
-of rows, rows `R` are quantized for a target that makes up for the errors of all rows P before them,
+GPTQ minimises the error of a linear's outputs and ignores the rest of the model. With G, the curvature of the
+model's own loss on the output side (`quantize/calibrate/curvature.py`), the loss of an error `E = W - Ŵ` is
+`tr(G E H Eᵀ)`: errors of two rows together may cost less than either alone. Two-sided GPTQ is Babai's nearest
+plane for the Kronecker product `G ⊗ H` (section 3.2). With `G = B Bᵀ`, B upper triangular in blocks of rows,
+rows `R` are quantized for a target that compensates for the errors of all earlier rows P,
 
     W_R + (B_PR B_RR⁻¹)ᵀ E_P,
 
-by the one-sided sweep over H. For rows quantized one after another this is Babai exactly; here the rows of a
-block share the sweep's launches. `descent.py` then chooses codes and scales again, given all rows. Rows with
-large curvature come first.
+by the one-sided sweep over H. With one row per block this is exactly Babai's algorithm; here the rows of a
+block share the sweep's kernel launches. Then `descent.py` chooses codes and scales again, given all rows.
+Rows with large curvature come first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNREACHED = "no gradient reached it: quantized by its inputs alone"
 
 @dataclass(frozen=True)
 class YaqaSolver(GptqSolver):
-    """GPTQ's options, and output_damp: share of G's mean diagonal added to it."""
+    """GPTQ's options, and output_damp: share of G's mean diagonal that is added to its diagonal."""
 
     output_damp: float = 0.03
 
@@ -57,9 +57,9 @@ class YaqaSolver(GptqSolver):
     def solve(
         self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
     ) -> list[Solved]:
-        """Solve weights `[out_k, in]` float32; statistics.hessian: `[in, in]`; .curvatures: one for each.
+        """Solve weights `[out_k, in]` float32. statistics.hessian: `[in, in]`; .curvatures: one per linear.
 
-        A linear keeps GPTQ's result, with a note, if its two-sided loss is lower or no gradient reached it.
+        A linear keeps GPTQ's result, with a note, if its two-sided loss is lower or no gradient arrived.
         """
         assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
         weights, statistics = aimed(weights, statistics, self.damp), replace(statistics, drift=None)
@@ -77,7 +77,7 @@ class YaqaSolver(GptqSolver):
         return found
 
     def _better(self, weight: Tensor, plain: Solved, hessian: Tensor, curvature: Tensor) -> Solved:
-        """Return the result of two-sided feedback, or `plain` if its two-sided loss is lower."""
+        """Return the result of two-sided feedback, or `plain` if that has a lower two-sided loss."""
         chosen = self.quantize_both_sides(weight, plain.weight.grid, hessian, curvature)
         if chosen is None:
             return replace(plain, notes=(*plain.notes, INDEFINITE))
@@ -92,7 +92,7 @@ class YaqaSolver(GptqSolver):
     def quantize_both_sides(
         self, weight: Tensor, grid: Grid, hessian: Tensor, curvature: Tensor
     ) -> QuantizedWeight | None:
-        """Quantize `weight [out, in]` on `grid`; None if H or G is not positive definite even when damped."""
+        """Quantize `weight [out, in]` on `grid`; None if damped H or G is not positive definite."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
         H = hessian.index_select(0, order).index_select(1, order)
@@ -127,9 +127,9 @@ def feedback(
     fixed: list | None = None,
     refined: Callable[[Tensor, Chosen], None] | None = None,
 ) -> Chosen:
-    """Quantize `Wt [in, out]` block of rows by block of rows, each for a target that makes up for the errors
-    of the blocks before; U, D: of the columns (`sweep`); B `[out, out]`: G is `B Bᵀ`; used up. refined:
-    improves the choice of the sweep for a block of rows, given its target."""
+    """Quantize `Wt [in, out]` by blocks of rows of W, each with a target that compensates for the errors of
+    earlier blocks. U, D: see `sweep`; B `[out, out]`: `G = B Bᵀ`, changed in place. refined: improves the
+    sweep's choice for a block of rows, given its target."""
     E = torch.empty_like(Wt)
     parts = []
     for start in range(0, Wt.shape[1], ROWS):

@@ -1,3 +1,3 @@
-"""Finished blocks on disk: the folder of a job in progress, its blocks, and the locks around it."""
+"""Finished blocks on disk: the staging folder of a running job, its blocks, and its lock."""
 
 PART_BYTES = 1 << 20  # of a block's codes that wait in memory before they are staged

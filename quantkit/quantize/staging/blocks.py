@@ -1,8 +1,8 @@
-"""Staged blocks: the files of each, and a record with their sha256.
+"""Staged blocks: the files of each block, and a record with their sha256.
 
-`block-00000.safetensors` holds a block's tensors, but for those that did not wait in memory, which lie in
-`part-00000-0000.safetensors` and so on; `block-00000.json` records its linears and the
-files' sha256. The last of these to appear is the first: a block is whole or is not there.
+`block-00000.safetensors` holds a block's last tensors and is written last, so a block is staged completely or
+not at all. Earlier tensors of the block are in `part-00000-0000.safetensors` and so on. `block-00000.json`
+records its linears and the files' sha256.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ RECORD_BYTES = 1 << 30  # of a block of any number of experts
 
 
 class StagedBlocks:
-    """Staged blocks in a folder. A written file is synced and renamed when the call returns; without
-    `lasting` not synced, for blocks made again as fast: their sums show a loss after a power failure."""
+    """Staged blocks in a folder. A file is synced and renamed before a call returns. lasting: False skips the
+    sync, for blocks that are quick to make again; sha256 sums reveal a loss after a power failure."""
 
     lasting = True
 
@@ -32,7 +32,7 @@ class StagedBlocks:
         self._whole: set[int] = set()  # blocks known to be as they were written
 
     def path(self, index: int) -> Path:
-        """Return the path of a block's main file, written last."""
+        """Return the path of a block's main file, which is written last."""
         return self.folder / f"block-{index:05d}.safetensors"
 
     def part_path(self, index: int, number: int) -> Path:
@@ -43,13 +43,13 @@ class StagedBlocks:
         return sorted(self.folder.glob(f"part-{index:05d}-*.safetensors"))
 
     def there(self) -> list[int]:
-        """Return the blocks that have a main file."""
+        """Return the numbers of the blocks that have a main file."""
         return [
             int(path.stem.removeprefix("block-")) for path in sorted(self.folder.glob("block-*.safetensors"))
         ]
 
     def is_done(self, index: int) -> bool:
-        """Return whether a block is staged, byte for byte as it was written."""
+        """Return whether a block is staged and all its files match their sha256."""
         path = self.path(index)
         if path.is_file() and index not in self._whole:
             files = _files(_record(path))
@@ -64,7 +64,7 @@ class StagedBlocks:
         return [row for index in self.there() for row in (_record(self.path(index)) or {})["linears"]]
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
-        """Return places of a block's tensors, by stored name."""
+        """Return file and offset of a block's tensors, by stored name."""
         headers = map(safetensors_folder.read_header, [*self._parts(index), self.path(index)])
         return {name: info for header in headers for name, info in header.items()}
 
@@ -73,7 +73,7 @@ class StagedBlocks:
         return {name: reading.tensor(info) for name, info in self.infos(index).items()}
 
     def forget(self, index: int) -> None:
-        """Remove a block, whole or partial."""
+        """Remove a block's files, complete or not."""
         self._whole.discard(index)
         for path in (self.path(index), *self._parts(index)):
             path.unlink(missing_ok=True)
@@ -85,7 +85,7 @@ class StagedBlocks:
         _rename(temporary, path, self.lasting)
 
     def save(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Write the remaining tensors and the record: the block is staged."""
+        """Write the remaining tensors and the record; the block is then staged."""
         path = self.path(index)
         temporary = _saved(path, tensors, self.lasting)
         files = {part.name: self._sums.pop(part) for part in self._parts(index)}
@@ -96,12 +96,12 @@ class StagedBlocks:
 
 
 def save(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> None:
-    """Write a file of tensors, whole or not at all."""
+    """Write a file of tensors, completely or not at all."""
     _rename(_saved(path, tensors, lasting), path, lasting)
 
 
 def write_text(path: Path, text: str, lasting: bool = True) -> None:
-    """Write a text, whole or not at all."""
+    """Write a text, completely or not at all."""
     temporary = path.with_suffix(path.suffix + ".tmp")
     temporary.write_text(text)
     if lasting:
@@ -143,7 +143,7 @@ def _record(path: Path) -> dict | None:
 
 
 def _files(record: dict | None) -> dict[str, str]:
-    """Return the sha256 of every file of a block; {} if none, or if a name leads out of the folder."""
+    """Return the sha256 of every file of a block; {} if the record is missing or names a path outside."""
     files = (record or {}).get("files")
     named = isinstance(files, dict) and all(Path(name).name == name for name in files)
     return files if named else {}

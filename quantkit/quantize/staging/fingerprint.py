@@ -1,4 +1,4 @@
-"""Compare the fingerprints of two jobs, in the words of the command line."""
+"""Compare the fingerprints of two jobs, and name the differences by flags."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = {  # entries that are no option's value, in the words of a user
 
 
 def differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:
-    """Return the entries in which two fingerprints differ, with both values."""
+    """Return a text with both values for each entry in which two fingerprints differ."""
     found = []
     for key in sorted(stored.keys() | wanted.keys()):
         left, right = stored.get(key), wanted.get(key)
@@ -35,7 +35,7 @@ def differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:
 
 
 def _words(prefix: str, key: str) -> str:
-    """Return the flag that sets an entry, else the entry's name in words."""
+    """Return the flag that sets an entry, or the entry's name in words."""
     if prefix + key in WORDS:
         return WORDS[prefix + key]
     if prefix == "options." or key in OPTIONS:
@@ -55,8 +55,8 @@ def _value(value: Any) -> str:
 
 
 def check_alike(fingerprint: dict) -> None:
-    """Raise QuantkitError unless all ranks have prepared the same job on like machines: each rank takes every
-    decision by itself."""
+    """Raise QuantkitError unless all ranks have prepared the same job on equal machines: each rank makes
+    every decision itself."""
     if distributed.count() == 1:
         return
     mine = {name: value for name, value in fingerprint.items() if name != "source_sha256"}

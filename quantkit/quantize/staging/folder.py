@@ -1,8 +1,8 @@
-"""The staging folder: finished blocks of a running job, and the output during assembly.
+"""The staging folder: finished blocks of a running job, and the output while it is assembled.
 
-`OUT.partial/` lies next to the output so that finishing is a rename. Killed at any moment, the folder holds
-whole blocks only (`blocks.py`), and everything else in it is made again. Blocks whose source had not
-been hashed by then are made again: they may be of another source.
+`OUT.partial/` lies next to the output, so that publishing is a rename. If the job is killed, the folder holds
+only complete blocks (`blocks.py`) and files that will be made again. Blocks that were staged before the
+source was hashed are also made again, because they may belong to another source.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MOST = 1 << 20  # sequences of a batch, or threads
 
 
 class Staging(StagedBlocks):
-    """Staged blocks of the job that writes `output`; `fingerprint` says which job that is.
+    """Staged blocks of the job that writes `output`, identified by its fingerprint.
 
-    one_file: whether the output is a GGUF file, no folder. follows: another rank writes. This rank reads the
-    blocks that the other has staged, from a shared folder. Its own parts of a block, which are the same, wait
-    in a temporary folder until the block is done: experts that return into memory are read from there.
+    one_file: the output is a GGUF file, not a folder. follows: another rank writes, and this rank reads its
+    staged blocks from a shared folder. This rank's own parts of a block, which are equal, stay in a temporary
+    folder until the block is done, because experts that return into memory are read from there.
     """
 
     def __init__(self, output: Path, one_file: bool = False, follows: bool = False):
@@ -54,7 +54,7 @@ class Staging(StagedBlocks):
         self._made: tuple[int, int] | None = None  # what is to be renamed into place, whatever its name
 
     def stored_fingerprint(self) -> dict | None:
-        """Return the fingerprint of the staged job; None if there is none, or one without the source hash."""
+        """Return the fingerprint of the staged job; None if it is absent or has no sha256 of the source."""
         stored = self._fingerprint()
         if stored and not _runs(stored.get("execution")):
             raise QuantkitError(
@@ -65,7 +65,7 @@ class Staging(StagedBlocks):
         return stored if stored and stored["source_sha256"] else None
 
     def _fingerprint(self) -> dict | None:
-        """Return the stored fingerprint, with or without the source hash; None if there is none."""
+        """Return the stored fingerprint, even without the source's sha256; None if there is none."""
         path = self.folder / "fingerprint.json"
         try:
             stored = untrusted.parse(untrusted.read(path)) if path.is_file() else None
@@ -77,7 +77,7 @@ class Staging(StagedBlocks):
         return stored if sha256 is None or re.fullmatch("[0-9a-f]{64}", str(sha256)) else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Raise QuantkitError if the output cannot be made, or it or a staged job would be lost, unasked."""
+        """Raise QuantkitError if the output cannot be made, or would replace files without permission."""
         if self.follows:
             return
         self._replaces = overwrite
@@ -93,9 +93,9 @@ class Staging(StagedBlocks):
 
     @contextmanager
     def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
-        """Lock the folder for this job. Raises QuantkitError if it contains another job, or is in use.
+        """Lock the folder for this job. Raises QuantkitError if it holds another job or is in use.
 
-        The fingerprint's source_sha256 may be None until `sign` is given the whole one. lasting: see
+        fingerprint: source_sha256 may be None until `sign` gets the complete one. lasting: see
         `StagedBlocks`.
         """
         if self.follows:
@@ -134,13 +134,13 @@ class Staging(StagedBlocks):
         self.sign(fingerprint)
 
     def sign(self, fingerprint: dict) -> None:
-        """Write the fingerprint of the job."""
+        """Write the job's fingerprint."""
         if fingerprint != self._signed and not self.follows:
             write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
             self._signed = fingerprint
 
     def _acquire(self) -> None:
-        """Take the folder's lock, which ends with the process at the latest."""
+        """Take the folder's lock, which is released when the process ends, if not before."""
         self._lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -161,32 +161,32 @@ class Staging(StagedBlocks):
         return found
 
     def tensors(self) -> dict[str, TensorInfo]:
-        """Return places of all staged blocks' tensors, by stored name."""
+        """Return file and offset of all staged blocks' tensors, by stored name."""
         return {name: info for index in self.there() for name, info in self.infos(index).items()}
 
     def start(self, index: int) -> None:
-        """Remove what an attempt at block `index` that failed has left; nothing of it is being written."""
+        """Remove files that a failed attempt at block `index` has left."""
         if self.follows:
             self.wait()
         self._own.forget(index)
 
     def write_part(self, index: int, number: int, tensors: dict[str, Tensor]) -> Path:
-        """Begin to stage some of a block's tensors, after the previous write."""
+        """Start to stage some of a block's tensors, after the previous write ends. Returns their path."""
         self.wait()
         path = self._own.part_path(index, number)
         self._writing = self._writer.submit(self._own.save_part, path, tensors)
         return path
 
     def write_block(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
-        """Begin to stage a block without the tensors of its parts; `wait` returns when it is done, or raises
-        the error."""
+        """Start to stage a block's remaining tensors and record. `wait` waits for the end, and raises
+        errors."""
         if self.follows:
             self._writing = self._writer.submit(self._own.forget, index)
         else:
             self._writing = self._writer.submit(self.save, index, tensors, record)
 
     def wait(self) -> None:
-        """Wait until the last write is done."""
+        """Wait until the last write has ended; raise its error, if any."""
         if self._writing:
             writing, self._writing = self._writing, None
             writing.result()
@@ -197,7 +197,7 @@ class Staging(StagedBlocks):
             save(self.folder / REST, tensors)
 
     def rest(self) -> dict[str, TensorInfo]:
-        """Return places of the staged tensors outside the blocks, by the names given to `write_rest`."""
+        """Return file and offset of staged tensors outside the blocks, by the names given to `write_rest`."""
         path = self.folder / REST
         return safetensors_folder.read_header(path) if path.is_file() else {}
 
@@ -207,14 +207,14 @@ class Staging(StagedBlocks):
             _remove_staged(self.folder)
 
     def finished(self) -> bool:
-        """Return whether the output is in place; if so, remove what is left of the staging folder."""
+        """Return whether the output is published; if so, remove the rest of the staging folder."""
         there = self._made is not None and may_replace.identity(self.output) == self._made
         if there:
             self.discard()
         return there
 
     def begun(self) -> bool:
-        """Return whether the folder exists without a finished block."""
+        """Return whether the folder exists but holds no finished block."""
         return self.folder.exists() and not self.there()
 
     @property
@@ -224,15 +224,15 @@ class Staging(StagedBlocks):
 
     @contextmanager
     def assemble(self) -> Iterator[Path]:
-        """Yield the place of the output, a folder or a file, to be written anew; sync it afterwards."""
+        """Yield the path at which to write the output anew, a folder or a file; sync it afterwards."""
         _remove(self.place)
         yield self.place
         self._writing = self._writer.submit(_sync_all, self.place)
 
     def publish(self) -> None:
-        """Rename the synced output into place, and remove the staging folder.
+        """Rename the synced output to its final path, and remove the staging folder.
 
-        Raises QuantkitError if another output appeared in its place.
+        Raises QuantkitError if another output appeared at this path.
         """
         self.wait()
         if self.output.exists() and not self._replaces:
@@ -251,7 +251,7 @@ class Staging(StagedBlocks):
 
 
 def _runs(execution: Any) -> bool:
-    """Return whether a fingerprint's execution is valid, so that a resumed job can adopt it."""
+    """Return whether a fingerprint's execution is valid, so that a resumed job can use it."""
     if not isinstance(execution, dict):
         return False
     counts = [execution[name] for name in ("batch_size", "threads") if name in execution]
@@ -260,7 +260,7 @@ def _runs(execution: Any) -> bool:
 
 
 def _clear(folder: Path) -> None:
-    """Remove all but the lock. The fingerprint goes last: killed before, the folder still names its job."""
+    """Remove all but the lock. The fingerprint goes last, so that the folder names its job until then."""
     for path in folder.iterdir():
         if path.name not in ("fingerprint.json", "lock"):
             _remove(path)
@@ -288,8 +288,8 @@ def _sync_all(place: Path) -> None:
 def disk_errors(
     folder: Path, then: str = "run the same command with --resume; finished blocks are kept there"
 ) -> Iterator[None]:
-    """Raise QuantkitError for a full disk or denied permission in `folder`; staged blocks stay. then: the
-    hint after freeing space."""
+    """Turn a full disk or denied permission in `folder` into QuantkitError; staged blocks stay. then: what to
+    do after freeing space, for the hint."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,7 @@
 """Check that a job replaces only files written by quantkit or another writer of checkpoints.
 
-All checks are of the path itself, not of a link's target. What is no plain file or folder (a
-device, a pipe, a link, a mount point) is never replaced; a folder is only if every file in it is a
-checkpoint's.
+All checks are of the path itself, not of a link's target. Only plain files and folders are replaced, never a
+device, pipe, link or mount point; a folder only if every file in it belongs to a checkpoint.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ELSEWHERE = "choose another --output"
 
 
 def check_place(output: Path) -> None:
-    """Raise QuantkitError unless a file of that name can be created; tries with an unnamed file."""
+    """Raise QuantkitError unless a file can be created at this path; tries with an unnamed file."""
     try:
         output.name.encode()
         above = next(path for path in output.absolute().parents if path.exists())
@@ -67,9 +66,9 @@ def check_place(output: Path) -> None:
 
 
 def check(output: Path, one_file: bool, overwrite: bool) -> None:
-    """Raise QuantkitError unless a job may write there. one_file: a GGUF file, else a checkpoint folder.
+    """Raise QuantkitError unless a job may write to `output`. one_file: a GGUF file, else a folder.
 
-    overwrite: whether the user allowed what is there to be replaced.
+    overwrite: the user allowed to replace an existing output.
     """
     try:
         mode = output.lstat().st_mode
@@ -93,7 +92,7 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
 
 
 def check_new(outputs: Sequence[Path]) -> None:
-    """Raise QuantkitError that names the outputs that exist."""
+    """Raise QuantkitError naming the outputs that already exist."""
     if there := [str(output) for output in outputs if os.path.lexists(output)]:
         some, them = ("exists", "it") if len(there) == 1 else ("exist", "them")
         hint = f"{ELSEWHERE}, or replace {them} with --overwrite"
@@ -103,7 +102,7 @@ def check_new(outputs: Sequence[Path]) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a path, which a rename keeps; None for a missing one."""
+    """Return device and inode of a path, which a rename keeps; None if it does not exist."""
     try:
         found = path.lstat()
     except OSError:
@@ -112,13 +111,13 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def check_source(output: Path, source: Path, what: str = "source") -> None:
-    """Raise QuantkitError if the output is what the job reads, or a folder around it. what: its name."""
+    """Raise QuantkitError if the output is, or contains, a file that the job reads. what: its name."""
     if output.resolve() in (place := source.resolve(), *place.parents):
         raise QuantkitError(f"{output} holds the {what}", ELSEWHERE, USAGE)
 
 
 def _lost(output: Path) -> str | None:
-    """Return why a folder is not replaced; None for a quantized checkpoint, or one that a job wrote."""
+    """Return why a folder must not be replaced; None for a quantized checkpoint or a job's output."""
     with os.scandir(output) as entries:
         plain = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
     written = {name for name in plain if plain[name] and any(fnmatch(name, p) for p in WRITTEN)}
@@ -131,7 +130,7 @@ def _lost(output: Path) -> str | None:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Return whether the configuration of a checkpoint names a quantization."""
+    """Return whether a checkpoint's configuration names a quantization."""
     if (folder / "quantize_config.json").is_file():
         return True
     try:
@@ -142,9 +141,9 @@ def _is_quantized(folder: Path) -> bool:
 
 
 def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
-    """Raise QuantkitError unless the staging folder, if there is one, is a job's.
+    """Raise QuantkitError if the staging folder exists but belongs to no job.
 
-    is_ours: whether it has a fingerprint; a job killed before has left a lock at most.
+    is_ours: returns whether it has a fingerprint; without one, it may hold only a lock.
     """
     try:
         mode = folder.lstat().st_mode

@@ -15,8 +15,8 @@ HOLES = 32 << 20  # bytes that are staged before the heap gives its free pages b
 
 
 class BlockParts:
-    """Tensors of a block in progress, by stored name. No more than `PART_BYTES` of them wait in
-    memory, and as much on its way to the disk; `parts` reads any of them again."""
+    """Tensors of a block in progress, by stored name. At most `PART_BYTES` wait in memory, and as many are
+    being written. `parts` reads any tensor back."""
 
     def __init__(self, staging: Staging, index: int):
         staging.start(index)
@@ -29,7 +29,7 @@ class BlockParts:
         self._since = 0  # bytes, since pages were given back
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Add tensors; stage them when PART_BYTES wait."""
+        """Add tensors; stage them once PART_BYTES are in memory."""
         self._waiting |= {name: tensor.cpu() for name, tensor in tensors.items()}
         if sum(tensor.nbytes for tensor in self._waiting.values()) < PART_BYTES:
             return

@@ -1,12 +1,12 @@
 """AWQ: activation-aware scaling (Lin et al. 2023, arXiv:2306.00978, section 3.2 and equation 5).
 
-Columns of linears with large activations are scaled up before rounding, by `s = mean|x|^α` normalised so that
-`max(s) min(s) = 1`, and the inputs are scaled down by the same factors, which are folded into the producer of
-the inputs. One α per producer is searched: from 0, which changes nothing, to 1.
+Columns with large activations are scaled up before rounding, by `s = mean|x|^α` normalised so that
+`max(s) min(s) = 1`. The inputs are divided by s; the division is folded into the producer of the inputs. One
+α per producer is searched, from 0 (no change) to 1.
 
 The loss of a candidate is the squared error of the linears' outputs, `tr(dW H dWᵀ)` with
-`dW = Q(W s) / s - W`: quadratic in dW, so the second moments H stand for the calibration tokens, and their
-number does not matter.
+`dW = Q(W s) / s - W`. It is quadratic in dW, so the second moments H replace the calibration tokens, whatever
+their number.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCALE_MIN = 1e-4  # least s before normalisation
 
 @dataclass(frozen=True)
 class AwqScaling(ColumnScaling):
-    """Loss of round to nearest. n_grid: number of values of α, from 0 to 1."""
+    """Scaling by the loss of round to nearest. n_grid: number of values of α, from 0 to 1."""
 
     n_grid: int = 20
     needs = frozenset({"hessian", "magnitude"})
@@ -42,10 +42,10 @@ class AwqScaling(ColumnScaling):
 
 
 def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
-    """Return the scale `[in]` of least loss; None if no scaling is best.
+    """Return the scale `[in]` with the least loss; None if no scaling is best.
 
-    magnitude: mean |x| of each channel, `[in]`. Of equal losses the smaller α wins. Middle exponents, the
-    likely ones, come first, so that others end early.
+    magnitude: mean |x| of each channel, `[in]`. Of equal losses the smaller α wins. Middle exponents are
+    tried first: they are likely the best, and then others are given up early.
     """
     best, best_loss, chosen = None, float(sum(losses.plain)), 0
     for k in sorted(range(1, n_grid), key=lambda k: abs(k - n_grid / 2)):
@@ -57,6 +57,6 @@ def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
 
 
 def candidate(magnitude: Tensor, alpha: float) -> Tensor:
-    """Return `s = mean|x|^α`, normalised so that largest and smallest value are each other's inverse."""
+    """Return `s = mean|x|^α`, normalised so that `max(s) min(s) = 1`."""
     scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
     return scale / square_root((scale.max() * scale.min())[None])

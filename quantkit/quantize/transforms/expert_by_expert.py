@@ -1,9 +1,9 @@
-"""Transform a block before it is solved: as a whole, or with streamed experts one by one after the others.
+"""Transform a block before it is solved, with streamed experts one after another.
 
-One forward with the original weights gathers the statistics of the sites around experts and of all tokens
-that enter a layer of experts; these tokens and their routing are kept. An expert's own statistics follow from
-its tokens and its original weights. Experts come one by one: statistics, transform, solving. The results are
-those of a block that is in memory as a whole.
+One forward pass with the original weights measures the sites outside experts and the inputs of whole layers
+of experts; these inputs and their routing are kept. An expert's own statistics are computed from its tokens
+and its original weights. For one expert at a time: statistics, transform, solving. The results equal those of
+a block that is completely in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
 class ExpertByExpert:
-    """A block and its transform. parts: takes changed parameters of experts that stay in 16 bit."""
+    """A block and its transform. parts: receives changed parameters of experts that stay in 16 bit."""
 
     def __init__(self, by: Measuring, block: Block, transform: ColumnScaling, parts: BlockParts):
         self._by, self._block, self._parts = by, block, parts
@@ -50,11 +50,11 @@ class ExpertByExpert:
         self._statistics = self._done.statistics
 
     def measured(self) -> Measured:
-        """Return the block's statistics: of each site in `order`, once the sites before are quantized."""
+        """Return the block's statistics: each site in `order`, after earlier sites are quantized."""
         return Measured(self._of, self._outputs, self._give_back, self._done, self._order())
 
     def _order(self) -> list[Site]:
-        """Return the sites, those of one expert one after another."""
+        """Return the sites, grouped by expert."""
         found: dict[str, list[Site]] = {}
         for site in self._block.wanted:
             if site.linears:
@@ -65,7 +65,7 @@ class ExpertByExpert:
         return expert_of(site.linears[0]) if site.linears[0] in self._away else None
 
     def _listening(self) -> ExitStack:
-        """Keep the inputs of layers of experts until the stack is closed."""
+        """Keep the inputs of layers of experts until the returned stack is closed."""
         stack = ExitStack()
         where = self._by.states.home
         for name, layer in self._block.module.named_modules():
@@ -80,7 +80,7 @@ class ExpertByExpert:
         return stack
 
     def _place(self, site: Site) -> tuple[str, int]:
-        """Return layer and number of a site's expert."""
+        """Return the layer's name and the number of a site's expert."""
         layer, _, number = expert_of(site.linears[0]).rpartition(".")
         return layer, int(number)
 
@@ -91,7 +91,7 @@ class ExpertByExpert:
         return self._statistics.pop(site)
 
     def _lend(self, expert: str) -> None:
-        """Bring an expert into memory and finish its transform."""
+        """Load an expert into memory and finish its transform."""
         by, index = self._by, self._block.index
         linears = [name for name in self._block.rows if name in self._away and expert_of(name) == expert]
         by.skeleton.lend(index, linears)
@@ -111,7 +111,7 @@ class ExpertByExpert:
         self._statistics.update(done.statistics)
 
     def _gathered(self, site: Site) -> SiteStatistics:
-        """Return the statistics of a site of the expert in memory, which has its original weights."""
+        """Return the statistics of a site of the expert in memory, with its original weights."""
         by = self._by
         sums = Statistics(site.in_features, by.skeleton.device, by.needs)
         with by.timings("forward"):
@@ -123,7 +123,7 @@ class ExpertByExpert:
         return measure.of_expert(own, self._pools[site.pool], site.in_features, by.choice)
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
-        """Return the inputs of an expert's site, batch by batch."""
+        """Yield the inputs of an expert's site, batch by batch."""
         name, number = self._place(site)
         layer = self._block.module.get_submodule(name)
         for seen in self._seen[name]:
@@ -131,13 +131,13 @@ class ExpertByExpert:
             yield hidden if site.pool == f"{name}.entering" else layer.inner(number, hidden)
 
     def _give_back(self) -> None:
-        """Free the expert in memory."""
+        """Release the expert in memory."""
         if self._lent:
             self._by.skeleton.lend(self._block.index, ())
         self._lent = None
 
     def _outputs(self) -> Iterator[Tensor]:
-        """Return the block's outputs, after experts that are not quantized were scaled."""
+        """Scale experts that are not quantized; then return the block's outputs."""
         left = {expert_of(name) for name in self._done.pending}
         quantized = {self._expert(site) for site in self._block.wanted if site.linears}
         for expert in sorted(left - quantized):

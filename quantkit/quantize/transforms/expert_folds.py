@@ -1,4 +1,4 @@
-"""An expert as a block of its own: folds inside it concern nothing else of its layer."""
+"""Folds inside an expert, found as if the expert were a block: they affect nothing else in its layer."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from quantkit.quantize.transforms.probe import probing
 
 @dataclass(frozen=True)
 class Expert:
-    """An expert and its view. prefix: of the names of its linears in the block. sites: in the block -> in
-    `view`. known: producers found in an earlier expert of its layer, empty for the first."""
+    """An expert and its view. prefix: of its linears' names in the block. sites: site of the block -> site of
+    `view`. known: producers found in an earlier expert of the layer; empty for the first expert."""
 
     prefix: str
     view: BlockView
@@ -26,8 +26,8 @@ class Expert:
     known: list[list[Producer]]
 
     def find_folds(self) -> list[Fold]:
-        """Return the folds inside the expert. Experts of a layer have equal modules: the first one's folds
-        are tried, and proven, in all others."""
+        """Return the folds inside the expert. Experts of a layer have equal modules, so the folds of the
+        first expert are the candidates for all others, and are proven there."""
         with probing(self.view) as probe:
             if self.known:
                 return find_folds(probe, lambda *_: iter(self.known[0]))
@@ -52,10 +52,10 @@ def experts(
     folded: Collection[Site],
     known: dict[str, list[list[Producer]]],
 ) -> Iterator[Expert]:
-    """Yield the experts of a block with sites that are to be quantized and not `folded` yet.
+    """Yield the experts of a block that have sites to be quantized and not in `folded`.
 
-    entering: a few tokens by place, `[tokens, in]` float32; each goes through all experts here. known: by
-    layer, see `Expert`.
+    entering: a few tokens for each layer, `[tokens, in]` float32, which run through all its experts. known:
+    producers by layer, see `Expert`.
     """
     for name, layer in view.block.named_modules():
         if not isinstance(layer, Experts):

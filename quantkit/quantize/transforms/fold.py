@@ -1,11 +1,10 @@
-"""Folds: scales that the producer of a linear's inputs can take, proven on the block, not listed by
-architecture.
+"""Folds: scales that the producer of a linear's inputs can absorb, proven by experiments on the block.
 
-The inputs of linears may be divided by s, and their columns multiplied by s, if their producer can be divided
-by s instead: a norm's weight, or rows of another linear (v for o through attention, up for down, fc1 for fc2
-through ReLU). A guess is tried with random powers of two, which round nothing: the producer is divided, and
-all readers of divided inputs are multiplied: linears, all experts of a layer, a router that is no linear. If
-no other input and not the block's output have changed, the scales are foldable.
+The inputs of linears can be divided by s, and their columns multiplied by s, if the producer of the inputs
+can be divided by s: a norm's weight, or rows of another linear (v for o through attention, up for down, fc1
+for fc2 through ReLU). A guess is tried with random powers of two, which cause no rounding. The producer is
+divided, and all readers of divided inputs are multiplied: linears, all experts of a layer, a router that is
+no linear. If no other inputs and not the block's output have changed, the scales can be folded.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from quantkit.quantize.transforms.probe import Observation, Probe, assign, equal
 
 @dataclass(frozen=True)
 class Producer:
-    """A module that takes scales. name: in the block. rows: int64 `[in]`, the row of its weight that each
-    channel of its readers follows; grouped heads share rows. one_plus: its weight acts as 1 + w.
-    """
+    """A module that can absorb scales. name: in the block. rows: int64 `[in]`, the row of its weight that
+    produces each channel of the readers; grouped heads share rows. one_plus: its weight acts as 1 + w."""
 
     name: str
     rows: Tensor
     one_plus: bool = False
 
     def tied(self, channels: Tensor) -> Tensor:
-        """Return the mean of `channels [in]` over the channels that share a row, `[in]`.
+        """Return `channels [in]`, each replaced by the mean over the channels that share its row.
 
-        Computed on the host: CUDA adds in any order, and a job has to write the same bytes twice.
+        Computed on the host, because sums on CUDA vary from run to run and a job must write the same bytes.
         """
         rows, values = self.rows.cpu(), channels.cpu()
         count = int(rows.max()) + 1
@@ -43,15 +41,15 @@ class Producer:
         return (sums / torch.bincount(rows, minlength=count).clamp(min=1))[rows].to(channels.device)
 
     def factor(self, block: nn.Module, scale: Tensor) -> Tensor:
-        """Return the factors of its weight's rows, `[rows]`, that divide its products by `scale [in]`."""
+        """Return the factors of the weight's rows, `[rows]`, that divide its outputs by `scale [in]`."""
         rows = len(block.get_submodule(self.name).weight)
         factor = torch.ones(rows, dtype=torch.float32, device=scale.device)
         factor[self.rows] = 1 / scale
         return factor
 
     def divided(self, block: nn.Module, scale: Tensor) -> dict[str, Tensor]:
-        """Return the producer's parameters, float32, by their names in the block, that divide its products by
-        `scale [in]`, equal on channels that share a row."""
+        """Return the producer's new parameters, float32, by name in the block: its outputs are divided by
+        `scale [in]`, which must be equal for channels that share a row."""
         module = block.get_submodule(self.name)
         factor = self.factor(block, scale)
         weight = module.weight.float()
@@ -67,8 +65,8 @@ class Producer:
 
 @dataclass(frozen=True)
 class Fold:
-    """A producer and all its readers. columns: parameters whose last axis is to be multiplied, by name in the
-    block: of `sites`, and matrices that are no linear's."""
+    """A producer and all its readers. columns: names of parameters whose last axis is multiplied: weights of
+    `sites`, and matrices that are not linears."""
 
     producer: Producer
     sites: tuple[Site, ...]
@@ -76,9 +74,9 @@ class Fold:
 
 
 def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | None = None) -> list[Fold]:
-    """Return folds, each site in one at most; `candidates`: instead of `guesses`.
+    """Return folds; each site is in at most one. candidates: yields producers instead of `guesses`.
 
-    Folds of other blocks play no part: a resumed job has not seen them.
+    Folds of other blocks are not reused, because a resumed job would not know them.
     """
     before, found = probe.run(), []
     for place, (site, *_) in probe.readers.items():
@@ -93,7 +91,7 @@ def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | Non
 
 
 def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]:
-    """Yield likely producers first: norms, linears row by channel, then parts of larger or smaller ones."""
+    """Yield producers, likely ones first: norms, linears of equal width, then parts of other linears."""
     width, device = before.inputs[place].shape[-1], before.output.device
     identity = torch.arange(width, device=device)
     reading = {name for site in probe.readers[place] for name in site.linears}
@@ -117,8 +115,8 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
 
 
 def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
-    """Return the fold of a producer, tried with random scales; None unless all readers can make up for
-    them."""
+    """Return the fold of a producer, tried with random scales; None if the readers cannot compensate for the
+    scales."""
     generator = torch.Generator().manual_seed(len(producer.rows))
     exponents = torch.randint(-1, 2, (int(producer.rows.max()) + 1,), generator=generator)
     scale = torch.exp2(exponents.to(producer.rows.device).float())[producer.rows]
@@ -149,15 +147,15 @@ def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
 
 
 def _divided(after: Tensor | None, before: Tensor, scale: Tensor) -> bool:
-    """Return True if `after` is `before` divided by `scale [in]`."""
+    """Return whether `after` is `before` divided by `scale [in]`."""
     if after is None or before.shape[-1:] != scale.shape or after.shape != before.shape:
         return False
     return bool(before.any()) and equal(after.float() * scale, before.float())
 
 
 def _compensated(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> list[str]:
-    """Multiply the last axis of a module's matrices that read divided inputs; return their names if the
-    module then returns the same as before. Modules with unchanged outputs are left alone."""
+    """Multiply the last axis of the matrices of a module with divided inputs. Returns their names if the
+    module's outputs are then the same as before, else []. Modules with unchanged outputs are skipped."""
     for name, leaves in probe.own.items():
         entered = before.entered.get(name)
         if entered is None or not _divided(after.entered.get(name), entered, scale):
@@ -177,7 +175,7 @@ def _compensated(probe: Probe, before: Observation, after: Observation, scale: T
 
 
 def _unchanged(after: Observation, before: Observation, places: list[str], scale: Tensor) -> bool:
-    """Return True if nothing has changed but divided inputs at these places."""
+    """Return whether nothing changed except for divided inputs at `places`."""
     if after.inputs.keys() != before.inputs.keys() or after.left.keys() != before.left.keys():
         return False
     for place, inputs in before.inputs.items():
@@ -199,7 +197,7 @@ LARGE = 4096
 
 @dataclass(frozen=True)
 class Following:
-    """The response of the inputs at `place` to changed rows of linear `name`; before: without changes."""
+    """How the inputs at `place` respond to changed rows of linear `name`. before: without changes."""
 
     probe: Probe
     place: str
@@ -207,10 +205,10 @@ class Following:
     before: Observation
 
     def rows(self) -> Tensor | None:
-        """Return the row that every input channel is proportional to, `[in]`; None if some channel has none.
+        """Return the row to which each input channel is proportional, `[in]`; None if a channel has none.
 
-        Rows that act on single channels alone are found by halving. The row of a channel is then read bit by
-        bit: rows with bit k of their number set are doubled, and their channels with them.
+        Rows that affect single channels are found by halving. Then the row number of each channel is read bit
+        by bit: if all rows whose number has bit k are doubled, their channels double.
         """
         out_features = self.probe.block.get_submodule(self.name).out_features
         granule = math.gcd(out_features, GRANULES[out_features > LARGE])
@@ -238,7 +236,7 @@ class Following:
         return self.before.inputs[self.place]
 
     def _proportional(self, rows: Tensor, granule: int) -> Iterator[Tensor]:
-        """Yield the parts of `rows` to which channels are proportional."""
+        """Yield the parts of `rows` to which some channels are proportional."""
         response = self._response(rows)
         if isinstance(response, Tensor):
             yield rows
@@ -249,9 +247,9 @@ class Following:
                     yield from self._proportional(part, granule)
 
     def _response(self, rows: Tensor):
-        """Return the channels that double, bool `[in]`, if these rows double.
+        """Return which channels double if these rows double, bool `[in]`.
 
-        _UNMOVED if no channel changes; None if any changes otherwise, or is zero.
+        _UNMOVED if no channel changes; None if a channel changes in another way or is zero.
         """
         module = self.probe.block.get_submodule(self.name)
         with self.probe.restored():
@@ -274,11 +272,11 @@ _UNMOVED = object()
 
 
 def divided(view: BlockView, producer: Producer, scale: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the exact scale `[in]` of a producer's 16-bit weights after division by `scale`, and its
-    parameters, float32, by their names in the block.
+    """Return the exact scale `[in]` that a producer's 16-bit weights have after division by `scale`, and its
+    new parameters, float32, by name in the block.
 
-    A norm's weight is rounded first, and the columns then take `w / w_stored`. Rows of a linear have no
-    single factor once rounded: they are quantized, or lose what 16 bit lose.
+    A norm's weight is rounded first, and the columns are multiplied by `w / w_stored`. Rows of a linear have
+    no single factor after rounding: they are quantized, or lose the precision of 16 bit.
     """
     weight = view.block.get_submodule(producer.name).weight
     if weight.ndim == 1:

@@ -1,7 +1,7 @@
-"""Observations of a block while a few tokens go through it.
+"""Observe a block while a few tokens run through it.
 
-One random linear stands in for all experts of a layer, with another factor for each expert, so that a token
-that is routed elsewhere shows. The experts' own weights are not needed.
+One random linear replaces all experts of a layer. Each expert multiplies its output by a different factor, so
+that changes of routing are visible. The experts' own weights are not needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms t
 
 @dataclass(frozen=True)
 class Observation:
-    """Tensors of one forward. inputs: at every place where linears read, `[..., in]`; entered: the first
-    input of every module with matrices of its own; left: all its outputs; output: the block's."""
+    """Tensors of one forward pass. inputs: by place where linears read, `[..., in]`. entered, left: the first
+    input and all outputs of each module with matrices that are not linears. output: of the block."""
 
     inputs: Mapping[str, Tensor]
     entered: Mapping[str, Tensor]
@@ -33,11 +33,11 @@ class Observation:
 
 
 class Probe:
-    """A block in float32 to experiment on; see `probing`.
+    """A block in float32 for experiments; see `probing`.
 
-    readers: by place, the sites that read there: one, or those of all experts of a layer. stand_ins: by such
-    a layer's place, the linear that computes instead of its experts. own: matrices that are no linear's, by
-    module, such as a router's.
+    readers: by place, the sites that read there: one, or those of all experts of a layer. stand_ins: by place
+    of such a layer, the linear that replaces its experts. own: matrices that are not linears, by module, such
+    as a router's.
     """
 
     def __init__(self, view: BlockView):
@@ -56,16 +56,16 @@ class Probe:
                 self.own[name] = leaves
 
     def modules(self) -> dict[str, nn.Module]:
-        """Return the block's modules without experts."""
+        """Return the block's modules except those inside experts."""
         inside = tuple(f"{name}." for name in self.layers)
         return {name: part for name, part in self.block.named_modules() if not f"{name}.".startswith(inside)}
 
     def columns(self, place: str) -> list[str]:
-        """Return the weights that read at a place."""
+        """Return the names of the weights that read at a place."""
         return [f"{name}.weight" for site in self.readers[place] for name in site.linears]
 
     def multiply(self, place: str, scale: Tensor) -> None:
-        """Multiply the columns that read at a place; for experts, those of their stand-in."""
+        """Multiply the columns of weights that read at a place by a scale; for experts, of their stand-in."""
         stand_in = self.stand_ins.get(place)
         if stand_in is not None:
             stand_in.weight = nn.Parameter(stand_in.weight * scale, requires_grad=False)
@@ -74,7 +74,7 @@ class Probe:
             assign(self.block, name, self.block.get_parameter(name) * scale)
 
     def run(self) -> Observation:
-        """Run one forward."""
+        """Run one forward pass and return its tensors."""
         inputs, entered, left = {}, {}, {}
 
         def keep(name: str) -> Callable:
@@ -98,7 +98,7 @@ class Probe:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put all parameters back afterwards, except those of experts, which do not change."""
+        """Restore all parameters after the context, except those of experts, which do not change."""
         modules = [*self.modules().values(), *self.stand_ins.values()]
         kept = [(module, dict(module.named_parameters(recurse=False))) for module in modules]
         try:
@@ -111,7 +111,7 @@ class Probe:
 
 @contextmanager
 def probing(view: BlockView) -> Iterator[Probe]:
-    """Yield a probe of the block; afterwards its experts compute again."""
+    """Yield a probe of the block; after the context its experts compute normally again."""
     probe = Probe(view)
     for name, layer in probe.layers.items():
         layer.forward = _computing(layer, probe.stand_ins[f"{name}.entering"])
@@ -123,7 +123,7 @@ def probing(view: BlockView) -> Iterator[Probe]:
 
 
 def _stand_in(layer: Experts, device: torch.device) -> nn.Linear:
-    """Return a linear with random weights, as wide as an expert of the layer."""
+    """Return a linear with random weights and the width of the layer's experts."""
     width = layer.get_submodule(f"0.{layer.down}").out_features
     weight = torch.randn(width, width, generator=torch.Generator().manual_seed(0))
     linear = nn.Linear(width, width, bias=False, device="meta")
@@ -132,7 +132,7 @@ def _stand_in(layer: Experts, device: torch.device) -> nn.Linear:
 
 
 def _computing(layer: Experts, linear: nn.Linear) -> Callable:
-    """Return the forward of a layer whose experts are `linear`, each with a factor of its own."""
+    """Return a forward for a layer whose experts all are `linear`, each times a different factor."""
 
     def forward(hidden: Tensor, *routing) -> Tensor:
         found = linear(layer.entering(hidden))
@@ -147,7 +147,7 @@ def _computing(layer: Experts, linear: nn.Linear) -> Callable:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Compare token by token: one token with massive activations would hide all others."""
+    """Return whether tensors agree token by token, so that massive activations of one hide no other."""
     if a.shape != b.shape:
         return False
     if not b.is_floating_point():
@@ -171,9 +171,9 @@ def _tensors(tree: object) -> list[Tensor]:
 
 @contextmanager
 def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",)) -> Iterator[None]:
-    """Keep the parameters of the block, or of these modules of it, in float32. Afterwards `changed`
-    parameters that stay in 16 bit are rounded as they will be stored; weights to be quantized stay in float32
-    and leave `changed`."""
+    """Hold the parameters of the block, or of some of its modules, in float32 inside the context. Afterwards
+    `changed` parameters are rounded as they will be stored; weights to be quantized stay in float32 and are
+    removed from `changed`."""
     found = {name: view.block.get_submodule(name) for name in modules}
     dtypes = {
         f"{name}.{leaf}" if name else leaf: parameter.dtype
@@ -197,7 +197,7 @@ def in_float32(view: BlockView, changed: set[str], modules: Sequence[str] = ("",
 
 
 def set_aside(block: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Let linears compute in these dtypes again; return the float32 weights that this rounds, by name."""
+    """Round linears' weights to these dtypes for computing. Returns the float32 weights that changed."""
     exact = {}
     for name, dtype in dtypes.items():
         module = block.get_submodule(name)

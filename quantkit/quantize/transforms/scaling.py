@@ -1,15 +1,15 @@
-"""Columns of linears are scaled before rounding, and the producer of their inputs is divided by the scale.
+"""Scale columns of linears before rounding, and divide the producer of their inputs by the scale.
 
-A `ColumnScaling` has a loss under a scale and a search for the best one: AWQ's (`awq`), that of error
-feedback (`auto`), or that of rounded inputs (`smooth`).
+A `ColumnScaling` defines a loss under a scale and a search for the best scale: for AWQ (`awq`), for error
+feedback (`auto`), or for rounded inputs (`smooth`).
 
-Sites that read one producer, such as a router, all experts and a shared expert after a norm, share a scale;
-their losses add up, weighted by tokens. Experts count with the second moments of their layer's inputs, one
-matrix for all, and of many rows an even sample is searched: 128 experts cost no more than a dense layer. A
-router stays in 16 bit, and its columns are rounded to 16 bit again.
+Sites with the same producer share a scale, such as a router, all experts and a shared expert after a norm;
+their losses are added, weighted by tokens. All experts use the second moments of their layer's inputs, and if
+they have many rows, an even sample is searched: 128 experts cost no more than a dense layer. A router stays
+in 16 bit, and its scaled columns are rounded to 16 bit.
 
-Experts that are not in memory are read for the sample, one after another. Their columns and insides are
-scaled when each comes into memory to be quantized (`Later`).
+Experts that are not in memory are read for the sample, one after another. Their columns and inner producers
+are scaled when they are loaded to be quantized (`Later`).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ UNFOLDED = "nothing to fold scales into: kept at 1"
 
 
 class ColumnScaling:
-    """The transform of every block before its sites are solved, and of each streamed expert before its own
-    sites are solved. A subclass says what a scale is worth, and which scales are tried.
+    """The transform of every block before its sites are solved, and of each streamed expert before the
+    expert's sites are solved. A subclass defines the loss and the candidate scales.
 
-    needs: fields of SiteStatistics. sample: share of the calibration tokens to choose by. Below 1 experts
-    stay as they are: no statistics of theirs are gathered, and all sites are then measured in order, by all
-    tokens. rounds: the error of rounding every linear as it is, to nearest, is measured. rows: of a fold that
-    are looked at; None: all. plain: candidates are rounded on the grid without a search. enough: the share of
-    the unscaled loss that a scale has to stay below, by dimensions of the producer's weight.
+    needs: fields of SiteStatistics. sample: share of the calibration tokens by which scales are chosen; below
+    1 experts are not scaled, and afterwards all sites are measured in order with all tokens. rounds: also
+    measure the error of rounding the unscaled linears to nearest. rows: how many rows of a fold are used;
+    None: all. plain: round candidates on the grid without search. enough: a scale is used if its loss is
+    below this share of the unscaled loss; by number of dimensions of the producer's weight.
     """
 
     needs: frozenset[str]
@@ -56,23 +56,23 @@ class ColumnScaling:
     enough: Mapping[int, float] = {1: 1.0, 2: 1.0}
 
     def reader(self, reader: Reader) -> Reader:
-        """Return the reader with a loss of this kind."""
+        """Return a reader with the loss of this transform."""
         return reader
 
     def losses(self, readers: Sequence[Reader]) -> Losses:
-        """Return the losses of readers, by scale, on an even sample of their rows."""
+        """Return the losses of these readers, computed on an even sample of their rows."""
         step = math.ceil(sum(len(one.weight) for one in readers) / self.rows) if self.rows else 1
         return Losses([self.reader(one.every(step)) for one in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """Return the scale `[in]` of least loss, None if no scale is best. entering: statistics of the
-        inputs, and their share of all tokens."""
+        """Return the scale `[in]` with the least loss; None if no scale is best. entering: statistics of the
+        inputs, with their shares of all tokens."""
         raise NotImplementedError
 
     def apply(self, view: BlockView) -> Transformed:
-        """Scale every site that gains by it; sites without a foldable producer get a note."""
+        """Scale every site whose loss falls; sites without a foldable producer get a note."""
         here = {site for site in view.statistics if site.linears and not view.is_away(site)}
         result = Transformed({site: view.statistics[site] for site in view.statistics if site in here})
         with in_float32(view, result.changed):
@@ -90,8 +90,8 @@ class ColumnScaling:
         folds: Sequence[Fold],
         result: Transformed,
     ) -> dict[str, Tensor]:
-        """Scale the folds that gain by it, and those inside experts in memory; note which of `sites` have
-        none. Returns the scales of columns of linears that are away."""
+        """Scale the folds whose loss falls, also inside experts in memory; note which of `sites` have no
+        fold. Returns the column scales of linears that are not in memory."""
         here = replace(
             view, statistics={site: view.statistics[site] for site in view.statistics if site in sites}
         )
@@ -112,7 +112,7 @@ class ColumnScaling:
         return columns
 
     def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
-        """Search the scale of a fold and fold it. Returns the scales of columns of linears that are away."""
+        """Search the scale of a fold and fold it. Returns the column scales of linears not in memory."""
         sites = [site for site in fold.sites if site in view.statistics]
         here = [site for site in sites if not view.is_away(site)]
         if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
@@ -150,7 +150,7 @@ class ColumnScaling:
         return {name.removesuffix(".weight"): scale for name in fold.columns if name in away}
 
     def _rounded(self, view: BlockView, site: Site, result: Transformed) -> Losses:
-        """Return a site's losses; the errors of rounding its unscaled linears go into `result`."""
+        """Return a site's losses; add the errors of rounding its unscaled linears to `result`."""
         readers = _readers(view, site)
         losses = self.losses(readers)
         for name, reader, loss in zip(_quantized(view, site), readers, losses.plain, strict=True):
@@ -159,7 +159,7 @@ class ColumnScaling:
         return losses
 
     def _leave(self, view: BlockView, sites: Sequence[Site], result: Transformed) -> None:
-        """Note for these sites that nothing takes their scales."""
+        """Note that these sites are not scaled because no producer can absorb a scale."""
         for site in sites:
             facts = {"notes": (UNFOLDED,)} if self.rounds else {"scaled": {"into": None}}
             if self.rounds:
@@ -170,8 +170,8 @@ class ColumnScaling:
 
 @dataclass(frozen=True)
 class Later:
-    """The part of a transform that waits for experts to come into memory. entering: a few tokens by place;
-    folded: sites with a shared scale; known: producers inside experts, by layer."""
+    """The part of a transform that is done when experts are loaded. entering: a few tokens for each layer.
+    folded: sites with a shared scale. known: producers inside experts, by layer."""
 
     transform: ColumnScaling
     entering: Mapping[str, Tensor]
@@ -179,7 +179,7 @@ class Later:
     known: dict[str, list[list[Producer]]] = field(default_factory=dict)
 
     def expert(self, columns: Mapping[str, Tensor], view: BlockView, linears: Sequence[str]) -> Transformed:
-        """Multiply the columns of an expert's `linears` and scale its inside."""
+        """Scale the columns of an expert's `linears`, then its inner producers; return the changes."""
         result = Transformed(dict(view.statistics))
         layer = expert_share.expert_of(linears[0]).rpartition(".")[0]
         shared = [name for name, _ in view.block.get_submodule(layer).named_children() if not name.isdigit()]
@@ -204,14 +204,14 @@ def _quantized(view: BlockView, site: Site) -> list[str]:
 
 
 def _readers(view: BlockView, site: Site) -> list[Reader]:
-    """Return all rows that read at a site."""
+    """Return one reader for each quantized linear of a site."""
     hessian = view.statistics[site].hessian
     weights = {name: view.block.get_submodule(name).weight for name in _quantized(view, site)}
     return [Reader(part, view.grids[name].plain(), hessian) for name, part in weights.items()]
 
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
-    """Return the statistics of sites, for experts those of their layer."""
+    """Return the statistics of sites; for an expert's site, those of its layer."""
     return {place: view.statistics[place] for place in map(_place, sites)}
 
 
@@ -225,7 +225,7 @@ def _sampled(
     entering: Mapping[Site, SiteStatistics],
     plain: bool = True,
 ) -> list[Reader]:
-    """Return an even sample of the rows of several sites, each weighted by the tokens that reach it."""
+    """Return readers for an even sample of the rows of several sites, weighted by the sites' tokens."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
     step = math.ceil(sum(len(view.block.get_submodule(name).weight) for _, name in names) / SEARCHED)
     total = max(statistics.tokens for statistics in entering.values()) or 1
@@ -250,8 +250,8 @@ def _sampled(
 
 @dataclass(frozen=True)
 class Reader:
-    """Rows that read at a site. weight: `[out, in]` float32. hessian: of the inputs. share: weight of each
-    row in the loss, `[out]`; None: 1. inputs: a few of them, `[few, in]`, if the transform needs them."""
+    """Rows that read a site's inputs. weight: `[out, in]` float32. hessian: of the inputs. share: weight of
+    each row in the loss, `[out]`; None: 1. inputs: `[few, in]`, if the transform needs any."""
 
     weight: Tensor
     grid: Grid
@@ -260,13 +260,13 @@ class Reader:
     inputs: Tensor | None = None
 
     def split(self, rows: int) -> list[Reader]:
-        """Split into readers of so many rows."""
+        """Return readers of at most `rows` rows each."""
         parts = self.weight.split(rows)
         shares = [None] * len(parts) if self.share is None else self.share.split(rows)
         return [replace(self, weight=part, share=share) for part, share in zip(parts, shares, strict=True)]
 
     def loss(self, scale: Tensor | None) -> Tensor:
-        """Return `tr(dW H dWᵀ)` under a scale `[in]`, or without."""
+        """Return `tr(dW H dWᵀ)` under a scale `[in]`; None: without scaling."""
         scaled = self.weight.clone() if scale is None else self.weight * scale
         groups = scaled.view(-1, self.grid.group_size)
         values = self.grid.nearest(groups, self.grid.fit(groups)).view(self.weight.shape)
@@ -274,22 +274,22 @@ class Reader:
         return self.counted(row_losses(delta, self.hessian))
 
     def every(self, step: int) -> Reader:
-        """Return the reader of every `step`-th row."""
+        """Return a reader of every `step`-th row."""
         return replace(
             self, weight=self.weight[::step], share=None if self.share is None else self.share[::step]
         )
 
     def counted(self, rows: Tensor) -> Tensor:
-        """Return the weighted sum of the losses of rows, `[out]`."""
+        """Return the weighted sum of row losses `[out]`."""
         return (rows if self.share is None else rows * self.share).sum()
 
 
 class Losses:
-    """`tr(dW H dWᵀ)` of linears under scales of their inputs, `dW = Q(W s) / s - W`, added up.
+    """The sum of `tr(dW H dWᵀ)` over linears under a scale of their inputs, with `dW = Q(W s) / s - W`.
 
-    plain: the loss of each without a scale. Groups are fitted one by one, also with double quantization.
-    Losses of rows are independent and never negative, so a scale is given up once the rows so far have lost
-    more than a limit: those with the largest loss come first.
+    plain: each linear's loss without a scale. Groups are fitted one by one, also with double quantization.
+    Row losses are independent and never negative, so a scale is given up once its loss exceeds a limit; rows
+    with the largest loss come first.
     """
 
     def __init__(self, readers: Sequence[Reader]):
@@ -305,7 +305,7 @@ class Losses:
         self._parts = [part for _, part in sorted(lost, key=lambda pair: -pair[0])]
 
     def of(self, scale: Tensor, limit: float = math.inf) -> float:
-        """Return the loss of all linears under `scale [in]`; any value above `limit` if it is larger."""
+        """Return the loss of all linears under `scale [in]`; if it exceeds `limit`, any value above."""
         total = 0.0
         for part in self._parts:
             total += part.loss(scale).item()
@@ -315,6 +315,6 @@ class Losses:
 
 
 def in_few_digits(scale: Tensor) -> Tensor:
-    """Round a scale `[in]`, largest and smallest value each other's inverse, so that it does not depend on
-    the order of sums."""
+    """Return a scale `[in]` normalised to `max(s) min(s) = 1` and rounded to bfloat16, so that it does not
+    depend on the order of sums."""
     return (scale / (scale.max() * scale.min()).sqrt()).bfloat16().float()

@@ -1,24 +1,24 @@
-"""smooth: columns are scaled for rounded inputs, as SmoothQuant does.
+"""smooth: scale columns for rounded inputs, as SmoothQuant does.
 
-If a client rounds the inputs of a linear token by token, one large channel makes the step of its token large
-for all channels. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, equation 4) divides channels by
+If a client rounds the inputs of a linear token by token, one large channel makes the token's step large for
+all channels. SmoothQuant (Xiao et al. 2022, arXiv:2211.10438, equation 4) divides channels by
 
     s_j = max|x_j|^α / max|w_j|^(1-α)
 
-and multiplies the columns that read them; α is one for the whole model, and norms alone are divided. Here s
-is folded into any producer of the inputs (fold.py), also into v for o and up for down, and each fold has its
-own.
+and multiplies the columns that read them. It uses one α for the whole model and only divides norms. Here s is
+folded into any producer of the inputs (fold.py), also into v for o and up for down, and each fold has its own
+s.
 
-The loss under s is the sum of both roundings. Weights: `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with the
-pivots D of error feedback (auto.py) times four, because feedback makes up for this text better than for any
-other; or with the diagonal of H for round to nearest. Inputs: `Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` on a few
+The loss under s is the sum of both rounding errors. Weights: `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with the
+pivots D of error feedback (auto.py) times four, because feedback compensates on this text better than on any
+other; for round to nearest, D is the diagonal of H. Inputs: `Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` on a few
 tokens, with c_t the inverse of the token's outputs, because a norm follows.
 
-Candidates are `s_j = (n_j g_j + f median(n g))^a / g_j`: n_j is the 4-norm of a channel over tokens of equal
-size, g_j the root mean square of its column, or 1; f > 0 bounds the scale of channels that are small in the
-text. The choice is cross-validated: s of one half of the text, its loss on the other half. On text of another
-kind the inputs' part of the loss falls to 0.46 in q/k/v (SmoothQuant at its best α: 0.48), 0.76 in gate and
-up (0.86) and 0.90 in down (1.09).
+Candidates are `s_j = (n_j g_j + f median(n g))^a / g_j`. n_j is the 4-norm of a channel over tokens scaled to
+equal size, g_j is the root mean square of its column, or 1. f > 0 bounds the scale of channels that are small
+in the text. The choice is cross-validated: s from one half of the text, its loss on the other half. On text
+of another kind the inputs' part of the loss falls to 0.46 in q/k/v (SmoothQuant at its best α: 0.48), 0.76 in
+gate and up (0.86) and 0.90 in down (1.09).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ QUIET = 0.1  # of the mean token's outputs: smaller outputs count as this large
 
 @dataclass(frozen=True)
 class SmoothScaling(ColumnScaling):
-    """Loss of rounded weights and inputs. solver: rounds the weights. rounded: inputs `[tokens, in]` as
-    clients round them."""
+    """Scaling by the loss of rounded weights and inputs. solver: rounds the weights. rounded: rounds inputs
+    `[tokens, in]` as clients do."""
 
     solver: Solver
     rounded: Callable[[Tensor], Tensor]
@@ -55,7 +55,7 @@ class SmoothScaling(ColumnScaling):
     enough = {1: ENOUGH, 2: ENOUGH}
 
     def reader(self, reader: Reader) -> SmoothReader:
-        """See `ColumnScaling`: a loss by both roundings."""
+        """See `ColumnScaling`: returns a reader whose loss counts both roundings."""
         inputs = reader.inputs
         outputs = (inputs @ reader.weight.t()).square_().sum(1)
         count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
@@ -72,8 +72,8 @@ class SmoothScaling(ColumnScaling):
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `ColumnScaling`: the scale of the whole text, by the exponent and floor that are best for the
-        halves crosswise."""
+        """See `ColumnScaling`: returns the whole text's scale, with the exponent and floor that are best if
+        each half's scale is judged on the other half."""
         halves = sum(part.fourth * share for part, share in entering)
         column = column_size(losses.readers)
         tried = (candidates(fourth, column) for fourth in (*halves, halves.mean(0)))
@@ -87,14 +87,14 @@ class SmoothScaling(ColumnScaling):
 
 
 def column_size(readers: Sequence[SmoothReader]) -> Tensor:
-    """Return the root mean square of each column, `[in]`, at least FLOOR of the mean."""
+    """Return the root mean square of each column, `[in]`, at least FLOOR times the mean."""
     rows = sum(len(reader.weight) for reader in readers)
     size = (sum(reader.weight.square().sum(0) for reader in readers) / rows).sqrt()
     return size.clamp(min=FLOOR * size.mean().clamp(min=TINY))
 
 
 def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
-    """Yield scales `[in]` by the mean fourth powers of channels and the size of columns, `[in]` both."""
+    """Yield candidate scales `[in]`. fourth: mean fourth powers of channels; column: `column_size`."""
     size = fourth.pow(0.25)
     for g in (torch.ones_like(column), column):
         part = size * g
@@ -107,18 +107,18 @@ def candidates(fourth: Tensor, column: Tensor) -> Iterator[Tensor]:
 @dataclass(frozen=True)
 class SmoothReader(Reader):
     """A reader with the loss of both roundings. pivots: cost of an error in each column, `[in]`. count:
-    weight of each of `inputs`, `[few]`."""
+    weight of each row of `inputs`, `[few]`."""
 
     pivots: Tensor = field(kw_only=True)
     count: Tensor = field(kw_only=True)
     rounded: Callable[[Tensor], Tensor] = field(kw_only=True)
 
     def loss(self, scale: Tensor | None) -> Tensor:
-        """Return the loss of both roundings under a scale `[in]`, or without."""
+        """Return the loss of both roundings under a scale `[in]`; None: without scaling."""
         return self.counted(self._by_weights(scale) + self._by_inputs(scale))
 
     def crossed(self, first: Tensor, second: Tensor) -> Tensor:
-        """Return `loss` on either half of the inputs with the scale of the other half."""
+        """Return the mean `loss` on both halves of the inputs, each with the other half's scale."""
         half = len(self.inputs) // 2
         parts = (second, slice(0, half)), (first, slice(half, None))
         return sum(

@@ -1,14 +1,14 @@
-"""Rotations that are folded into the weights: R1 of the residual stream, R2 of the values inside attention.
+"""Rotations folded into the weights: R1 of the residual stream, R2 of the values inside attention.
 
 Products with an orthogonal matrix spread outliers over all channels, and grids become finer (QuaRot,
-arXiv:2404.00456; SpinQuant, arXiv:2405.16406, section 3). Both rotations are exact in the file: no client has
-to know of them.
+arXiv:2404.00456; SpinQuant, arXiv:2405.16406, section 3). Both rotations are exact in the file, so clients
+need not know of them.
 
-The source is read through the rotations (`reading.Rewritten`), tensor by tensor, rounded to the precision
-of the stored tensor. Loop, solvers, outputs and memory are those of any other checkpoint.
+The source is read through the rotations (`reading.Rewritten`), tensor by tensor, rounded to the precision of
+the stored tensor. Loop, solvers, outputs and memory are as for any other checkpoint.
 
-One block of each kind shows its stream and heads (`stream`). Before the job begins the whole model runs
-before and after the rotation, in float32.
+The stream and heads are found on one block of each kind (`stream`). Before the job begins, the whole model
+runs without and with the rotation, in float32, and both must give the same result.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Rotated:
-    """The checkpoint as it is read through the rotations. record: for the manifest; notes: for the user."""
+    """The checkpoint as read through the rotations. record: for the manifest; notes: for the user."""
 
     checkpoint: Checkpoint
     record: dict
@@ -52,9 +52,9 @@ class Rotated:
 
 def rotate(skeleton: Skeleton, transform: str, progress: Progress, prove: bool = True) -> Rotated:
     """Find the rotations of a model and, with `prove`, prove them. transform: `rotate`, or `rotate-v` for R2
-    alone.
+    only.
 
-    Raises QuantkitError for a model that cannot be rotated, and for a quantized model.
+    Raises QuantkitError if the model cannot be rotated or is already quantized.
     """
     checkpoint = skeleton.checkpoint
     if checkpoint.quantized:
@@ -85,9 +85,9 @@ def rotate(skeleton: Skeleton, transform: str, progress: Progress, prove: bool =
 
 
 class _Finder:
-    """The rotations of a model, found on one block of each kind, in float32. residual: with R1.
+    """Finds the rotations of a model on one block of each kind, in float32. residual: also find R1.
 
-    kinds: of each block, the heads that turn, and with R1 the stream.
+    kinds: for each block, the heads that can be rotated, and with R1 the stream.
     """
 
     def __init__(self, skeleton: Skeleton, residual: bool):
@@ -121,7 +121,7 @@ class _Finder:
     def _look(
         self, index: int, run: Callable[[Tensor], Tensor], hidden: Tensor
     ) -> tuple[list[Heads], Stream | None]:
-        """Return heads and stream of a loaded block. Raises NotRotatable if its stream does not turn."""
+        """Return heads and stream of a loaded block. Raises NotRotatable if R1 is impossible."""
         skeleton, block = self.skeleton, self.skeleton.blocks[index]
         sites = [site for site in find_sites(block, lambda: run(hidden)) if site.linears]
         away, stored = skeleton.away(index), lambda name, tensor: tensor
@@ -146,7 +146,7 @@ class _Finder:
             return heads, found
 
     def rotated(self) -> Rotated:
-        """Return the checkpoint read through the rotations. Raises NotRotatable if there is none."""
+        """Return the checkpoint as read through the rotations. Raises NotRotatable if there is none."""
         checkpoint, names = self.skeleton.checkpoint, self.skeleton.names
         source, rewritten = checkpoint, {}
 
@@ -189,7 +189,7 @@ class _Finder:
         return Rotated(found, record, (note,) if untied else ())
 
     def refuse_unlike(self, found: Rotated) -> None:
-        """Raise NotRotatable unless the model computes the same before and after, in float32, block by
+        """Raise NotRotatable unless the model computes the same with the rotations, in float32, block by
         block."""
         infos = {
             name: replace(info, exact=True) if isinstance(info, Rewritten) else info
@@ -216,8 +216,8 @@ def _values(
     full: Callable[[str], str],
     exact: bool,
 ) -> Tensor:
-    """Return the new values of the model's parameter `name`, made of the stored tensor `of`, in its
-    precision, or `exact` in float32. full: turns names in the edit into names in the model."""
+    """Return the new values of the model's parameter `name`, computed from the stored tensor `of`, in its
+    precision, or in float32 if `exact`. full: maps names in the edit to names in the model."""
 
     def get(other: str) -> Tensor:
         return checkpoint.read(names.stored[full(other)], torch.float32)

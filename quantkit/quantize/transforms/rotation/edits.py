@@ -1,4 +1,4 @@
-"""Edits of parameters for a rotated stream or rotated heads, for a block in memory and on disk."""
+"""Edits of parameters that rotate the stream or heads, for a block in memory and on disk."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Get = Callable[[str], Tensor]  # a parameter's values before, float32
 
 @dataclass(frozen=True)
 class Turn:
-    """A rotation by `by` of channels along an axis, counted from the end: `channels [groups, width]`, or one
-    group of `by.width` after the other."""
+    """A rotation of channels along an axis by `by`. axis: negative, counted from the end. channels:
+    `[groups, width]`, the channels of each group; None: consecutive groups of `by.width`."""
 
     axis: int
     by: Orthogonal
     channels: Tensor | None = None
 
     def apply(self, tensor: Tensor) -> None:
-        """Turn a float32 tensor in place, AT_ONCE weights at a time."""
+        """Rotate a float32 tensor in place, AT_ONCE weights at a time."""
         rows = tensor.movedim(self.axis, -1)
         step = max(1, AT_ONCE // rows.shape[-1])
         for part in rows.split(step) if rows.ndim > 1 else [rows]:
@@ -40,8 +40,8 @@ class Turn:
 
 @dataclass
 class Edit:
-    """New values of one parameter. gain: the norm whose weight its columns take, and whether that acts as
-    1 + w; turns: applied after that. fill: all values are this number instead."""
+    """New values of one parameter. gain: the norm whose weight is multiplied into its columns, and whether
+    that weight acts as 1 + w. turns: rotations after that. fill: one number for all values instead."""
 
     turns: list[Turn] = field(default_factory=list)
     gain: tuple[str, bool] | None = None
@@ -49,12 +49,12 @@ class Edit:
 
     @property
     def by_rows(self) -> bool:
-        """Return True if rows do not depend on one another."""
+        """Return whether the edit treats each row alone."""
         return all(turn.axis == -1 for turn in self.turns)
 
     def of(self, tensor: Tensor, get: Get, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the parameter's new values, in `dtype`; products are float32. If rows do not depend on one
-        another, as in an embedding, only a part is in float32 at a time."""
+        """Return the parameter's new values in `dtype`; products are float32. If the edit treats each row
+        alone, as for an embedding, only some rows are in float32 at a time."""
         if self.fill is not None:
             return torch.full_like(tensor, self.fill, dtype=dtype)
         gain = None
@@ -73,14 +73,14 @@ class Edit:
 
 
 def of_norm(edits: dict[str, Edit], name: str, one_plus: bool) -> None:
-    """Edit a norm whose weight went into what reads it."""
+    """Edit a norm whose weight was multiplied into its readers."""
     edits[f"{name}.weight"] = Edit(fill=0.0 if one_plus else 1.0)
 
 
 def of_stream(
     edits: dict[str, Edit], stream: Stream, shapes: Mapping[str, tuple[int, ...]], by: Orthogonal
 ) -> None:
-    """Turn the stream of a block; shapes: of its parameters, by name."""
+    """Add the edits that rotate a block's stream. shapes: of its parameters, by name."""
     for name, one_plus in stream.norms.items():
         of_norm(edits, name, one_plus)
     for name, norm in stream.reads.items():
@@ -96,7 +96,7 @@ def of_stream(
 def of_heads(
     edits: dict[str, Edit], heads: Heads, shapes: Mapping[str, tuple[int, ...]], by: Orthogonal
 ) -> None:
-    """Turn heads of a block."""
+    """Add the edits that rotate a block's heads."""
     weight, bias = f"{heads.values}.weight", f"{heads.values}.bias"
     edits.setdefault(weight, Edit()).turns.append(Turn(-2, by, heads.rows))
     if bias in shapes:
@@ -111,7 +111,7 @@ EXACT = 1e-4  # relative to a block's sum for a token, in float32; wrong rotatio
 def turned_stream(
     probe: Probe, edits: Mapping[str, Edit], run: Callable[[Tensor], Tensor], hidden: Tensor, by: Orthogonal
 ) -> bool:
-    """Return True if the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
+    """Return whether the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
     wanted = by.turn(run(hidden) - hidden)
     with probe.restored():
         _apply(probe, edits)
@@ -120,7 +120,7 @@ def turned_stream(
 
 
 def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) -> bool:
-    """Return True if the readers of heads, and the block, return the same with edited parameters."""
+    """Return whether the readers of heads, and the block, return the same with edited parameters."""
     before = _returned(probe, reads)
     with probe.restored():
         _apply(probe, edits)
@@ -129,7 +129,7 @@ def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) 
 
 
 def _apply(probe: Probe, edits: Mapping[str, Edit]) -> None:
-    """Edit a block's parameters; for experts, the linear that stands in for them."""
+    """Edit a block's parameters; for experts, those of their stand-in."""
     block = probe.block
     before = {name: parameter for name, parameter in block.named_parameters() if not parameter.is_meta}
     inside = tuple(f"{name}." for name in probe.layers)
@@ -161,5 +161,5 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def difference(found: Tensor, wanted: Tensor) -> float:
-    """Return the relative difference of logits."""
+    """Return `|found - wanted| / |wanted|`; infinity if any value is not finite."""
     return ((found - wanted).norm() / wanted.norm()).item() if torch.isfinite(found).all() else float("inf")

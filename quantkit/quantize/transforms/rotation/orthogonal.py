@@ -1,11 +1,12 @@
-"""Orthogonal matrices that spread every channel over all of them: randomised Hadamard matrices.
+"""Orthogonal matrices that spread every channel over all channels: randomised Hadamard matrices.
 
-A weight's outliers make its grid coarse; multiplied by a Hadamard matrix with random signs, its rows look
-normal (QuIP#, arXiv:2402.04396, section 3; QuaRot, arXiv:2404.00456, section 3). `H_ab = H_a ⊗ H_b`, so
-products are computed factor by factor, in n (a + b + …) operations a row instead of n².
+Outliers make a weight's grid coarse. After multiplication by a Hadamard matrix with random signs, its rows
+are nearly normally distributed (QuIP#, arXiv:2402.04396, section 3; QuaRot, arXiv:2404.00456, section 3).
+`H_ab = H_a ⊗ H_b`, so products are computed factor by factor, in n (a + b + …) operations per row instead of
+n².
 
 Sylvester's matrices have powers of two as orders, Paley's q + 1 or 2 (q + 1) for a prime q. Their products
-cover all widths of common models, such as 2304 = 36 · 64 and 3584 = 28 · 128. Other widths take a random
+cover all widths of common models, such as 2304 = 36 · 64 and 3584 = 28 · 128. Other widths get a random
 orthogonal factor.
 """
 
@@ -21,7 +22,7 @@ FACTOR = 64  # a power of two is split into factors of at most this
 
 @dataclass(frozen=True)
 class Orthogonal:
-    """Q `[n, n]`: signs `[n]`, then the Kronecker product of `factors`. All float32."""
+    """Q `[n, n]`: diagonal `signs [n]` times the Kronecker product of `factors`. All are float32."""
 
     signs: Tensor
     factors: tuple[Tensor, ...]
@@ -33,7 +34,7 @@ class Orthogonal:
 
     @property
     def is_hadamard(self) -> bool:
-        """Return True if all entries have the same size."""
+        """Return whether all entries have the same absolute value."""
         return all(bool(torch.allclose(part.abs(), part[0, 0].abs())) for part in self.factors)
 
     def turn(self, rows: Tensor) -> Tensor:
@@ -46,7 +47,7 @@ class Orthogonal:
 
 
 def random(width: int, seed: int) -> Orthogonal:
-    """Return a randomised Hadamard matrix, or the nearest matrix to it, by seed."""
+    """Return a randomised Hadamard matrix; if the width has none, with one random orthogonal factor."""
     generator = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (width,), generator=generator).float() * 2 - 1
     even = width & -width
@@ -69,7 +70,7 @@ def _random_factor(width: int, generator: torch.Generator) -> Tensor:
 
 
 def _paley(order: int) -> Tensor | None:
-    """Return Paley's Hadamard matrix (1933), entries 1 and -1; None if no construction has this order."""
+    """Return Paley's Hadamard matrix (1933), entries 1 and -1; None if Paley has none of this order."""
     q = order - 1
     if q % 4 == 3 and _is_prime(q):  # I + S with S skew
         core = _jacobsthal(q)
@@ -86,7 +87,7 @@ def _paley(order: int) -> Tensor | None:
 
 
 def _jacobsthal(q: int) -> Tensor:
-    """Return `[q, q]`: 1 where i - j is a square modulo q, -1 where not, 0 on the diagonal."""
+    """Return a matrix `[q, q]`: 1 where i - j is a square modulo q, -1 elsewhere, 0 on the diagonal."""
     numbers = torch.arange(q)
     character = torch.full((q,), -1.0)
     character[numbers * numbers % q], character[0] = 1, 0
@@ -99,7 +100,7 @@ def _is_prime(number: int) -> bool:
 
 
 def sylvester(size: int, device: torch.device | None = None) -> Tensor:
-    """Return Sylvester's orthonormal matrix `[size, size]` of a power of 2, float32, its own inverse."""
+    """Return Sylvester's orthonormal matrix `[size, size]`, float32, its own inverse; size: a power of 2."""
     found = torch.ones(1, 1, device=device)
     while len(found) < size:
         found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])

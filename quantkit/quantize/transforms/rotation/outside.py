@@ -16,10 +16,10 @@ from quantkit.quantize.transforms.rotation.stream import NotRotatable, refuse_la
 
 
 def find(skeleton: Skeleton, by: Orthogonal) -> tuple[Checkpoint, dict[str, tuple[str, str, Edit]]]:
-    """Return the checkpoint, with a head of its own if a tied head takes a norm's weight, and the edits
-    outside the blocks: by stored name, the name in the model, the stored source, the edit.
+    """Return the checkpoint and the edits outside the blocks: stored name -> (name in the model, stored
+    source, edit). A tied head that absorbs a norm's weight becomes a tensor of its own.
 
-    Raises NotRotatable if more would have to turn.
+    Raises NotRotatable if other parts outside the blocks read the stream.
     """
     model, checkpoint, names = skeleton.model, skeleton.checkpoint, skeleton.names.stored
     _check(skeleton, by.width)
@@ -53,7 +53,7 @@ def _norms(model: nn.Module, width: int) -> dict[str, nn.Module]:
 
 
 def _check(skeleton: Skeleton, width: int) -> None:
-    """Raise NotRotatable for models whose parts show that their stream does not turn."""
+    """Raise NotRotatable if the parts outside the blocks show that the stream cannot be rotated."""
     model, names, infos = skeleton.model, skeleton.names, skeleton.checkpoint.infos
     head = model.get_output_embeddings()
     known = {*names.stored.values(), *(part for parts in names.joined.values() for part in parts)}
@@ -69,8 +69,8 @@ def _check(skeleton: Skeleton, width: int) -> None:
 
 
 def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
-    """Return the edits of the final norm, which may have no weight, and the head. Raises NotRotatable if the
-    logits of turned hidden states differ with them."""
+    """Return the edits of the final norm, which may have no weight, and of the head. Raises NotRotatable if
+    rotated hidden states then give other logits."""
     model = skeleton.model
     parameters = dict(model.named_parameters(remove_duplicate=False))
     hidden = torch.randn(4, by.width, generator=torch.Generator().manual_seed(0)).to(skeleton.device)

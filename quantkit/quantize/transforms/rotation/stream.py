@@ -1,17 +1,17 @@
-"""R1: readers and writers of a block's residual stream, found by trying, not listed by architecture.
+"""R1: readers and writers of a block's residual stream, found by experiments, not from a list.
 
-Multiplying every vector of the stream by an orthogonal Q changes nothing if all readers are norms whose
-weight g can move into the linears after them (these become `W diag(g) Q`), and all writers are linears (which
-become `Qᵀ W`) (SliceGPT, arXiv:2401.15024, section 3.1; QuaRot, arXiv:2404.00456, section 4). LayerNorms
-subtract the mean and do not turn.
+Multiplying every vector of the stream by an orthogonal Q changes nothing under two conditions. All readers
+are norms whose weight g can move into the next linears (these become `W diag(g) Q`), and all writers are
+linears (these become `Qᵀ W`) (SliceGPT, arXiv:2401.15024, section 3.1; QuaRot, arXiv:2404.00456, section 4).
+LayerNorms subtract the mean and cannot be rotated.
 
 AWQ's folds give the norms and their readers. With the outputs of these norms fixed, a block only adds: a
-nudge of its inputs comes out unchanged, and a nudge of a writer's output comes out times a number per token.
+nudge of its inputs leaves the block unchanged, a nudge of a writer's output times a number per token.
 
-R2: heads whose values may be turned (SpinQuant, arXiv:2405.16406, section 3.2). Attention averages values: if
-the rows of v that make a head's values are multiplied by Rᵀ, its outputs are, and the columns of o that read
-them take R. Query heads of a group share their values' rows. AWQ's folds give the rows; running the block
-shows that nothing between them treats channels differently, as a gate does.
+R2: heads whose values can be rotated (SpinQuant, arXiv:2405.16406, section 3.2). Attention averages values.
+If the rows of v that make a head's values are multiplied by Rᵀ, so are the head's outputs, and the columns of
+o that read them are multiplied by R. Query heads of a group share their values' rows. AWQ's folds give the
+rows; running the block shows that nothing in between treats channels differently, as a gate does.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ STRAIGHT = 1e-3  # part of a nudge that may change direction by rounding of larg
 
 
 class NotRotatable(Exception):
-    """The reason why a rotation is not possible, in words for the user."""
+    """Raised with the reason, in words for the user, why a model cannot be rotated."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A residual stream. norms: its readers, by name in the block -> True if the weight acts as 1 + w. reads:
-    parameters that read a norm -> the norm. writes: linears that write into it."""
+    """A residual stream. norms: its readers, by name in the block -> whether the weight acts as 1 + w. reads:
+    parameter that reads a norm's output -> the norm. writes: linears that write into the stream."""
 
     norms: Mapping[str, bool]
     reads: Mapping[str, str]
@@ -45,7 +45,7 @@ class Stream:
 
 
 def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Stream:
-    """Return the stream of a block in float32 that computes `run(hidden)`.
+    """Return the stream of a block in float32; `run` computes the block.
 
     Raises NotRotatable if anything but RMSNorms reads the stream.
     """
@@ -80,7 +80,7 @@ def find(probe: Probe, folds: Sequence[Fold], run: Run, hidden: Tensor) -> Strea
 
 
 def refuse_layer_norm(norm: nn.Module, width: int) -> None:
-    """Raise NotRotatable for a norm that returns the same for its inputs and for these plus a number."""
+    """Raise NotRotatable if adding a number to all inputs does not change a norm's outputs."""
     weight = norm.weight
     rows = torch.randn(2, width, generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
     with torch.no_grad():
@@ -89,7 +89,7 @@ def refuse_layer_norm(norm: nn.Module, width: int) -> None:
 
 
 def _writers(probe: Probe, width: int) -> dict[str, list[str]]:
-    """Return possible writers: linears as wide as the stream, and layers of experts, with their linears."""
+    """Return possible writers: linears as wide as the stream, and layers of experts with their linears."""
     found = {
         name: [name]
         for name, module in probe.modules().items()
@@ -102,7 +102,7 @@ def _writers(probe: Probe, width: int) -> dict[str, list[str]]:
 
 
 def _goes_through(change: Tensor, nudge: Tensor) -> bool:
-    """Return True if a change is the nudge times a number per token, not all 0."""
+    """Return whether a change is the nudge times a number per token, not all 0."""
     change = change.reshape(nudge.shape)
     factor = (change * nudge).sum(-1, keepdim=True) / nudge.square().sum(-1, keepdim=True)
     off = (change - factor * nudge).norm(dim=-1)
@@ -114,8 +114,8 @@ WIDTHS = ("v_head_dim", "head_dim", "global_head_dim")
 
 @dataclass(frozen=True)
 class Heads:
-    """Heads of attention. values: the linear that computes their values; rows: its rows, `[heads, width]`.
-    reads: weights of the linears that read the heads one after another."""
+    """Heads of attention. values: the linear that computes their values. rows: its rows, `[heads, width]`.
+    reads: weights whose columns read the heads one after another."""
 
     values: str
     rows: Tensor
@@ -128,7 +128,7 @@ class Heads:
 
 
 def heads(probe: Probe, folds: Sequence[Fold], config: PretrainedConfig) -> Iterator[Heads]:
-    """Yield possible heads; to be proven."""
+    """Yield groups of rows that may be attention's heads; the caller must prove them."""
     sizes = [getattr(config, name, None) for name in WIDTHS]
     count = getattr(config, "num_attention_heads", 0)
     sizes.append(config.hidden_size // count if isinstance(count, int) and count else None)
@@ -142,7 +142,7 @@ def heads(probe: Probe, folds: Sequence[Fold], config: PretrainedConfig) -> Iter
 
 
 def _heads(rows: Tensor, width: int) -> Tensor | None:
-    """Return the rows of every head once, `[heads, width]`, if channels `rows [in]` form such heads."""
+    """Return the distinct heads' rows, `[heads, width]`; None if channels `rows [in]` form no such heads."""
     if len(rows) % width:
         return None
     found = rows.view(-1, width)
