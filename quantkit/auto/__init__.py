@@ -1,13 +1,14 @@
-"""Bits for each linear within a budget, with the least loss of the model (`quantkit auto`).
+"""Chooses bits for each linear such that the model loses least within a budget (`quantkit auto`).
+
+A unit is one or several linears that an engine stores in the same way; a candidate is one format for a unit.
 
 options.py      the command's flags
 engines.py      units and candidates of each engine: folders of integers, GGUF files of ggml's types
-units.py        unit, candidate, choice, preset
-unit_divergence.py <- change of the output's divergence by one unit, one block in memory at a time
-solving.py      candidates by the job's solver; scaling.py: after the job's transform
-curve.py        <- from the measured candidates of a unit to all of them
-allocation.py   <- the integer program
-sensitivities.py  the table of all that, measured and saved
-job.py          from options to a prepared search, its recipes and needs; run.py: search, make, measure, keep
-                the better; show.py: what people read
+units.py        the classes Unit, Candidate and Preset
+unit_divergence.py  measures how each unit changes the KL divergence at the model's output
+solving.py      quantizes a unit with the job's solver; scaling.py applies the job's transform before
+curve.py        estimates the divergences of all candidates from those measured
+allocation.py   the integer program that chooses a candidate for each unit
+sensitivities.py  the table of all measurements, saved for later searches
+job.py          prepares a search; run.py: searches, measures, keeps the better result; show.py: prints it
 """

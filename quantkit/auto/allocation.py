@@ -1,8 +1,8 @@
-"""The candidate of each unit, by an integer program.
+"""Chooses a candidate for each unit with an integer program.
 
 Binary `x[u, c]`: unit u is stored as candidate c. Minimise `Σ loss[u, c] x[u, c]` with one candidate per unit
 and `Σ bytes[u, c] x[u, c]` within the budget: a multiple-choice knapsack, solved to the optimum by branch and
-bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise bytes within a loss.
+bound (HiGHS; Huangfu and Hall 2018, through `scipy.optimize.milp`). Or minimise bytes within a given loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SECONDS = 120.0
 
 
 def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str, str]:
-    """Return the choice of the least loss within `budget` bytes.
+    """Return {unit: candidate} with the least sum of losses within `budget` bytes.
 
     Raises QuantkitError if even the smallest candidates take more.
     """
@@ -47,7 +47,7 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
 
 
 def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str, str]:
-    """Return the smallest choice with a sum of losses of at most `bound`.
+    """Return the smallest {unit: candidate} whose sum of losses is at most `bound`.
 
     Raises QuantkitError if even the best candidates lose more.
     """
@@ -62,7 +62,7 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
 
 
 def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
-    """Return the candidates without those that are neither smaller nor better than another."""
+    """Return the unit's candidates, without any that is neither smaller nor better than some other one."""
     kept: list[Candidate] = []
     for one in sorted(unit.candidates, key=lambda one: (one.nbytes, losses[unit.name, one.name])):
         if not kept or losses[unit.name, one.name] < losses[unit.name, kept[-1].name]:
@@ -71,7 +71,7 @@ def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
 
 
 def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) -> dict[str, str]:
-    """Return the choice of the least loss within `bound` bytes, or of the fewest bytes within a loss.
+    """Return {unit: candidate} with the least loss within `bound` bytes, or the fewest bytes within a loss.
 
     Minimise `costs · x` with `takes · x <= bound` and one candidate per unit.
     """

@@ -1,10 +1,10 @@
 """Divergence of all candidates of a unit, from a few measured candidates.
 
 A unit's divergence is nearly proportional to the squared error of its outputs on calibration text, `tr(dW H
-dWᵀ)`, for every grid: on the demo model the factor differs by a tenth between 2 and 6 bits, and 250-fold
-between units. So a few distant candidates are measured, and the divergence is linear in the error between
-them. Errors of all others come from rounding to nearest, times the solver's gain on the measured candidate
-with the nearest error.
+dWᵀ)`, for every grid: on the bundled model the factor varies by a tenth between 2 and 6 bits, but 250-fold
+between units. So only a few candidates are measured, and the divergence is interpolated linearly in the
+error. The error of other candidates is that of rounding to nearest, times the solver's gain on the measured
+candidate with the most similar error.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LEAST = 0.01  # of a unit's overall factor: noise must not make a larger error b
 
 @dataclass
 class Errors:
-    """Relative errors of one unit by candidate: `Σ tr(dW H dWᵀ)` over its linears and tokens, divided by the
-    same sum for the weights. nearest: rounded to nearest; solved: by the job's solver."""
+    """Relative errors of one unit: {candidate: `Σ tr(dW H dWᵀ)` over linears and tokens / `Σ tr(W H Wᵀ)`}.
+    nearest: for rounding to nearest, all candidates. solved: for the job's solver, measured candidates."""
 
     nearest: dict[str, float] = field(default_factory=dict)
     solved: dict[str, float] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class Divergence:
-    """KL divergence at the output, or its change: mean over tokens in nats, and standard error."""
+    """A KL divergence at the model's output, or a change of it: mean over tokens and standard error, nats."""
 
     mean: float
     stderr: float
@@ -41,7 +41,7 @@ Measured = Mapping[str, Divergence]  # by candidate
 
 
 def losses(unit: Unit, errors: Errors, measured: Measured, usual: str | None) -> dict[str, float]:
-    """Return {candidate: added divergence} of a unit.
+    """Return {candidate: divergence that it adds to the original unit's} for all candidates of a unit.
 
     measured: changes from the `usual` candidate, or from the original unit if `usual` is None.
     """
@@ -54,15 +54,15 @@ def losses(unit: Unit, errors: Errors, measured: Measured, usual: str | None) ->
 
 
 def _corrected(name: str, errors: Errors) -> float:
-    """Return the error of rounding, times the solver's gain on the candidate with the nearest error."""
+    """Return a candidate's error of rounding to nearest, times the solver's gain on a similar candidate."""
     nearest = max(errors.nearest[name], TINY)
     like = min(errors.solved, key=lambda other: abs(math.log(max(errors.nearest[other], TINY) / nearest)))
     return nearest * errors.solved[like] / max(errors.nearest[like], TINY)
 
 
 def _pieces(errors: Errors, measured: Measured, usual: str | None) -> list[tuple[float, float]]:
-    """Return [(largest error, divergence per error)]. Uncertain factors lean towards the unit's others
-    (Gaussian posterior means, with SPREAD as the prior's deviation)."""
+    """Return the pieces of the curve, [(largest error, divergence per error)]. Uncertain slopes are moved
+    towards the unit's mean slope (Gaussian posterior means; SPREAD is the prior's deviation)."""
     points = [(errors.solved[name], one.mean, one.stderr) for name, one in measured.items()]
     points.append((errors.solved[usual] if usual else 0.0, 0.0, 0.0))
     points.sort()
@@ -84,7 +84,7 @@ def _pieces(errors: Errors, measured: Measured, usual: str | None) -> list[tuple
 
 
 def _below(pieces: Sequence[tuple[float, float]], error: float) -> float:
-    """Return the divergence of an error: the integral of the factor from 0."""
+    """Return the curve's divergence at an error: the integral of the slope from 0."""
     total, start = 0.0, 0.0
     for end, factor in pieces:
         total += factor * max(0.0, min(end, error) - start)

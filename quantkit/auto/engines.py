@@ -1,8 +1,7 @@
 """Units and candidates of each engine.
 
-Folders of integers: each unit has its own bits and group size, by the layout's overrides. GGUF files:
-each tensor in any block type of ggml, with embedding and output matrix. An engine restricts quantkit's
-formats to those of its kernels.
+Folders of integers: each unit has its own bits and group size. GGUF files: each tensor, including embedding
+and output matrix, has its own ggml type. Candidates are only formats for which the engine has kernels.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 @dataclass(frozen=True)
 class FolderSpace:
-    """All choices for an engine.
+    """The units and candidates of an engine that reads folders.
 
-    widths: bits of the engine's kernels; groups: group sizes, used if they divide the inputs; fuses: the
-    engine fuses q/k/v and gate/up, which are stored equally. zero_points: the engine reads several widths
-    with a zero point per group; symmetric: without zero points.
+    widths: numbers of bits. groups: group sizes, used if they divide in_features. fuses: the engine fuses
+    q/k/v and gate/up, which then need equal formats. zero_points: the engine can read several widths with
+    zero points. symmetric: candidates have no zero points.
     """
 
     layout: str
@@ -57,11 +56,11 @@ class FolderSpace:
 
     @property
     def options(self) -> gptq.Options:
-        """Return options of the job that lists the linears: the smallest groups fit most of them."""
+        """Return options for the job that lists the linears; the smallest group size fits most of them."""
         return gptq.Options(group_size=min(self.groups), layout=self.layout, sym=self.symmetric)
 
     def units(self, job: Job) -> list[Unit]:
-        """Return one unit for each fused linear, with all bits and group sizes of the layout."""
+        """Return a unit for each linear, group of fused linears, or layer of experts."""
         rows = [row for row in job.specs if row.grid is not None and row.block is not None]
         groups: dict[str, list[LinearSpec]] = {}
         fused = {row.name: name for name, members in fusions(rows).items() for row in members if self.fuses}
@@ -83,13 +82,13 @@ class FolderSpace:
         return Unit(name, rows[0].block, tuple(rows), weights, tuple(found))
 
     def grid(self, row: LinearSpec, candidate: str) -> Grid:
-        """Return the grid of a linear, by the name of a candidate."""
+        """Return the grid of a linear for a candidate's name, such as `3,128` (bits, group size)."""
         bits, group_size = map(int, candidate.split(","))
         override = Override(candidate, re.compile(""), bits, group_size)
         return gptq.grid(self.options, gptq.width(self.options, row.in_features, override), row.name)
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
-        """Return choices with equal units, as `quantkit gptq --bits B --group-size G` makes."""
+        """Return the choices with one format for all units, as `quantkit gptq --bits B --group-size G`."""
         names = set.intersection(*({one.name for one in unit.candidates} for unit in units))
         equal = {name: {unit.name: name for unit in units} for name in sorted(names)}
         return [
@@ -98,7 +97,7 @@ class FolderSpace:
         ]
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
-        """Return the recipe of a choice: the commonest candidate, and overrides for the others."""
+        """Return a choice's recipe by dotted keys: the most frequent candidate, and overrides for others."""
         weights: Counter[str] = Counter()
         for unit in units:
             weights[choice[unit.name]] += unit.weights
@@ -113,7 +112,7 @@ class FolderSpace:
 
 
 def _pattern(unit: Unit) -> str:
-    """Return a regular expression of a unit's linears, with any number for experts."""
+    """Return a regular expression that matches a unit's linears; for experts, of any number."""
     names = sorted({re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(row.name)) for row in unit.rows})
     owners = {name.rpartition(".")[0] for name in names}
     if len(names) == 1:
@@ -125,14 +124,14 @@ def _pattern(unit: Unit) -> str:
 
 @dataclass(frozen=True)
 class GgufSpace:
-    """All choices for llama.cpp, as `FolderSpace`. Experts of a projection are one tensor."""
+    """The units and candidates of llama.cpp, like `FolderSpace`. All experts' up matrices are one tensor."""
 
     method = "gguf"
     options = gguf.Options()
     zero_points = False  # the types say which of them have a minimum
 
     def units(self, job: Job) -> list[Unit]:
-        """Return a unit for each matrix that a block type can store, by its name in the file."""
+        """Return a unit for each matrix that a quantized ggml type can store, named as in the file."""
         rows = {f"{row.name}.weight": row for row in job.specs if row.grid is not None}
         units = []
         for target in job.method.output.targets:
@@ -149,11 +148,11 @@ class GgufSpace:
         return units
 
     def grid(self, row: LinearSpec, candidate: str) -> Grid:
-        """Return the grid of ggml's type."""
+        """Return the grid of a ggml type such as `Q3_K`."""
         return named(candidate)
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
-        """Return llama-quantize's mixtures."""
+        """Return the choices that llama-quantize makes for its file types."""
         found, targets = [], job.method.output.targets
         for name in FILE_TYPES:
             types = {
@@ -165,7 +164,7 @@ class GgufSpace:
         return found
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
-        """Return the recipe of a choice: a type for each tensor, and the file type of the commonest."""
+        """Return a choice's recipe by dotted keys: a type for each tensor, and a file type."""
         weights: Counter[str] = Counter()
         equal: dict[tuple[str, str], list[str]] = {}
         blocks = {unit.block for unit in units} - {None}
@@ -183,7 +182,7 @@ class GgufSpace:
 
 
 def _file_type(weights: Counter[str]) -> str:
-    """Return a file type with the commonest type as base, or the nearest in size."""
+    """Return the file type whose base type is nearest in size to the most frequent type."""
     common = max(sorted(weights), key=weights.__getitem__)
 
     def bits(kind: str) -> float:
@@ -193,12 +192,12 @@ def _file_type(weights: Counter[str]) -> str:
 
 
 def nearest(weight: Tensor, grid: Grid, hessian: Tensor) -> Tensor:
-    """Return a weight `[out, in]` rounded to nearest on a grid fitted by the Hessian."""
+    """Return the weight `[out, in]` rounded to nearest, with scales fitted by the Hessian."""
     return rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian)).values()
 
 
 class GgufOutside:
-    """Candidates of embedding and output matrix, kept in memory. The output matrix, tied or not, is solved by
+    """Quantizes embedding and output matrix; keeps the results in memory. The output matrix is solved with
     error feedback on its inputs in the original model."""
 
     def __init__(self, job: Job, batches: Sequence[Tensor]):
@@ -207,7 +206,7 @@ class GgufOutside:
         self._values: dict[tuple[str, str], Tensor] = {}
 
     def solve(self, unit: Unit, wanted: Sequence[Candidate]) -> Errors:
-        """Return the errors of a unit, and keep the wanted candidates for `replaced`."""
+        """Return the errors of all candidates of a unit; keep the weights of `wanted` for `replaced`."""
         job, target = self._job, self._targets[unit.name]
         head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
         if head and self._statistics is None:
@@ -230,7 +229,7 @@ class GgufOutside:
         return errors
 
     def _weighing(self, weight: Tensor, head: bool, embeds: bool) -> Tensor:
-        """Return the cost of errors as outputs, as embeddings (equal columns), or as both."""
+        """Return the Hessian of the matrix as output (`head`), as embedding (the identity), or as both."""
         if not head:
             return torch.eye(weight.shape[1])
         hessian = self._statistics.hessian.cpu().clone()
@@ -239,7 +238,7 @@ class GgufOutside:
         return hessian
 
     def replaced(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the candidate."""
+        """Return a context in which the model computes with the candidate's weights."""
         model, target = self._job.skeleton.model, self._targets[unit.name]
         own = {name for other in self._targets.values() for name in other.parameters}
         (name,) = target.parameters

@@ -1,4 +1,4 @@
-"""From options to a prepared search: model, engine and texts are checked before weights are loaded."""
+"""Prepares a search: checks model, engine and texts before weights are loaded."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ STREAMS_SHARE = 0.25  # of the free memory, for streams
 
 @dataclass(frozen=True)
 class Auto:
-    """A prepared search. job: a job of the engine that lists the linears; windows: text on which results are
-    measured. tokens: ids `[sequences, tokens]` for divergences; statistics: other ids for solvers."""
+    """A prepared search. job: a quantization job, which lists the linears. windows: text to measure results
+    on. tokens: ids `[sequences, tokens]` to measure units on. statistics: other ids, for the solver's
+    Hessians. held_out: number of calibration sequences used as `windows`."""
 
     request: AutoRequest
     space: Space
@@ -71,7 +72,7 @@ class Auto:
 
     @cached_property
     def fixed_bytes(self) -> int:
-        """Return the bytes of all other tensors and of companion files, by the source."""
+        """Return the bytes of all files of the output except the units' tensors."""
         preset = self.presets[0]
         planned = job.prepare(
             self.job_of(self.recipe(preset.values, ""), self.output), Progress(), dry_run=True
@@ -81,8 +82,8 @@ class Auto:
         return planned.plan.output_bytes - nbytes(self.units, preset.choice) + max(0, companions)
 
     def recipe(self, values: Mapping[str, Any], description: str) -> str:
-        """Return the YAML of a choice's `values` by dotted keys, with the solver and without held-out
-        calibration text."""
+        """Return the recipe as YAML. values: of a choice, by dotted keys. The recipe also names the solver
+        and excludes held-out calibration sequences."""
         import yaml
 
         options = self.request.options
@@ -100,7 +101,7 @@ class Auto:
         return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
 
     def job_of(self, written: str, output: Path) -> job.Request:
-        """Return the job of a recipe's text, equal to that of `quantkit run`."""
+        """Return the request that `quantkit run` would make of the recipe `written`."""
         choice, request = recipe.merge(recipe.parse("", "the recipe", written), (), {}), self.request
         return job.Request(
             choice.model, choice.method, choice.options, choice.calibration, choice.run, output=output,
@@ -110,7 +111,7 @@ class Auto:
 
     @cached_property
     def streams(self) -> int:
-        """Return the most streams of hidden states in memory."""
+        """Return the maximum number of streams (see unit_divergence.py) in memory."""
         fit = int(STREAMS_SHARE * free_memory(self.job.skeleton.device) / self._stream_bytes)
         return max(1, min(self.request.options.search_streams, fit))
 
@@ -120,8 +121,8 @@ class Auto:
         return self.tokens.numel() * skeleton.checkpoint.text_config.hidden_size * skeleton.dtype.itemsize
 
     def needs(self) -> dict[str, int]:
-        """Return predicted peaks in bytes: on the device, on the host (the same for a CPU), and on the disk
-        besides the output."""
+        """Return predicted peaks in bytes: `memory_bytes` on the device, `host_bytes` in host memory,
+        `disk_bytes` for temporary files."""
         plan, streams = self.job.plan, self.streams * self._stream_bytes
         waiting = KEPT_IN.itemsize * sum(unit.weights for unit in self.units if unit.block is not None)
         budget = self.budget_bytes()
@@ -135,7 +136,7 @@ class Auto:
         }
 
     def budget_bytes(self) -> int | None:
-        """Return the bytes of all units; None for --max-kld."""
+        """Return the bytes that all units may take; None with --max-kld."""
         options = self.request.options
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)
@@ -145,7 +146,7 @@ class Auto:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the identity that a table of sensitivities must have."""
+        """Return all that a table of sensitivities depends on; a saved table must have the same."""
         options = self.request.options
         candidates = [[unit.name, [one.name for one in unit.candidates]] for unit in self.units]
         run = self.job.request.run
@@ -164,7 +165,7 @@ class Auto:
 
 
 def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> Auto:
-    """Open and check everything. Raises QuantkitError for whatever would fail later."""
+    """Open the model and prepare the search. Raises QuantkitError for invalid options."""
     request.options.check()
     space = ENGINES[request.options.engine]
     if not request.options.sym:
@@ -239,8 +240,8 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
 
 
 def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-    """Return sequences to measure on and others to solve by, both spread evenly over the text: its parts
-    differ in kind, and sensitivities with them."""
+    """Return sequences to measure on and others for the solver. Both are spread evenly over the text, because
+    sensitivities differ between kinds of text."""
     count, length = tokens.shape
     measured = min(max(1, wanted // length), max(1, count // 4))
     places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}

@@ -16,7 +16,7 @@ SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """The budget of the search, and the text that results are measured on."""
+    """The budget of the search, the engine, and the text to measure results on."""
 
     bpw: float | None = option(
         None,
@@ -67,7 +67,7 @@ class AutoOptions:
     )
 
     def check(self) -> None:
-        """Raise QuantkitError without exactly one budget, or for an invalid value."""
+        """Raise QuantkitError for an invalid value, or unless exactly one budget is given."""
         budgets = [name for name in ("bpw", "max_size", "max_kld") if getattr(self, name) is not None]
         if len(budgets) != 1:
             what = "no budget is given" if not budgets else f"{len(budgets)} budgets are given"
@@ -88,7 +88,7 @@ class AutoOptions:
 
 @dataclass(frozen=True)
 class AutoRequest:
-    """The user's request. typed: calibration and run options by dotted key, written into the recipe."""
+    """The user's request. typed: calibration and run options that were typed, by dotted key."""
 
     source: str
     options: AutoOptions

@@ -36,8 +36,8 @@ CLOSE = 0.9  # share of --max-kld from which a result is small enough
 
 @dataclass(frozen=True)
 class Made:
-    """One measured output. written: its recipe; record: its JSON. predicted_kld: sum of the units' losses on
-    calibration text; kld: measured on held-out text; disk_bytes: size of all files."""
+    """A measured output. written: its recipe. record: its JSON, with predicted_kld (sum of the units' losses
+    on calibration text), kld (measured on held-out text) and disk_bytes (all files)."""
 
     preset: Preset
     place: Path
@@ -50,7 +50,7 @@ class Made:
 
 
 def run(auto: Auto, progress: Progress) -> dict[str, Any]:
-    """Run the search and return its record. Sensitivities survive an error in the folder of the search."""
+    """Run the search and return its JSON. After an error, sensitivities stay in the search's folder."""
     began = time.monotonic()
     if (measured_on := auto.windows.protocol.tokens) < FEW_TOKENS:
         more = "a longer text" if auto.request.options.text else "a text with --text"
@@ -84,7 +84,7 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
 
 
 def plan_record(auto: Auto) -> dict[str, Any]:
-    """Return the record of a dry run."""
+    """Return the JSON of a dry run."""
     options = auto.request.options
     return {
         "schema": SCHEMA,
@@ -113,7 +113,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
 
 
 def kept(auto: Auto) -> str:
-    """Return the parts of an interrupted search that are kept, in words."""
+    """Return a phrase that says what remains of an interrupted search."""
     if not auto.table.exists():
         return "nothing yet is"
     left = len(sensitivities.read(auto.table).missing(auto.units))
@@ -123,9 +123,9 @@ def kept(auto: Auto) -> str:
 
 
 def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
-    """Make the folder next to the output; return the saved table.
+    """Create the search's folder; return the saved table of sensitivities, or None.
 
-    Raises QuantkitError if the folder holds another search, or the table is not of this one.
+    Raises QuantkitError if the folder or the table belongs to another search.
     """
     folder, request = auto.folder, auto.request
     own = {TABLE, USUAL, SEARCHED, UNIFORM}
@@ -146,7 +146,7 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
 
 
 def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
-    """Return the table with missing units measured, saved after each walk through the model."""
+    """Measure the units missing in `known`; return the table, saved after each walk through the model."""
     try:
         if not known or known.missing(auto.units):
             known = measure(auto, progress, known, lambda table: table.save(auto.table))
@@ -159,13 +159,13 @@ def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) 
 
 
 class _Search:
-    """Makes and measures choices. losses: added divergence of each candidate of each unit."""
+    """Makes and measures outputs. losses: {(unit, candidate): added divergence}."""
 
     def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
         self._auto, self._losses, self._progress = auto, losses, progress
 
     def within_bytes(self, budget: int) -> Made:
-        """Return the best choice of that size, or a smaller one if its files exceed --max-size."""
+        """Make the best choice within `budget` bytes; a smaller one if its files exceed --max-size."""
         auto, limit = self._auto, None
         if auto.request.options.max_size is not None:
             limit = budget + auto.fixed_bytes
@@ -178,8 +178,8 @@ class _Search:
         raise QuantkitError(f"the files take {taken:,} bytes, whatever is chosen", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
-        """Return all tried choices; the last is the smallest within the measured divergence. After a wrong
-        prediction the bound moves by its error."""
+        """Make choices until the measured divergence is within --max-kld; return all, the best last. After
+        each, the bound for the predicted divergence is corrected by the error of the prediction."""
         wanted = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
         for _ in range(TRIES):
@@ -203,8 +203,8 @@ class _Search:
         return tried
 
     def uniform(self, searched: Made) -> Made | None:
-        """Return the best preset within the budget; None if all are larger. With --max-size or --max-kld the
-        budget is the size of the searched result."""
+        """Make the best preset within the budget; return None if all are larger. With --max-size or --max-kld
+        the budget is the size of `searched`."""
         auto, allowed = self._auto, searched.record["chosen_bytes"]
         if auto.request.options.bpw is not None:
             allowed = auto.budget_bytes()
@@ -220,7 +220,7 @@ class _Search:
         return self._make(Preset(SEARCHED, choice, values), SEARCHED, SEARCHED)
 
     def _make(self, preset: Preset, folder: str, name: str) -> Made:
-        """Make the output of a choice, unless it exists, and measure it against the original in float32."""
+        """Make a choice's output, unless it is finished, and compare it with the original in float32."""
         auto, progress = self._auto, self._progress
         bits = bits_per_weight(auto.units, preset.choice)
         described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
@@ -260,7 +260,7 @@ def _clear(folder: Path) -> None:
 
 
 def _publish(auto: Auto, kept: Made) -> None:
-    """Rename the kept output into place, and remove the search folder."""
+    """Move the kept output to its place and remove the search's folder."""
     if auto.output.exists():
         may_replace.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
         old = auto.folder / SEARCHED / "replaced"

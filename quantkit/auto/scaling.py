@@ -1,9 +1,9 @@
 """The job's transform of a block, applied to one unit at a time.
 
 A transform divides the inputs of a site by s, multiplies the site's columns by s, and divides the rows of the
-linear that produces the inputs. The job rounds `diag(f) W diag(s)`, so this weight is solved here. Divided by
-both scales again, its values have the same effect in the original block as in the transformed one. Units are
-replaced one by one, and only vectors of a block are kept.
+linear that produces these inputs. So the job quantizes `diag(f) W diag(s)`, and so does this file. Divided by
+both scales, the quantized values have the same effect in the original block as in the transformed block. So
+units can be replaced in the original block, and only the scales are stored.
 """
 
 from __future__ import annotations
@@ -22,33 +22,32 @@ from quantkit.quantize.transforms.scaling import ColumnScaling
 
 @dataclass(frozen=True)
 class Scales:
-    """Scales of a block. columns: {site: s `[in]`}; rows: {linear: f `[out]`}."""
+    """A block's scales. columns: {site: s `[in]`}. rows: {linear: f `[out]`}."""
 
     columns: Mapping[Site, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
 
     def scaled(self, site: Site, name: str, weight: Tensor) -> Tensor:
-        """Return the weight `[out, in]` of a linear as the job rounds it."""
+        """Return the transformed weight `[out, in]`, which the job quantizes."""
         weight = weight if site not in self.columns else weight * self.columns[site]
         return weight if name not in self.rows else weight * self.rows[name][:, None]
 
     def undone(self, site: Site, name: str, values: Tensor) -> Tensor:
-        """Return values `[out, in]` of such a weight for the original block."""
+        """Return a transformed weight's values `[out, in]` for use in the original block."""
         values = values if site not in self.columns else values / self.columns[site]
         return self.rows_undone(name, values)
 
     def rows_undone(self, name: str, values: Tensor) -> Tensor:
-        """Return values with their rows undone: errors in units of the original block's outputs."""
+        """Return values divided by the row scales only: errors on the scale of the original outputs."""
         return values if name not in self.rows else values / self.rows[name][:, None]
 
     def entering(self, site: Site, statistics: SiteStatistics) -> SiteStatistics:
-        """Return a site's statistics in the transformed block; the given ones are consumed."""
+        """Return a site's statistics after the transform. `statistics` is changed in place."""
         return statistics if site not in self.columns else statistics.divided(self.columns[site])
 
 
 def of_block(block: Block, measuring: Measuring, transform: ColumnScaling | None) -> Scales:
-    """Return the transform's scales for a block with these grids, without experts; the block itself is
-    restored."""
+    """Apply the transform to a block, except experts; return the scales and restore the block."""
     around = [site for site in block.wanted if site.linears and not site.pool]
     if transform is None or not around:
         return Scales()
@@ -62,7 +61,7 @@ def of_block(block: Block, measuring: Measuring, transform: ColumnScaling | None
 
 @contextmanager
 def exchanged(module: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Put parameters into a module by name for this context; one tensor becomes one parameter."""
+    """Replace parameters of a module by name during the context; names with one tensor stay tied."""
     places = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parameters]
     before = [getattr(owner, leaf) for owner, leaf in places]
     made: dict[int, nn.Parameter] = {}

@@ -1,4 +1,4 @@
-"""The table of sensitivities: measured once and saved for further budgets."""
+"""The table of sensitivities: measured once, saved, and reused for other budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ANEW = "leave out --sensitivities to measure anew"
 
 @dataclass(frozen=True)
 class Row:
-    """A unit's errors of all candidates, and changes of divergence by measured candidates."""
+    """A unit's errors by candidate, and the changes of divergence by its measured candidates."""
 
     errors: Errors
     measured: Mapping[str, Divergence]
@@ -39,10 +39,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Sensitivities:
-    """Rows by unit name; an interrupted search has rows of some units.
+    """The table. units: rows by unit name; after an interruption, of some units only.
 
-    identity: model, candidates, solver and text of the table. tokens, seconds: cost of the measurement.
-    usual: divergence of the usual model, in which units are replaced.
+    identity: model, candidates, solver and text. tokens: number of tokens measured on. seconds: time taken.
+    usual: divergence of the model in which all units have their usual candidates.
     """
 
     identity: dict
@@ -52,8 +52,8 @@ class Sensitivities:
     units: Mapping[str, Row]
 
     def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
-        """Return {(unit, candidate): added divergence}; the usual candidates add up to their measured
-        divergence."""
+        """Return {(unit, candidate): added divergence}, scaled such that the sum over the usual candidates is
+        their measured divergence."""
         found: dict[tuple[str, str], float] = {}
         sums = 0.0
         for unit in units:
@@ -77,7 +77,7 @@ class Sensitivities:
 
 
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
-    """Return a saved table. Raises QuantkitError for another file, or a table of another model or options."""
+    """Read a saved table. Raises QuantkitError if it is invalid or of another model or other options."""
     found = read(path)
     wanted = json.loads(json.dumps(identity))
     if different := differences(found.identity, wanted):
@@ -96,7 +96,7 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
 
 
 def read(path: Path) -> Sensitivities:
-    """Return a saved table of any search. Raises QuantkitError for another file."""
+    """Read a saved table of any search. Raises QuantkitError if the file is not a valid table."""
     try:
         stored = untrusted.parse(untrusted.read(path))
         json.dumps(stored, allow_nan=False)  # refuses NaN, Infinity and 1e400
@@ -121,9 +121,10 @@ def read(path: Path) -> Sensitivities:
 def measure(
     auto: Auto, progress: Progress, known: Sensitivities | None = None, save: Save = lambda table: None
 ) -> Sensitivities:
-    """Measure all units without a row; call `save` with the table after each walk through the model.
+    """Measure all units that have no row in `known`; return the complete table.
 
-    A unit's row does not depend on where an earlier search ended.
+    save: called with the table after each walk through the model. A unit's row is the same whether or not the
+    search was interrupted.
     """
     began, prepared = time.monotonic(), auto.job
     known = known or Sensitivities(auto.identity, auto.tokens.numel(), 0.0, None, {})

@@ -1,4 +1,4 @@
-"""Print a search."""
+"""Prints a search."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:
-    """Print the choice: one row for equal names in all blocks."""
+    """Print {unit: candidate}, with one row for units of the same name in several blocks."""
     equal: dict[str, dict[str, list[int]]] = {}
     for name, candidate in choice.items():
         number = re.search(r"\.(\d+)\.", name)

@@ -1,6 +1,6 @@
-"""A unit's candidates by the job's solver, after the job's transform, on inputs from quantized blocks.
+"""Quantizes a unit with the job's solver, after the job's transform, on inputs from quantized blocks.
 
-The errors of all other candidates come from rounding to nearest, at little cost.
+Only measured candidates are solved. Other candidates are rounded to nearest, which costs little.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Known = tuple[Block, Scales, dict[Site, SiteStatistics]]
 
 
 class Solving:
-    """Solves candidates of a job's units. units: all units; folder: holds usual values of blocks. `errors`
-    fills with the errors of replaced units."""
+    """Quantizes a job's units. units: all of them. folder: for the usual weights of blocks. errors: {unit:
+    errors}, filled as units are replaced."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Solving:
         self._known: Known | None = None
 
     def wanted(self, unit: Unit) -> Sequence[Candidate]:
-        """Return the anchors of a unit without the usual candidate."""
+        """Return the candidates of a unit to measure: its anchors, in blocks without the usual one."""
         return [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
-        """Return the usual weights of the loaded block, by the states that enter it. They are solved once and
-        written, because a walk may begin after this block."""
+        """Return the weights of all units of the loaded block in their usual candidates. entering: hidden
+        states before the block. The weights are solved once and stored in a file for later walks."""
         place = self._folder / f"{index}.safetensors"
         if not place.exists():
             values: dict[str, Tensor] = {}
@@ -74,7 +74,7 @@ class Solving:
         return {name: part.to(device) for name, part in load_file(place).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Yield the wanted candidates, solved on the states that enter the unit's block."""
+        """Yield (candidate, weights) of the `wanted` ones. entering: states before the unit's block."""
         solved, self.errors[unit.name] = self._solved(
             unit, entering, [*self.wanted(unit), usual(unit)], unit.candidates
         )
@@ -88,7 +88,7 @@ class Solving:
         wanted: Sequence[Candidate],
         rounded: Sequence[Candidate] = (),
     ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
-        """Return {candidate: {linear: weight}} of `wanted`, and errors of `wanted` and `rounded`."""
+        """Return {candidate: {linear: solved weight}} of `wanted`, and errors of `wanted` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
         rows = {row.local: row for row in unit.rows}
         solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in wanted}
@@ -124,14 +124,14 @@ class Solving:
         return solved, Errors(*({k: v / scale for k, v in part.items()} for part in (rounding, solving)))
 
     def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """Return a context in which a matrix outside the blocks is replaced."""
+        """Return a context in which a matrix outside the blocks is replaced by a candidate."""
         assert self._outside is not None, "the space has units outside the blocks, and replaces them"
         if unit.name not in self.errors:
             self.errors[unit.name] = self._outside.solve(unit, self.wanted(unit))
         return self._outside.replaced(unit, candidate)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
-        """Yield second moments of the unit's sites: all of a block at once, experts in parts."""
+        """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""
         job = self._job
         measuring = Measuring(
             job.skeleton,
@@ -155,7 +155,7 @@ class Solving:
             yield from ((site, gathered.pop(site), scales) for site in some)
 
     def _block(self, index: int, entering: States, measuring: Measuring) -> Known:
-        """Return the block with its usual grids, by which the transform chooses scales."""
+        """Return the block with the grids of its usual candidates, its scales, and its sites' statistics."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
         sites = find_sites(module, lambda: skeleton.run_block(index, probe))
@@ -171,7 +171,7 @@ class Solving:
 
 
 def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
-    """Yield sites of experts of one layer in parts of at most HESSIAN_BYTES."""
+    """Yield lists of experts' sites of one layer whose Hessians take at most HESSIAN_BYTES."""
     part: list[Site] = []
     for site in sites:
         if part and (site.pool != part[0].pool or (len(part) + 1) * 4 * site.in_features**2 > HESSIAN_BYTES):

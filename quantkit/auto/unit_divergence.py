@@ -1,14 +1,14 @@
-"""Sensitivity: what one unit changes in the KL divergence at the output, in bounded memory.
+"""Sensitivity: how much one unit changes the KL divergence at the output, in bounded memory.
 
-Hidden states of a few tokens flow block by block through the original and the usual model, with all units in
-their usual candidates. At a block, each of its units is replaced by other candidates in turn. The
-block's output begins a stream that runs through all later blocks. At the output its divergence from the
-original is measured, less that of the usual model. Units are replaced among the errors of all others, because
-errors interact: on the demo model at 3.1 bits, divergences of single units in the original predicted a gain
-of 17 percent, changes of the usual model a gain of 1, and 1 was measured.
+Hidden states of a few tokens run block by block through the original model and the usual model, in which all
+units have their usual candidates. At each block, each unit is replaced by its other candidates in turn. Each
+result starts a stream of hidden states, which runs through the later blocks of the usual model. The change is
+the stream's divergence from the original minus the usual model's. Units are replaced in the usual model
+because errors interact: on the bundled model at 3.1 bits, replacing units in the original predicted a gain of
+17 percent, replacing them in the usual model 1 percent, and 1 percent was measured.
 
-One block is in memory at a time, and a limited number of streams; for the others the model is walked again
-from the block at which the limit was reached.
+One block and a limited number of streams are in memory. For further streams, the model is walked again, from
+the block at which the limit was reached.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, of each compared mo
 
 @dataclass(frozen=True)
 class Found:
-    """usual: divergence of the usual model; changes: its change by {(unit, candidate)}, by their names."""
+    """usual: divergence of the usual model. changes: {(unit, candidate): change of this divergence}."""
 
     usual: Divergence
     changes: dict[tuple[str, str], Divergence]
@@ -41,7 +41,8 @@ class Found:
 
 @dataclass
 class _Stream:
-    """Hidden states with one unit stored as one candidate. head: context for computing logits."""
+    """The usual model's hidden states with one unit replaced. key: (unit, candidate). head: returns a
+    context in which to compute logits."""
 
     key: tuple[str, str]
     states: States
@@ -58,11 +59,11 @@ def measure(
     heard: Callable[[Unit], None] = lambda unit: None,
     walked: Callable[[Found], None] = lambda found: None,
 ) -> Found:
-    """Return the change of divergence by each candidate of each unit.
+    """Return the change of divergence by each measured candidate of each unit.
 
-    tokens: ids `[batch, tokens]` to measure on; calibration: ids to solve by; room: most streams in memory;
-    heard: called with each unit whose streams have begun; walked: called with the results after each walk
-    through the model. Tensors outside the blocks are loaded. A unit's result does not depend on other units.
+    tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. room: maximum number of
+    streams. heard: called with each unit whose streams have begun. walked: called with the results after each
+    walk. Tensors outside the blocks must be loaded. Results do not depend on which units are measured.
     """
     changes: dict[tuple[str, str], Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
@@ -111,7 +112,7 @@ def measure(
 def _outside(
     skeleton: Skeleton, unit: Unit, candidate: Candidate, tokens: Sequence[Tensor], replacer: Solving
 ) -> _Stream:
-    """Return a stream with another embedding or output matrix, or both if they are tied."""
+    """Return the stream in which embedding or output matrix (both if tied) has a candidate's weights."""
     with replacer.outside(unit, candidate):
         states = [skeleton.embed(ids) for ids in tokens]
     return _Stream((unit.name, candidate.name), states, lambda: replacer.outside(unit, candidate))
@@ -126,7 +127,7 @@ def _run(skeleton: Skeleton, index: int, states: States) -> States:
 
 
 class _Output:
-    """Divergences at the output, from final hidden states of the original and the usual model."""
+    """Computes divergences from the final hidden states. usual: divergence of the usual model."""
 
     def __init__(self, skeleton: Skeleton, original: States, usual: States):
         self._skeleton, self._original = skeleton, original
@@ -134,11 +135,11 @@ class _Output:
         self.usual = _divergence(self._usual)
 
     def change(self, stream: _Stream) -> Divergence:
-        """Return the divergence of a stream less that of the usual model, averaged over tokens."""
+        """Return the mean over tokens of a stream's divergence minus the usual model's."""
         return _divergence(self._of(stream) - self._usual)
 
     def _of(self, stream: _Stream) -> Tensor:
-        """Return the KL divergence from the original, `[tokens]`, computed in chunks."""
+        """Return each token's KL divergence from the original, `[tokens]`."""
         skeleton, found = self._skeleton, []
         size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
         for batch, row, part in _places(self._original, size):
@@ -154,7 +155,7 @@ def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
 
 
 def _places(states: States, size: int) -> Iterator[tuple[int, int, slice]]:
-    """Yield batch, row and a slice of `size` tokens."""
+    """Yield (batch, row, slice of at most `size` tokens) for all tokens."""
     for batch, hidden in enumerate(states):
         for row in range(len(hidden)):
             for start in range(0, hidden.shape[1], size):

@@ -1,4 +1,4 @@
-"""The terms of a search: a unit is stored as one of its candidates."""
+"""The terms of a search: units, and the candidates in which a unit can be stored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEP = 0.9  # bits per weight between measured candidates
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to store a unit. name: as in recipes, `3,128` or `Q3_K`; nbytes: size of the unit."""
+    """A format for a unit. name: as in recipes, `3,128` (bits, group size) or `Q3_K`. nbytes: unit's size."""
 
     name: str
     nbytes: int
@@ -24,8 +24,8 @@ class Candidate:
 class Unit:
     """Linears that an engine stores in the same way, such as q, k and v, or all experts of a layer.
 
-    name: as in results. block: index of its block; None for a matrix outside the blocks. rows: its linears;
-    empty outside the blocks. weights: number of weights; candidates: from the smallest to the largest.
+    block: index of the block; None for a matrix outside the blocks. rows: the linears; empty outside the
+    blocks. weights: number of weights. candidates: from the smallest to the largest.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Unit:
     candidates: tuple[Candidate, ...]
 
     def candidate(self, name: str) -> Candidate:
-        """Return the candidate of that name."""
+        """Return the candidate with this name."""
         return next(one for one in self.candidates if one.name == name)
 
     def bits(self, candidate: Candidate) -> float:
-        """Return bits per weight."""
+        """Return a candidate's bits per weight."""
         return 8 * candidate.nbytes / self.weights
 
 
@@ -48,7 +48,7 @@ Choice = Mapping[str, str]  # unit -> candidate, by their names
 
 @dataclass(frozen=True)
 class Preset:
-    """A choice that quantkit makes without a search. values: its recipe, by dotted keys."""
+    """A choice that needs no search. choice: {unit: candidate}. values: recipe by dotted keys."""
 
     name: str
     choice: Choice
@@ -56,18 +56,18 @@ class Preset:
 
 
 def nbytes(units: Sequence[Unit], choice: Choice) -> int:
-    """Return the bytes of all units."""
+    """Return the bytes of all units in the chosen candidates."""
     return sum(unit.candidate(choice[unit.name]).nbytes for unit in units)
 
 
 def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
-    """Return bits per weight over all units."""
+    """Return the mean bits per weight over all units in the chosen candidates."""
     return 8 * nbytes(units, choice) / sum(unit.weights for unit in units)
 
 
 def anchors(unit: Unit) -> tuple[Candidate, ...]:
-    """Return up to ANCHORS candidates of a unit to measure: the smallest, then each STEP bits larger or more.
-    The others follow from the errors of all candidates (`curve.py`)."""
+    """Return the candidates of a unit to measure, at most ANCHORS: the smallest, then the next that is at
+    least STEP bits larger, and so on. `curve.py` estimates the others."""
     found: list[Candidate] = []
     for one in unit.candidates:
         if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + STEP):
@@ -76,6 +76,6 @@ def anchors(unit: Unit) -> tuple[Candidate, ...]:
 
 
 def usual(unit: Unit) -> Candidate:
-    """Return the candidate that stores a unit while others are replaced: the middle anchor."""
+    """Return the candidate in which a unit is stored while others are measured: the middle anchor."""
     found = anchors(unit)
     return found[(len(found) - 1) // 2]
