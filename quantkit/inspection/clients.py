@@ -14,16 +14,16 @@ STRANGE = {"hybrid": "blocks of this kind", "towers": "towers of other modalitie
 
 @cache
 def table() -> dict[str, Any]:
-    """Return clients.yaml."""
+    """Return the content of clients.yaml."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 
 
 def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
-    """Return each client with `loads` (None: not tried), `note`, `needs` and `option`.
+    """Return a row for each client: `client`, `loads` (None: not tried), `note`, `needs` and `option`.
 
-    facts: the values that linears have, by the keys of clients.yaml."""
+    facts: the properties of the checkpoint, by the keys of clients.yaml."""
     found = []
     for client, about in table()["clients"].items():
         rule = rule_of(client, facts)
@@ -36,7 +36,7 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
 
 
 def _untried(client: str, facts: Mapping[str, set]) -> str:
-    """Return a feature of the checkpoint that was never tried in this client; empty without one."""
+    """Return a feature of the checkpoint that was never tried in this client, or ""."""
     (layout,) = facts["layout"]
     has = [fact for fact in STRANGE if True in facts.get(fact, ())]
     tried = table()["tried"]
@@ -44,7 +44,7 @@ def _untried(client: str, facts: Mapping[str, set]) -> str:
 
 
 def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
-    """Return the rule that decides, {} where there is none."""
+    """Return the rule (`loads`, `note`, …) that decides whether the client loads these facts, or {}."""
     (layout,) = facts["layout"]
     about, own = table()["clients"][client], table()["rules"].get(layout, {}).get(client)
     if own is not None:
@@ -55,7 +55,7 @@ def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
 
 
 def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows for a damaged checkpoint: no client loads it."""
+    """Return the rows of `known`, changed such that no client loads the checkpoint."""
     return [row | {"loads": False, "note": DAMAGED} if row["loads"] else row for row in rows]
 
 

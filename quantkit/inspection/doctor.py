@@ -1,6 +1,6 @@
-"""Examine this machine: versions, devices, memory, disk, the hub, and optional packages.
+"""Examines this machine: versions, devices, memory, disk, the hub, and optional packages.
 
-Every check is fast and fails softly: what it could not find out is a line in the table, not an error.
+Every check is fast. If a check fails, the table says so; there is no error.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIONAL = {  # package -> what it enables
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. ok: None for neutral findings. note: the reason, or the use."""
+    """One line of the report. ok: None if the finding is neither good nor bad. note: reason or purpose."""
 
     name: str
     value: str
@@ -47,7 +47,7 @@ class Finding:
 
 
 def examine() -> dict[str, list[Finding]]:
-    """Return all findings by subject, in the order of reading."""
+    """Run all checks; return {subject: findings} in the order of the report."""
     checks = {
         "program": (_program,),
         "needed": (_requirements,),
@@ -61,7 +61,7 @@ def examine() -> dict[str, list[Finding]]:
 
 
 def record(found: dict[str, list[Finding]]) -> dict:
-    """Return the versioned JSON of an examination."""
+    """Return the versioned JSON of the findings."""
     return {
         "schema": SCHEMA,
         "quantkit": __version__,
@@ -147,7 +147,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Check that the hub answers, and for a token for gated models. The token is not shown."""
+    """Check whether the hub answers and whether there is a token for gated models; do not show it."""
     from huggingface_hub import constants, errors, get_session, get_token
 
     token = get_token() is not None

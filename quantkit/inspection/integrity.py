@@ -1,7 +1,7 @@
-"""Find damage in a checkpoint from its headers.
+"""Finds damage in a checkpoint from its headers.
 
-Of a model's tensors, blocks and embeddings are counted: which others a family has, and of what shape,
-`--deep` asks the model that transformers builds (values.py), which takes five seconds.
+Only blocks, embeddings and quantized linears are checked. With `--deep`, values.py compares all tensors with
+the model that transformers builds, which takes five seconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CODE_TYPES = {"I8", "U8", "I32", "F8_E4M3", "F8_E5M2"}  # of matrices that mean 
 
 
 def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None) -> list[str]:
-    """Return a sentence for each defect that keeps clients from loading a checkpoint correctly."""
+    """Return a sentence for each defect because of which clients cannot load the checkpoint correctly."""
     found = [
         *_index(contents),
         *_quantization(contents, weights),
@@ -34,7 +34,7 @@ def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, A
 
 
 def warnings(contents: Contents) -> list[str]:
-    """Return a sentence for each oddity that is rarely intended."""
+    """Return a sentence for each property that is rarely intended, but not an error."""
     if contents.container == "gguf":
         absent = "tokenizer.ggml.model" not in contents.metadata
     else:
@@ -43,7 +43,7 @@ def warnings(contents: Contents) -> list[str]:
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
-    """Report linears that their layout cannot decode, and codes without a layout."""
+    """Yield problems: linears that their layout cannot decode, and codes without a known layout."""
     if not contents.infos and not contents.absent:
         yield "there are no tensors"
     if contents.container == "gguf":
@@ -70,16 +70,16 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
 
 
 def _is_coded(weight: Weight, parts: tuple[str, ...]) -> bool:
-    """Return whether a tensor is a matrix of codes, or ends like `parts` of a quantized linear."""
+    """Return whether a tensor is a matrix of integers, or is named like `parts` of quantized linears."""
     return weight.name.endswith(parts) or (weight.dtype in CODE_TYPES and len(weight.shape or ()) == 2)
 
 
 def model_problems(
     contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None
 ) -> Iterator[str]:
-    """Report missing or extra blocks, and embeddings that contradict the configuration or tokenizer.
+    """Yield problems: missing or extra blocks, and embeddings that contradict configuration or tokenizer.
 
-    Not judged where it is not clear which stack of blocks is the language model.
+    Yields nothing if it is unclear which stack of blocks is the language model.
     """
     config = contents.text_config
     stack = language_stack([weight.name for weight in weights])
@@ -94,13 +94,13 @@ def model_problems(
 
 
 def _number(config: dict[str, Any], *keys: str) -> int:
-    """Return the first of a configuration's numbers that makes sense; 0 for none."""
+    """Return the first valid number of a configuration under these keys; 0 if there is none."""
     values = (config.get(key) for key in keys)
     return next((value for value in values if type(value) is int and value > 0), 0)
 
 
 def _blocks(config: dict[str, Any], stored: set[int | None]) -> Iterator[str]:
-    """Compare the blocks with the configuration."""
+    """Yield problems: stored blocks that are not those of the configuration."""
     depth = _number(config, "num_hidden_layers", "n_layer")
     if not 0 < depth < 10**5:
         return
@@ -113,7 +113,7 @@ def _blocks(config: dict[str, Any], stored: set[int | None]) -> Iterator[str]:
 
 
 def _embeddings(config: dict[str, Any], weight: Weight, tokens: int | None) -> Iterator[str]:
-    """Report embeddings without a row for every token or a column for every hidden feature."""
+    """Yield problems: embeddings with too few rows for the tokens, or not hidden_size columns."""
     vocabulary, width = _number(config, "vocab_size"), _number(config, "word_embed_proj_dim", "hidden_size")
     rows, columns = weight.shape
     if rows < vocabulary:
@@ -125,7 +125,7 @@ def _embeddings(config: dict[str, Any], weight: Weight, tokens: int | None) -> I
 
 
 def _index(contents: Contents) -> Iterator[str]:
-    """Report tensors that the index lacks; `read_folder` reports the reverse."""
+    """Yield problems: stored tensors that the index does not list; `read_folder` checks the reverse."""
     mapped = (contents.index or {}).get("weight_map")
     lost = [name for name in contents.infos if name not in mapped] if isinstance(mapped, dict) else []
     if lost:

@@ -1,4 +1,4 @@
-"""Parse names of parameters, in checkpoints and GGUF files: part of the model, block."""
+"""Parses names of parameters, in checkpoints and GGUF files."""
 
 from __future__ import annotations
 
@@ -19,42 +19,42 @@ INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in
 
 
 def part_of(name: str) -> str:
-    """Return the part of a model that a parameter belongs to."""
+    """Return the part of the model that a parameter belongs to: a key of PARTS, such as `head`."""
     return next(part for part, pattern in PARTS.items() if re.search(pattern, name))
 
 
 def split(name: str) -> tuple[int | None, str]:
-    """Return the block and the name inside the block; None and the name itself outside the blocks."""
+    """Return (block, name inside the block); (None, name) outside the blocks."""
     found = IN_BLOCK.match(name)
     return (int(found["block"]), found["local"]) if found else (None, name)
 
 
 def starred(name: str) -> tuple[str, int | None]:
-    """Return `visual.blocks.*.attn.qkv` and 3 of `visual.blocks.3.attn.qkv`; None outside all stacks of
-    blocks."""
+    """Split `visual.blocks.3.attn.qkv` into (`visual.blocks.*.attn.qkv`, 3); outside the blocks, return
+    (name, None)."""
     block, local = split(name)
     return (name, None) if block is None else (f"{stack_of(name)}.*.{local}", block)
 
 
 def of_experts(name: str) -> str:
-    """Return `mlp.experts.*.up_proj.weight` of `mlp.experts.3.up_proj.weight`."""
+    """Replace the number of an expert: `mlp.experts.3.up_proj.weight` to `mlp.experts.*.up_proj.weight`."""
     return EXPERT.sub("experts.*.", name)
 
 
 def stack_of(name: str) -> str | None:
-    """Return `model.layers` of a parameter of a block; None outside the blocks."""
+    """Return the name of a parameter's stack of blocks, such as `model.layers`; None outside the blocks."""
     found = IN_BLOCK.match(name)
     return found["stack"] if found else None
 
 
 def parent(name: str) -> str:
-    """Return the prefix of sibling names: `model.` of `model.layers`, "" of `layers`."""
+    """Return the name's prefix up to its last dot: `model.` for `model.layers`, "" for `layers`."""
     return "".join(name.rpartition(".")[:2])
 
 
 def language_stack(names: Iterable[str]) -> str | None:
-    """Return the stack of blocks that is the language model: the only one, or else the only one that has
-    input embeddings beside it. None where that is not clear."""
+    """Return the stack of blocks of the language model: the only stack, or the only one whose prefix also has
+    input embeddings. None if that is unclear."""
     names = list(names)
     stacks = {stack for name in names if (stack := stack_of(name)) is not None}
     if len(stacks) > 1:
@@ -64,5 +64,5 @@ def language_stack(names: Iterable[str]) -> str | None:
 
 
 def is_linear(name: str, shape: tuple[int, ...] | None) -> bool:
-    """Return whether a parameter is a matrix of a block, which methods quantize."""
+    """Return whether a parameter is a matrix in a block that methods quantize."""
     return split(name)[0] is not None and name.endswith(".weight") and len(shape or ()) == 2

@@ -27,7 +27,7 @@ CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 
 
 def describe(contents: Contents) -> dict[str, Any]:
-    """Return the record of a checkpoint, without its values (see `values.check`)."""
+    """Return the JSON of `quantkit inspect` for a checkpoint. Values are not read; see `values.check`."""
     weights = weights_of(contents)
     tokens = tokenizer_of(contents)
     config = contents.text_config
@@ -68,7 +68,7 @@ def describe(contents: Contents) -> dict[str, Any]:
 
 
 def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return context (tokens of the configuration), scaled (kind of rope scaling) and a text of both."""
+    """Return {context: maximum tokens, scaled: kind of rope scaling or None, text: both in words}."""
     stored = config.get("rope_parameters") or config.get("rope_scaling")
     rope = stored if isinstance(stored, dict) else {}
     nested = rope.get("full_attention")  # kinds of layers may have their own
@@ -87,7 +87,7 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positive(value: Any) -> int | float | None:
-    """Return a number of a configuration; None for anything else."""
+    """Return the value if it is a positive number, else None."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if known and 0 < value < 1e18 else None
 
@@ -102,7 +102,7 @@ def _layout(contents: Contents) -> str | None:
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, Any] | None:
-    """Return the quantization of a checkpoint; None for a plain one."""
+    """Return the JSON of a checkpoint's quantization; None if it is not quantized."""
     coded = [weight for weight in weights if weight.codes]
     layout = _layout(contents)
     if not coded and (layout is None or layout == "gguf"):
@@ -128,7 +128,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
 
 
 def _file_type(contents: Contents) -> str | None:
-    """Return `Q4_K_M`, as a GGUF file calls its mixture of types."""
+    """Return the file type that a GGUF file names, such as `Q4_K_M`; None if it names none."""
     code = contents.metadata.get("general.file_type")
     if code is None:
         return None
@@ -139,7 +139,7 @@ def _file_type(contents: Contents) -> str | None:
 
 
 def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the config groups of compressed-tensors."""
+    """Return the config groups of compressed-tensors; [] for other layouts."""
     groups = config.get("config_groups")
     return [g for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
 
@@ -155,13 +155,13 @@ def _symmetric(contents: Contents) -> bool | None:
 
 
 def activations(config: Mapping[str, Any]) -> str | None:
-    """Describe how inputs of linears, keys and values are quantized at run time; None where they are not."""
+    """Describe how clients quantize inputs of linears and the KV cache at run time; None if they do not."""
     cached = "keys and values float8, by stored scales" if config.get("kv_cache_scheme") else None
     return "; ".join(filter(None, (_inputs(config), cached))) or None
 
 
 def _inputs(config: Mapping[str, Any]) -> str | None:
-    """Describe how inputs of linears are quantized; None where they are not."""
+    """Describe how clients quantize inputs of linears; None if they do not."""
     if config.get("load_in_8bit"):
         threshold = _positive(config.get("llm_int8_threshold", 6.0))
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
@@ -175,7 +175,7 @@ def _inputs(config: Mapping[str, Any]) -> str | None:
 
 
 def _scaled(entry: Mapping[str, Any]) -> str:
-    """Describe the activations of a config group: type, and granularity of scales."""
+    """Describe a config group's activations: their type, and which values share a scale."""
     kind = f"{entry.get('type', 'int')}{entry.get('num_bits', 8)}"
     if entry.get("strategy") == "token":
         return f"{kind}, each token by itself"
@@ -191,7 +191,7 @@ EXPERT = re.compile(r"\.experts\.\d+\.|_exps\.")  # the latter: in GGUF files
 
 
 def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
-    """Return the facts that rules of clients.yaml test."""
+    """Return the checkpoint's properties that the rules of clients.yaml test: {key: values}."""
     coded = [weight.codes for weight in weights if weight.codes]
     config = contents.quantization
     infos = contents.infos
@@ -227,12 +227,12 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
 
 
 def _language(weights: Sequence[Weight]) -> str | None:
-    """Return the stack of the language model's blocks; None where that is not clear."""
+    """Return the name of the language model's stack of blocks; None if that is unclear."""
     return language_stack([weight.name for weight in weights])
 
 
 def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
-    """Return parameters and bytes by part, in the order in which a model uses them."""
+    """Return a row with parameters and bytes for each part of the model, from embedding to head."""
     order = ("embeddings", "attention", "mlp", "norms", "head", "other")
     rows = {part: Counter() for part in order}
     for weight in weights:
@@ -245,8 +245,8 @@ def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
 def _tensors(
     weights: Sequence[Weight], language: str | None, reasons: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for tensors of one kind in all blocks and experts: name, blocks, shape, storage; with
-    `reasons`, by name, why a linear was kept. Names outside the language model begin with their stack:
+    """Return a row for each kind of tensor over blocks and experts: name, blocks, shape, storage. reasons:
+    {linear: why it was not quantized}. Names outside the language model begin with their stack, as in
     `visual.blocks.*.attn.qkv`."""
     rows: dict[tuple, dict[str, Any]] = {}
     for weight in sorted(weights, key=lambda weight: _place(weight, language)):
@@ -268,7 +268,7 @@ def _tensors(
 
 
 def _place(weight: Weight, language: str | None) -> tuple:
-    """Return a sort key: embeddings, the language model's blocks in order, their successors, other stacks."""
+    """Return a sort key: embeddings, the language model's blocks, what follows them, other stacks."""
     block, local = split(weight.name)
     outside = -1 if part_of(weight.name) == "embeddings" else math.inf
     other = block is not None and language is not None and stack_of(weight.name) != language
@@ -276,7 +276,7 @@ def _place(weight: Weight, language: str | None) -> tuple:
 
 
 def _written(contents: Contents) -> list[dict[str, Any]]:
-    """Return the rows of quantkit's manifest, one for each linear."""
+    """Return the rows of quantkit's manifest, one for each linear; [] without a manifest."""
     rows = (contents.manifest or {}).get("linears")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
 
@@ -285,7 +285,7 @@ def _written(contents: Contents) -> list[dict[str, Any]]:
 
 
 def _provenance(contents: Contents) -> dict[str, Any] | None:
-    """Return the origin by quantkit's manifest, or by the marks of other tools."""
+    """Return which tool made the checkpoint and how, from quantkit's manifest or traces of other tools."""
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}

@@ -1,4 +1,4 @@
-"""Print the record of a checkpoint, and the differences of two."""
+"""Prints the record of a checkpoint, or the differences of two."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _quantized(found: dict[str, Any] | None) -> str:
 
 
 def _kept(found: dict[str, Any] | None) -> str:
-    """Return linears of blocks that are not quantized, by what they are stored as and why."""
+    """Return a text that lists linears of blocks that are not quantized, by dtype and reason."""
     groups: dict[tuple, list[str]] = {}
     for row in found["kept"] if found else ():
         key = ranges(row["blocks"]), row["stored"], row["why"]
@@ -148,7 +148,7 @@ def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
 
 
 def _print_integrity(console: Console, found: dict[str, Any]) -> None:
-    """Print the extent of the checks, and the problems."""
+    """Print what was checked, and the problems found."""
     looked = f"headers of {count(found['tensors'], 'tensor')}, configuration and sizes"
     looked += " and every value" if found["deep"] else " (values: --deep)"
     wrong = count(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
@@ -158,7 +158,7 @@ def _print_integrity(console: Console, found: dict[str, Any]) -> None:
 
 
 def print_comparison(record: dict[str, Any], top: int = 10) -> None:
-    """Print the facts in which two checkpoints differ, and their largest relative differences."""
+    """Print the facts in which two checkpoints differ, and the `top` weights that differ most."""
     console = Console(highlight=False, markup=False)
     sides = [_facts(model) for model in record["models"]]
     rows = make_table("", "A", "B")

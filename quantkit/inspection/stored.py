@@ -1,7 +1,7 @@
-"""The weights and the tokenizer of a checkpoint by headers and files: shape, storage, bytes of codes, scales.
+"""A checkpoint's weights and tokenizer, read from headers and small files: shapes, formats and sizes.
 
-Quantized linears are found and checked by the layout that decodes them (`Layout.checked_spec`), on headers in
-place of tensors. Of what no layout here decodes, gpt-oss's experts and floats with scales are counted.
+Each layout finds and checks its quantized linears (`Layout.checked_spec`), given headers instead of tensors.
+gpt-oss's experts and floats with scales, which no layout here decodes, are counted by this file.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ UNPACKED = {"U8": "B", "I64": "q"}  # of small tensors that say something of oth
 
 @dataclass(frozen=True)
 class Codes:
-    """The quantization of a weight. bits: of one code. group_size: columns that share a scale, None for a row
-    or where headers lack it. problem: why its layout cannot decode it."""
+    """How a weight is quantized. form: layout or ggml type. bits: per code. group_size: columns that share a
+    scale; None for whole rows or if unknown. shape: `(out, in)`. problem: why its layout cannot decode it."""
 
     form: str
     bits: int
@@ -42,7 +42,7 @@ class Codes:
     problem: str = ""
 
     def describe(self) -> str:
-        """Return `4 bit, groups of 128`; the name alone where it says it all."""
+        """Return a phrase such as `4 bit, groups of 128`, or only the type's name, such as `Q4_K`."""
         if self.form.isupper() or self.form == "nf4":  # the former: a ggml type
             return self.form
         form = f"{self.bits} bit" if self.form in ("gptq", "awq", "pack-quantized") else self.form
@@ -51,8 +51,8 @@ class Codes:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model. name: as a plain checkpoint has it. plain: bytes that are neither codes nor
-    scales; scale bytes count zero points, column orders and the like. codes: None where it is not quantized.
+    """A parameter of the model. name: as in a plain checkpoint. parameters: number of values. plain_bytes:
+    bytes if not quantized. scale_bytes: scales, zero points, column orders. codes: None if not quantized.
     """
 
     name: str
@@ -70,13 +70,13 @@ class Weight:
 
     @property
     def stored(self) -> str:
-        """The storage in words: `4 bit, groups of 128`, or a dtype."""
+        """The format in words, such as `4 bit, groups of 128`, or a dtype."""
         return self.codes.describe() if self.codes else self.dtype
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor by its header, as layouts check tensors."""
+    """A header with the attributes of a tensor that layouts check."""
 
     info: TensorInfo
     contents: Contents
@@ -90,14 +90,14 @@ class _Part:
         return self.info.shape
 
     def tolist(self) -> list[int]:
-        """Return the values of a small tensor. Raises OutOfReach where they lie on the hub."""
+        """Return the values of a small local tensor. Raises OutOfReach for large ones and on the hub."""
         if self.contents.path is None or self.info.nbytes > TENSOR_BYTES or self.dtype not in UNPACKED:
             raise OutOfReach
         return memoryview(b"".join(raw(self.info))).cast(UNPACKED[self.dtype]).tolist()
 
 
 def weights_of(contents: Contents) -> list[Weight]:
-    """Return every parameter, in the order of the file."""
+    """Return every parameter of the model, in the order of the file."""
     if contents.container == "gguf":
         return list(_of_gguf(contents.infos))
     found, taken, layout = [], set(), None
@@ -128,7 +128,7 @@ Coded = tuple[str, str, Codes, list[TensorInfo]]  # linear, type, codes; tensors
 
 
 def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
-    """Yield every linear that lies in a known layout."""
+    """Yield every linear that is stored in this layout."""
     for linear, names in layouts.group_by_linear(layout, contents.infos).items():
         infos = {part: contents.infos[name] for part, name in names.items()}
         own, codes = layout, Codes(layout.label, 0)
@@ -145,7 +145,7 @@ def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
 
 
 def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
-    """Check a linear's headers with its layout. Raises KeyError and QuantkitError as its decoder does."""
+    """Check a linear's headers with its layout. Raises KeyError or QuantkitError, as decoding would."""
     configured = layout.numbers
     try:
         spec = layout.checked_spec(parts)
@@ -158,8 +158,8 @@ def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
 
 
 def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
-    """Yield linears that no layout here decodes: gpt-oss's experts `blocks [experts, out, groups, 16]`;
-    floats with `weight_scale`, of 8 bits or two of 4 bits a byte, as modelopt writes them."""
+    """Yield linears that no layout here decodes: gpt-oss's experts, `blocks [experts, out, groups, 16]`, and
+    modelopt's floats with `weight_scale`, of 8 bits or of 4 bits (two per byte)."""
     for name, info in infos.items():
         linear, scales = name.removesuffix("_blocks"), infos.get(f"{name.removesuffix('_blocks')}_scales")
         if linear != name and scales:
@@ -179,7 +179,7 @@ def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
 
 
 def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
-    """Yield every tensor of a GGUF file; scales of NVFP4 matrices count with their matrix."""
+    """Yield every tensor of a GGUF file; scale tensors of NVFP4 matrices are counted with the matrix."""
     owners = {name: _scaled_by(name, infos) for name in infos}
     beside = Counter()
     for name, owner in owners.items():
@@ -190,15 +190,15 @@ def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
 
 
 def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
-    """Return the matrix in NVFP4 that a tensor of a GGUF file has a scale of; None where it is something
-    else."""
+    """Return the name of the NVFP4 matrix to which a scale tensor of a GGUF file belongs; None for other
+    tensors."""
     owner = infos.get(re.sub(r"\.(input_)?scale$", ".weight", name))
     return owner.name if owner is not None and owner.name != name and owner.dtype == "NVFP4" else None
 
 
 def _of_ggml(info: TensorInfo, beside: int) -> Weight:
-    """Return a tensor of a GGUF file; codes and scales of its blocks lie side by side. beside: bytes of
-    scales in tensors of their own."""
+    """Return a tensor of a GGUF file; its ggml blocks contain codes and scales. beside: bytes of scales in
+    separate tensors."""
     weight = _plain(info)
     if PLAIN.match(info.dtype):
         return weight
@@ -214,8 +214,8 @@ def _of_ggml(info: TensorInfo, beside: int) -> Weight:
 
 
 def tokenizer_of(contents: Contents) -> dict[str, Any] | None:
-    """Return kind, tokens (the largest id, and one) and sha256 of the chat template, by files;
-    None without a tokenizer. The tokenizer is not built."""
+    """Return the tokenizer's kind, its number of tokens and the chat template's sha256, read from files; None
+    without a tokenizer."""
     found = _of_metadata(contents) if contents.container == "gguf" else _of_files(contents)
     if found is None:
         return None
@@ -240,7 +240,7 @@ def _of_files(contents: Contents) -> tuple[str, int | None, Any] | None:
 
 
 def _tokens(whole: dict[str, Any]) -> int | None:
-    """Return the largest id of tokenizer.json, and one."""
+    """Return the number of tokens in tokenizer.json: the largest id plus one."""
     model, added = whole.get("model"), whole.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids: list[Any] = list(vocabulary.values()) if isinstance(vocabulary, dict) else []

@@ -1,4 +1,4 @@
-"""Check all values, or compare those of two checkpoints: every weight is decoded, one at a time."""
+"""Checks all values, or compares those of two checkpoints. Weights are decoded one at a time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ Listener = Callable[[str, int, int], None]  # what, done, of how many
 
 
 def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> None:
-    """Add to the record's `integrity` what is wrong with values: tensors that the model needs and the
-    checkpoint lacks, shapes, weights that cannot be decoded, scales and weights that are not finite.
+    """Add problems to the record's `integrity`: missing tensors, wrong shapes, weights that cannot be
+    decoded, scales and weights that are not finite.
 
-    Where transformers cannot build the model, values are not read, and `notes` say so.
+    If transformers cannot build the model, values are not read, and a note says so.
     """
     found = record["integrity"]
     try:
@@ -58,9 +58,9 @@ def _errors_of(read: Callable[[], Any]) -> list[str]:
 def compare(
     left: Checkpoint, right: Checkpoint, records: tuple[dict, dict], listen: Listener
 ) -> dict[str, Any]:
-    """Return relative differences `|A - B| / |A|` of all weights that both have, the largest first.
+    """Return the JSON with relative differences `|A - B| / |A|` of all weights in both, the largest first.
 
-    Raises QuantkitError when there are none: these are different models.
+    Raises QuantkitError if no weight is in both: these are different models.
     """
     cpu = torch.device("cpu")
     skeletons = [Skeleton(checkpoint, torch.float32, cpu) for checkpoint in (left, right)]
@@ -97,7 +97,7 @@ def compare(
 
 
 def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
-    """Return `lost = |A - B|²`, `norm = |A|²`, their relation and the largest difference of values."""
+    """Return `lost = |A - B|²`, `norm = |A|²`, the relative difference and the largest difference."""
     lost = norm = largest = 0.0
     pairs = zip(torch.atleast_1d(left).split(ROWS), torch.atleast_1d(right).split(ROWS), strict=True)
     for a, b in pairs:
@@ -113,7 +113,7 @@ def _relation(lost: float, norm: float) -> float:
 
 
 def _tokenizers(left: Checkpoint, right: Checkpoint) -> str:
-    """Return `equal`, `different`, or why that is not known."""
+    """Compare the tokenizers; return `equal`, `different`, or why they cannot be compared."""
     try:
         hashes = {tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in (left, right)}
     except QuantkitError as error:

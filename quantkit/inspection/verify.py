@@ -1,6 +1,6 @@
-"""Verify a checkpoint against its manifest: files, values, and the distance of weights from their source.
+"""Verifies a checkpoint against its manifest: files, values, and errors of the linears.
 
-A manifest is not signed: it shows damage and mistakes, not forgery.
+A manifest is not signed: verification finds damage and mistakes, not forgery.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # that jobs com
 def verify(
     source: str, base: str | None, listen: Listener, trust_remote_code: bool = False
 ) -> dict[str, Any]:
-    """Return the record of a folder or GGUF file: `problems` are what is wrong. base: the checkpoint it was
-    made of.
+    """Verify a folder or GGUF file; return JSON that lists `problems`. base: the original model, if errors
+    are to be measured again.
 
-    Raises QuantkitError where there is nothing to verify, or the base is another model.
+    Raises QuantkitError if there is nothing to verify, or if `base` is another model.
     """
     if not Path(source).exists():
         raise QuantkitError(f"no such folder or file: {source}", "give a checkpoint on this disk", NOT_FOUND)
@@ -82,7 +82,7 @@ def verify(
 def _files(
     contents: Contents, manifest: Mapping[str, Any], found: dict[str, Any], listen: Listener
 ) -> Iterator[dict[str, Any]]:
-    """Yield the state of each file with a checksum: `same`, `was changed` or `is absent`."""
+    """Yield a row with the state of each file that has a checksum: `same`, `was changed`, `is absent`."""
     place, read, whole = contents.path, 0, sum(contents.files.values())
     assert place is not None
 
@@ -123,7 +123,7 @@ def _linears(
     found: dict[str, Any],
     listen: Listener,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the error of every linear, measured again, with the manifest's."""
+    """Yield a row for every linear: its error, measured again, and the error in the manifest."""
     job = manifest.get("job", {})
     if job.get("rotation"):
         found["notes"].append("errors were not measured: the weights are rotated, the source's are not")
@@ -154,13 +154,13 @@ def _linears(
 
 
 def _measure(row: Mapping[str, Any]) -> str | None:
-    """Return the name of the measure in a row of the manifest."""
+    """Return the name of the error that a row of the manifest contains, or None."""
     known = [kind for kind in ERRORS if isinstance(row.get(kind), (int, float))]
     return known[0] if known and isinstance(row.get("name"), str) else None
 
 
 def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
-    """Return the name in the model and the parameter of every weight, by the stored name of its linear."""
+    """Return {stored name of a linear: (name in the model, parameter)} for all weights."""
     return {
         skeleton.names.stored[name].removesuffix(".weight"): (name, parameter)
         for name, parameter in skeleton.stored_parameters().items()
@@ -168,7 +168,7 @@ def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
 
 
 def _same_source(base: Checkpoint, manifest: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Report a base whose sha256 is not the source's in the manifest."""
+    """Add a problem to `found` if the base's sha256 is not that of the source in the manifest."""
     recorded = (manifest.get("source") or {}).get("sha256")
     if isinstance(recorded, str) and base.sha256() != recorded:
         found["problems"].append(

@@ -1,1 +1,1 @@
-"""Text to calibrate on, as batches of tokens whose origin is recorded."""
+"""Calibration text: reads, renders and tokenizes it, and records its origin."""

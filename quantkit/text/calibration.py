@@ -1,4 +1,4 @@
-"""Calibration text to token sequences `[samples, seqlen]`, with their provenance."""
+"""Turns calibration text into token sequences `[samples, seqlen]`, and records their provenance."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ MOST_HELD_OUT = 32  # sequences: enough to decide on
 
 @dataclass(frozen=True)
 class Provenance:
-    """The origin of calibration tokens, enough to make the same tokens again.
+    """The origin of calibration tokens, from which the same tokens can be made again.
 
-    `sha256` is that of the token block, int64 little-endian; `chat_template` that of the template
-    which conversations went through, None where there were none.
+    sha256: of the token ids, int64 little-endian. bos: whether every sequence begins with BOS. chat_template:
+    sha256 of the template that rendered conversations; None without conversations.
     """
 
     source: str
@@ -44,7 +44,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class CalibrationSet:
-    """Calibration tokens, int64 `[samples, seqlen]`, with their origin."""
+    """Calibration tokens, int64 `[samples, seqlen]`, their origin, and a warning if there are too few."""
 
     tokens: Tensor
     provenance: Provenance
@@ -55,12 +55,12 @@ class CalibrationSet:
 
 
 def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = False) -> CalibrationSet:
-    """Tokenize as much of the source as is needed and slice it into sequences.
+    """Tokenize as much of the source as is needed and cut it into sequences.
 
-    Documents are taken in seeded order and concatenated; where the tokenizer begins texts with a BOS
-    token, every sequence begins with it. `offline`: datasets of the hub come from the local caches.
-    Raises QuantkitError when the text is missing, empty, or holds less than one sequence; with fewer
-    sequences than asked for, the set carries a warning.
+    Documents are read in an order given by the seed and concatenated. If the tokenizer begins texts with a
+    BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache. Raises
+    QuantkitError if the text is missing, empty, or shorter than one sequence. If it gives fewer sequences
+    than requested, the result has a warning.
     """
     if options.samples < 1 or (options.seqlen is not None and options.seqlen < 2):
         raise QuantkitError("--samples and --seqlen must be positive", "try 128 and 512", USAGE)
@@ -97,10 +97,10 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
 
 
 def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sequences to learn from and sequences to decide on, the last eighth, of `[samples, seqlen]`.
+    """Split tokens `[samples, seqlen]` into training sequences and held-out ones (at most the last eighth).
 
-    Documents come in seeded order, so the last ones are a sample of all, and a job with fewer `--samples`
-    learns from exactly the others. Raises QuantkitError where there is one sequence.
+    Documents are in random order, so the last ones represent all. A job with so many fewer `--samples` trains
+    on the same sequences. Raises QuantkitError if there is only one sequence.
     """
     if len(tokens) < 2:
         raise QuantkitError(
@@ -120,9 +120,9 @@ def begins_with_bos(tokenizer) -> bool:
 
 
 def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> tuple[list[int], str | None]:
-    """Return at least `needed` tokens if the text has as many, and the sha256 of the chat template used.
+    """Return at least `needed` tokens, or all that the text has, and the sha256 of the chat template used.
 
-    No document keeps a BOS of its own, as chat templates write it, where every sequence gets one.
+    bos: every sequence gets a BOS later, so the BOS at the beginning of documents is removed.
     """
     template = ChatTemplate(tokenizer)
     stream: list[int] = []
@@ -136,7 +136,7 @@ def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> t
 
 
 def _slice(stream: list[int], samples: int, seqlen: int, bos: int | None) -> Tensor:
-    """Return sequences int64 `[≤ samples, seqlen]`, each beginning with `bos` where there is one."""
+    """Return at most `samples` sequences, int64 `[sequences, seqlen]`, each beginning with `bos` if given."""
     body = seqlen - (bos is not None)
     count = min(samples, len(stream) // body)
     tokens = torch.tensor(stream[: count * body], dtype=torch.int64).view(count, body)

@@ -1,4 +1,4 @@
-"""Conversations to text, through the model's own chat template."""
+"""Renders conversations as text with the model's own chat template."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ TODAY = datetime.date(2024, 7, 26)  # always, or no job could be resumed tomorro
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as in a dataset, each {"role", "content"} or ShareGPT's {"from", "value"}."""
+    """Messages of a conversation, each {"role", "content"} or ShareGPT's {"from", "value"}."""
 
     messages: list[Any]
     where: str  # the row, for an error
 
 
 def column_of(columns: Iterable[str], requested: str) -> str | None:
-    """Return the column that holds a row's text: `requested`, or for the default a chat column."""
+    """Return the column with a row's text: `requested`; if that is the default, also a chat column. None if
+    there is none."""
     wanted = (requested, *(COLUMNS if requested == CalibrationOptions.text_column else ()))
     columns = list(columns)
     return next((name for name in wanted if name in columns), None)
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer, or the one `given`. `sha256` is that of the template, once it was
-    needed; `today` what it prints where it prints a date."""
+    """A tokenizer's chat template, or the one `given`. today: date that templates print. sha256: of the
+    template; None before the first `render`."""
 
     def __init__(self, tokenizer, given: str | None = None, today: datetime.date = TODAY):
         self.tokenizer = tokenizer
@@ -43,10 +44,10 @@ class ChatTemplate:
         self._today = today
 
     def render(self, conversation: Conversation, answer: bool = False) -> str:
-        """Return the conversation as the model would see it, special tokens and all; with `answer`, up to
-        where the model's next answer begins.
+        """Return the conversation as text with special tokens. answer: end with the beginning of the model's
+        next answer.
 
-        Raises QuantkitError when the model has no template or its template refuses the messages.
+        Raises QuantkitError if the model has no template, or if the template rejects the messages.
         """
         try:
             template = self.tokenizer.get_chat_template(self._given)
@@ -78,7 +79,7 @@ class ChatTemplate:
 
 
 def _at_a_fixed_date(template: str, today: datetime.date) -> str:
-    """Return the template with a fixed `strftime_now`; transformers' uses today."""
+    """Return the template with a `strftime_now` that uses `today`; transformers' own uses the clock."""
     if "strftime_now" not in template:
         return template
     filled = "".join(f" | replace('%{code}', '{today.strftime(f'%{code}')}')" for code in "YymdbBaAHMSj")

@@ -1,4 +1,4 @@
-"""Calibration datasets of the hub: streamed, never downloaded whole; offline read from the cache."""
+"""Calibration datasets of the hub: streamed, not downloaded whole; read from the cache if offline."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ LINES = ("Salesforce/wikitext",)  # a row is a line of an article, not a documen
 
 @dataclass(frozen=True)
 class Dataset:
-    """`org/name[@config][:split[:column]]`, None where the text says nothing; once a split was opened, all it
-    takes to open it again. revision: the commit."""
+    """A dataset's split, as typed: `org/name[@config][:split[:column]]`. Parts not typed are None until
+    `open_rows` fills them in. revision: the commit."""
 
     repo: str
     config: str | None
@@ -40,7 +40,7 @@ class Dataset:
 
 
 def parse(text: str) -> Dataset | None:
-    """Return the dataset `text` names, by alias or hub id; None if it has not the form of one."""
+    """Parse an alias or hub id of a dataset; None if the text does not have this form."""
     match = ID.fullmatch(ALIASES.get(text, text))
     if match is None:
         return None
@@ -50,11 +50,11 @@ def parse(text: str) -> Dataset | None:
 def open_rows(
     wanted: Dataset, column: str, revision: str | None, seed: int, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
-    """Return the dataset as found, and its rows as (place, value of the column), fetched as they are
-    taken.
+    """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place of the row,
+    value of the column). Rows are downloaded while they are read.
 
-    Files come in seeded order, rows in the file's. `column` counts where the id names none. Raises
-    QuantkitError for what the hub or the dataset does not have, also while rows are taken.
+    column: used if `wanted` names none. seed: order of the files. Raises QuantkitError for a missing
+    repository, split or column, also while rows are read.
     """
     import datasets
     import huggingface_hub
@@ -84,8 +84,8 @@ def open_rows(
 
 
 def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]:
-    """Yield rows file by file. The order is made here: that of datasets' own shuffle changes with its
-    version."""
+    """Yield (place, value) of all rows, file by file in an order given by the seed. The order of datasets'
+    own shuffle depends on its version."""
     files = list(range(stream.num_shards))
     random.Random(seed).shuffle(files)
     number = 0
@@ -97,7 +97,7 @@ def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]
 
 
 def _cached(repo: str, revision: str | None) -> Path:
-    """Return the folder of files fetched with `hf download`, even of a part of the dataset. No request."""
+    """Return the cache's folder of a dataset that `hf download` has downloaded, at least in part."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Sources of calibration documents: text, JSON lines, parquet, datasets of the hub, the shipped text."""
+"""Reads calibration documents: text, JSON lines, parquet, datasets of the hub, the shipped text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Document = str | Conversation
 
 @dataclass(frozen=True)
 class Source:
-    """Documents in seeded order, read on demand. `dataset` is set for a dataset of the hub."""
+    """Documents, read on demand in an order given by the seed. dataset: set for a dataset of the hub."""
 
     name: str
     documents: Iterator[Document]
@@ -41,10 +41,9 @@ class Source:
 
 
 def open_source(options: CalibrationOptions, offline: bool) -> Source:
-    """Open the text that `--calibration` names: the shipped text, an existing path, else a dataset of the
-    hub.
+    """Open the text of `--calibration`: the shipped text, an existing path, or else a dataset of the hub.
 
-    Raises QuantkitError when it is none of these or cannot be read, also while documents are taken.
+    Raises QuantkitError if it is none of these or cannot be read, also while documents are read.
     """
     named, column, revision = options.calibration, options.text_column, options.calibration_revision
     is_file = not named or Path(named).exists() or named.endswith(FILES)
@@ -86,7 +85,7 @@ def _json_lines(path: Path, column: str) -> Iterator[Document]:
 
 @contextmanager
 def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) -> Iterator[TextIO]:
-    """Open a file of UTF-8 text. Raises QuantkitError, also for errors while the file is read."""
+    """Open a UTF-8 text file; raise QuantkitError for errors, also while reading. what: name of the text."""
     try:
         refuse_irregular(path)
         with open(path, encoding="utf-8") as file:
@@ -113,7 +112,7 @@ def _json_row(line: str, requested: str, where: str) -> Iterator[Document]:
 
 
 def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
-    """Yield row groups in seeded order, with a batch of rows and one column in memory."""
+    """Yield the documents of a parquet file's column, with row groups in an order given by the seed."""
     import pyarrow
     from pyarrow import parquet
 
@@ -142,7 +141,7 @@ def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
 
 
 def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Document]:
-    """Yield pieces of text, or conversations; rows without a value are skipped."""
+    """Yield the pieces of text or conversations of rows (place, value); skip rows without a value."""
     for where, value in rows:
         if isinstance(value, str):
             yield from _cut(value)
@@ -153,7 +152,7 @@ def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Documen
 
 
 def _joined(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[str]:
-    """Yield pieces of about PIECE_CHARS made of consecutive rows."""
+    """Yield pieces of about PIECE_CHARS characters, made of consecutive rows."""
     piece: list[str] = []
     size = 0
     for document in _documents(rows, column):
@@ -176,7 +175,7 @@ def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Yield pieces of about PIECE_CHARS, cut at line ends."""
+    """Yield pieces of about PIECE_CHARS characters, cut at line ends."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE_CHARS)
@@ -192,7 +191,7 @@ def _all_shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document
 
 
 def _shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    """Yield documents in seeded order, with at most BUFFER in memory."""
+    """Yield documents in an order given by the seed, with at most BUFFER documents in memory."""
     source = random.Random(seed)
     held: list[Document] = []
     for document in documents:

@@ -1,8 +1,8 @@
 """Rendering of untrusted chat templates in a worker process with limited memory and time.
 
-A loop in a loop, or a string times a number, is all that a template needs. The worker is a fresh Python:
-a fork of a process whose libraries run threads may hang. It renders one conversation after the other with
-transformers' own sandbox, ends with its parent, and is replaced after a template that ran away.
+Nested loops or a repeated string in a template can exhaust memory and time. The worker is a new Python
+process, since a fork of a process with threads may hang. It renders conversations with transformers' own
+sandbox and ends with its parent. After a template exceeds its limits, a new worker is started.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ ANSWER = 6 * TEXT + 1024  # bytes of an answer: JSON writes a character in six a
 
 
 class Failed(Exception):
-    """The error of a template, with its message."""
+    """Raised if a template fails; contains the template's message."""
 
 
 class Runaway(Exception):
-    """The reason why the worker was ended."""
+    """Raised if a template exceeds its limits; says which."""
 
 
 class Worker:
-    """A process that renders templates, started when it is first needed."""
+    """Renders templates in another process, which is started when first needed."""
 
     def __init__(self) -> None:
         self._running: tuple[subprocess.Popen, Connection] | None = None
@@ -49,9 +49,9 @@ class Worker:
         tokens: Mapping[str, str],
         answer: bool = False,
     ) -> str:
-        """Return the text of a conversation. tokens: special ones by name; answer: up to where one begins.
+        """Return a conversation as text. tokens: special tokens by name. answer: end where one begins.
 
-        Raises Failed where the template raises, and Runaway where it takes too much time, memory or text.
+        Raises Failed if the template fails, and Runaway if it takes too much time, memory or text.
         """
         try:
             request = json.dumps([template, messages, tokens, answer], default=_plain)
@@ -100,7 +100,7 @@ class Worker:
         return json.loads(answered)
 
     def stop(self) -> None:
-        """End the worker, if this process has one."""
+        """End the worker process, if this process has started one."""
         running, self._running = self._running, None
         if running is not None and self._owner == os.getpid():
             process, pipe = running
@@ -113,12 +113,12 @@ WORKER = Worker()
 
 
 def _plain(value: Any) -> Any:
-    """Return a number of numpy as Python's; other objects as the name of their type."""
+    """Return a NumPy number as a Python number, and any other object as the name of its type."""
     return value.item() if hasattr(value, "dtype") and hasattr(value, "item") else f"<{type(value).__name__}>"
 
 
 def _received(pipe: Connection) -> bytes:
-    """Return a message of the worker; empty where it has ended, or writes more than any answer."""
+    """Return a message of the worker; b"" if it has ended or sends too much."""
     try:
         return pipe.recv_bytes(ANSWER)
     except (EOFError, OSError):
@@ -126,7 +126,7 @@ def _received(pipe: Connection) -> bytes:
 
 
 def _serve(pipe: Connection) -> None:
-    """Answer requests until the parent has gone, or a template has used up the memory."""
+    """Answer requests until the parent ends or a template runs out of memory."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -147,7 +147,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def _answer(render_template: Any, request: list[Any]) -> list[str]:
-    """Return the text, or how the template failed. Raises MemoryError."""
+    """Render a request; return the text, or the error of the template. Raises MemoryError."""
     template, messages, tokens, answer = request
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime + SECONDS)
