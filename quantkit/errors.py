@@ -1,4 +1,4 @@
-"""The one exception that users see, and the exit codes of every command."""
+"""QuantkitError, the only exception that users see, and the exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ DISK = {  # error number -> what is wrong with the disk, and what to do
 
 
 class QuantkitError(Exception):
-    """A failure a user can act on: printed as `error: MESSAGE` and `hint: HINT`.
+    """An error that a user can correct, printed as `error: MESSAGE` and `hint: HINT`.
 
-    `exit_code` is one of the constants of this module. `found` is the JSON record of a command that has a
-    result all the same. Broken invariants of quantkit itself are assertions, never this.
+    exit_code: one of the constants of this module. found: the JSON record of a command that has a result
+    despite the error. Errors in quantkit itself raise AssertionError instead.
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = RUNTIME, found: dict | None = None):
@@ -63,7 +63,7 @@ class QuantkitError(Exception):
 
 
 class DamagedError(QuantkitError):
-    """The source is damaged, so everything a job made from it is useless."""
+    """Raised if the source is damaged, so that the results of a job on it are useless."""
 
 
 def require(condition: object, message: str, hint: str = "", exit_code: int = RUNTIME) -> None:
@@ -76,7 +76,7 @@ def require(condition: object, message: str, hint: str = "", exit_code: int = RU
 
 
 def compiled(pattern: str, complaint: str, hint: str, exit_code: int = USAGE) -> re.Pattern:
-    """Compile a regular expression. Raises QuantkitError, `COMPLAINT is no regular expression: REASON`."""
+    """Compile a regular expression. Raises QuantkitError (`COMPLAINT is no regular expression: REASON`)."""
     try:
         return re.compile(pattern)
     except re.error as error:
@@ -95,7 +95,7 @@ def first_line(error: BaseException) -> str:
 
 
 def full_disk(error: BaseException) -> tuple[str, str] | None:
-    """Return the entry of `DISK` for an error, or None. safetensors and torch wrap the OSError in a text."""
+    """Return the entry of `DISK` for an error, or None. Also finds OSErrors whose text a library wraps."""
     if isinstance(error, OSError):
         return DISK.get(error.errno)
     wrapped = re.search(r"\(os error (\d+)\)", str(error))
@@ -104,8 +104,8 @@ def full_disk(error: BaseException) -> tuple[str, str] | None:
 
 
 def printable(text: str) -> str:
-    """Return untrusted text (names in files, output of models) with control characters, direction marks and
-    invalid characters replaced."""
+    """Return an untrusted text (names in files, output of models) in which control characters, direction
+    marks and invalid characters are replaced."""
     return "".join(
         letter
         if letter in "\n\t" or (unicodedata.category(letter) not in ("Cc", "Cs") and letter not in TURNING)
@@ -115,9 +115,9 @@ def printable(text: str) -> str:
 
 
 def shortened(message: str, word: int = 400, whole: int = 1600) -> str:
-    """Return a message on one line, with the middle of overlong words and of an overlong message cut out.
+    """Return a message on one line; cut out the middle of words longer than `word` and messages than `whole`.
 
-    Values of untrusted files are quoted in messages and may have any length.
+    Messages may quote values of untrusted files, which can have any length.
     """
     words = " ".join(message.splitlines())
     words = re.sub(rf"\S{{{word},}}", lambda found: f"{found[0][:60]}…{found[0][-20:]}", words)
@@ -140,9 +140,9 @@ def name_all(names, limit: int = 8) -> str:
 def one_of(
     name: str, names: Collection[str], complaint: str, aliases: Mapping[str, str] | None = None
 ) -> str:
-    """Return `name`, or the name it is an alias of, if it is one of `names`.
+    """Return `name` if it is one of `names`; return the full name for one of the `aliases`.
 
-    Raises QuantkitError (exit code 2) with the complaint, the nearest name and all of them.
+    Raises QuantkitError (exit code 2) with the complaint, the most similar name and all names.
     """
     import difflib
 

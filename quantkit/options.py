@@ -18,7 +18,7 @@ UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**2
 
 
 def size_bytes(text: str, flag: str) -> int:
-    """Return a size such as `3.5GiB` in bytes. Raises QuantkitError for any other text."""
+    """Parse a size such as `3.5GiB` and return bytes. Raises QuantkitError for other texts."""
     parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
     if not parts or float(parts[1]) == 0:
         raise QuantkitError(f"{flag} {text!r} is not a size", "write 4GB, 700MB or 3.5GiB", USAGE)
@@ -26,7 +26,7 @@ def size_bytes(text: str, flag: str) -> int:
 
 
 def parse_tokens(text: str) -> int:
-    """Return the tokens of a context written as 8192, or `32k` for 32,768. Raises QuantkitError otherwise."""
+    """Parse a number of tokens, such as `8192` or `32k` (32,768). Raises QuantkitError for other texts."""
     match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
     if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST:
         raise QuantkitError(f"--ctx {text} makes no sense", "write a number such as 8192 or 32k", USAGE)
@@ -34,9 +34,9 @@ def parse_tokens(text: str) -> int:
 
 
 def check_machine(device: str | None, threads: int | None) -> None:
-    """Raise QuantkitError for an impossible --device or --threads, before torch is imported.
+    """Raise QuantkitError for an invalid --device or --threads, without importing torch.
 
-    Once torch is imported, it knows more devices: those of extensions.
+    If torch is already imported, devices of its extensions are valid too.
     """
     if threads is not None and threads < 1:
         raise QuantkitError(f"--threads {threads} makes no sense", "choose 1 or more", USAGE)
@@ -52,10 +52,10 @@ def option(
     negated: bool = False,
     parser: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Return a dataclass field that is also a command-line flag, with its only default.
+    """Return a dataclass field from which cli/flags.py also makes a command-line flag.
 
-    short: a short name of the flag, such as `-t`. names: values that shell completion offers. negated: a
-    flag with the default False has a `--no-…`, too, which overrules a recipe. parser: reads the typed text.
+    short: short name of the flag, such as `-t`. names: values that shell completion offers. negated: also
+    make a `--no-…` flag for the default False, to override a recipe. parser: converts the typed text.
     """
     metadata = {"help": help, "short": short, "names": tuple(names), "negated": negated, "parser": parser}
     return dataclasses.field(default=default, metadata=metadata)
@@ -88,7 +88,7 @@ class CalibrationOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """How a job runs. `auto` and None are decided and recorded before anything is loaded."""
+    """How a job runs. Values for `auto` and None are chosen and recorded before weights are loaded."""
 
     exclude: tuple[str, ...] = option(
         (), "Keep linears in 16 bit whose name matches this regular expression. Repeatable."

@@ -15,27 +15,27 @@ from quantkit.errors import printable
 
 
 def stdout() -> Console:
-    """Return a console for stdout: as wide as the terminal, or without limit in a file or pipe."""
+    """Return a console for stdout. Its width is the terminal's; in files and pipes lines do not wrap."""
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def megabytes(nbytes: float) -> str:
-    """Return bytes in MB (10⁶) or GB (10⁹), such as `4.61 MB`."""
+    """Return a number of bytes as text in MB (10⁶) or GB (10⁹), such as `4.61 MB`."""
     return f"{nbytes / 1e9:,.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.2f} MB"
 
 
 def size(nbytes: float) -> str:
-    """Return bytes in kB (10³), MB or GB, such as `0.51 kB`."""
+    """Return a number of bytes as text in kB (10³), MB or GB, such as `0.51 kB`."""
     return f"{nbytes / 1e3:,.2f} kB" if nbytes < 1e5 else megabytes(nbytes)
 
 
 def figure(value: float | None) -> str:
-    """Return a number with three digits or more (`0.08`, `4.20`, `17.0`, `1,234`); a dash for None."""
+    """Return a number with at most two decimals (`0.08`, `4.20`, `17.0`, `1,234`); a dash for None."""
     return "–" if value is None else f"{value:,.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f}"
 
 
 def make_table(*columns: str) -> Table:
-    """Return an empty table: a first column of words, and columns of numbers that never wrap."""
+    """Return an empty table; the first column is for words, the others for numbers that never wrap."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -44,13 +44,13 @@ def make_table(*columns: str) -> Table:
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
-    """Print one fact per line, after its name."""
+    """Print a line `NAME FACT` for each fact."""
     for name, fact in facts.items():
         print_line(console, f"{name:12s} {fact}", indent=13)
 
 
 def print_line(console: Console, text: str, style: str | None = None, indent: int = 2) -> None:
-    """Print a line of untrusted text: wrapped between words on a terminal, else unwrapped."""
+    """Print a line of untrusted text. On a terminal it wraps between words, further lines are indented."""
     if console.is_terminal:
         text = textwrap.fill(
             text,

@@ -1,4 +1,4 @@
-"""`quantkit auto`: the best model within a budget."""
+"""`quantkit auto`: find the formats with the least loss within a budget."""
 
 from __future__ import annotations
 

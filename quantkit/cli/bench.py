@@ -59,7 +59,8 @@ OPENING = [
 def _command(
     measure: Callable[..., tuple[dict, Any]], kind: type[Asked], *parameters: Parameter
 ) -> Callable[..., None]:
-    """Return the function that measures and shows the result. parameters: those that are no settings."""
+    """Return the function that runs a command. measure: returns result and report. kind: class of settings.
+    parameters: flags that are not fields of `kind`."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.cli.progress import listener
@@ -89,7 +90,7 @@ def _command(
 
 
 def _models(settings: Settings, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure checkpoints side by side."""
+    """Measure several checkpoints; return result and report."""
     from quantkit.serving.bench import measure, record, show
 
     evaluated = record.read_quality(settings.quality)
@@ -100,7 +101,7 @@ def _models(settings: Settings, values: dict, progress: Any) -> tuple[dict, Any]
 
 
 def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure attention implementations or ways of batching of one model."""
+    """Measure attention implementations or batching strategies of one model; return result and report."""
     from quantkit.cli.progress import uncollected
 
     with uncollected():
@@ -123,7 +124,7 @@ def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[d
 
 
 def _server(settings: Server, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure an OpenAI-compatible server under load."""
+    """Measure an OpenAI-compatible server under load; return result and report."""
     from quantkit.serving.endpoint import load, show
 
     asked = load.Settings(

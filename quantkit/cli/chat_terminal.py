@@ -1,4 +1,4 @@
-"""A conversation on a terminal, or from a pipe: reading, printing, Ctrl-C."""
+"""A conversation on a terminal or through pipes: reads lines, prints answers, handles Ctrl-C."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Terminal:
                 import readline  # noqa: F401  (input() edits lines with it)
 
     def read(self, more: bool = False) -> str:
-        """Return the next line. Raises EOFError at the end."""
+        """Return the next line. more: a message continues. Raises EOFError at the end."""
         prompt = MORE if more else PROMPT
         while True:
             try:
@@ -57,12 +57,12 @@ class Terminal:
             sys.stdout.flush()
 
     def tell(self, text: str) -> None:
-        """Print a text other than an answer."""
+        """Print a text that is not part of an answer, on stderr."""
         for line in () if self.quiet else text.split("\n"):
             self.console.print(printable(line), style="dim", markup=False, soft_wrap=True)
 
     def finish(self, session: Session, line: str, made: Answer) -> None:
-        """Print the end of an answer, its notes and its cost."""
+        """End an answer: print its notes and its cost, or with --json its record."""
         if self.as_json:
             print(json.dumps(session.record(line, made), ensure_ascii=False), flush=True)
         self.write("\n")
@@ -73,7 +73,7 @@ class Terminal:
 
 
 def run(session: Session, terminal: Terminal) -> None:
-    """Talk until the user leaves. Raises the first QuantkitError where stdin is not a terminal."""
+    """Answer messages until the user leaves. Raises the first QuantkitError if stdin is not a terminal."""
     for line in introduction(session, terminal.typed) if not terminal.quiet else ():
         print_line(terminal.console, line, "dim")
     for line in commands.messages(terminal.read):
@@ -91,7 +91,7 @@ def run(session: Session, terminal: Terminal) -> None:
 
 
 def take(session: Session, terminal: Terminal, line: str) -> bool:
-    """Answer a message or run a command; return False where the user leaves."""
+    """Answer a message or run a command; return False if the user leaves."""
     name = line.strip()
     if name in ("/exit", "/quit"):
         return False
@@ -108,7 +108,7 @@ def take(session: Session, terminal: Terminal, line: str) -> bool:
 def _turn(
     session: Session, terminal: Terminal, line: str, answer: Callable[[Callable[[str], None]], Answer]
 ) -> None:
-    """Answer. On a terminal the first SIGINT stops the answer, the second drops it."""
+    """Print an answer. On a terminal, the first SIGINT stops it and the second discards it."""
     before = signal.getsignal(signal.SIGINT)
 
     def stop(number: int, frame: Any) -> None:
@@ -130,7 +130,7 @@ def _turn(
 
 
 def introduction(session: Session, typed: bool) -> list[str]:
-    """Return lines about the model and its sampling."""
+    """Return the lines to print first: about the model, its sampling and, if `typed`, commands."""
     facts, sampling = session.engine.facts, session.sampling
     chosen = "the likeliest token"
     if sampling.temperature:
@@ -147,7 +147,7 @@ def introduction(session: Session, typed: bool) -> list[str]:
 
 
 def cost(session: Session, made: Answer) -> list[str]:
-    """Return two lines with tokens, speed and memory of a turn."""
+    """Return two lines with tokens, speed and memory of an answer."""
     rate = f" {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
     context = session.engine.facts.context
     memory = session.memory(made)

@@ -105,7 +105,7 @@ def _parts(module: Any, name: str) -> tuple[Callable[..., None], str]:
 
 
 def _without_bool(parameters: list[Any]) -> list[Any]:
-    """Return a command's parameters; the help shows no type for flags that take no value."""
+    """Return a command's parameters, changed such that the help shows no type for flags without a value."""
     for parameter in parameters:
         if getattr(parameter, "is_flag", False):
             parameter.metavar = ""
@@ -116,7 +116,7 @@ class Command(TyperCommand):
     """A command whose `--help` shows common options; if it has `--help-all`, that shows all of them."""
 
     def format_help(self, ctx: typer.Context, formatter: Any) -> None:
-        """Print the help; advanced options are hidden only meanwhile, so that completion offers them."""
+        """Print the help without advanced options, except with --help-all. Completion still offers them."""
         rows = self.params
         if ctx.meta.get("help_all") or not any(row.name == "help_all" for row in rows):
             return super().format_help(ctx, formatter)
@@ -132,7 +132,7 @@ class Command(TyperCommand):
         return _without_bool(super().get_params(ctx))
 
     def invoke(self, ctx: typer.Context) -> Any:
-        """Run the command, if its device and its number of threads are possible."""
+        """Check --device and --threads, then run the command."""
         from quantkit.options import check_machine
 
         threads = ctx.params.get("threads")
@@ -173,14 +173,14 @@ class Root(TyperGroup):
         return _without_bool(super().get_params(ctx))
 
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
-        """Return a command with the help that a list shows of it, or None."""
+        """Return a command with name and summary only, for the list of commands; None if there is none."""
         if cmd_name not in (*names(), *PARTS):
             return None
         panel = OTHERS[cmd_name][0] if cmd_name in OTHERS else COMPRESS
         return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that is called, built with all its flags; old spellings become new ones."""
+        """Return the command that is called, with all its flags. Old spellings are replaced by new ones."""
         from quantkit.quantize.prepare import old_names
 
         if (part := " ".join(args[:2])) in PARTS:
@@ -191,7 +191,7 @@ class Root(TyperGroup):
 
 
 def _guard(app: typer.Typer, name: str) -> None:
-    """Make the commands of an application join the other processes, or refuse if unsupported."""
+    """Make an application's commands join the other ranks under torchrun, or raise QuantkitError."""
     for command in app.registered_commands:
         command.callback = _alongside(command.callback, name)
     for group in app.registered_groups:

@@ -1,4 +1,4 @@
-"""Continuations on a terminal: one as the model writes, several side by side with their first difference."""
+"""Prints continuations: a single one while it is generated, several side by side with first differences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MARKS = ("[", "]")  # around the first token that differs: it must be visible wi
 
 
 def stream(settings: Settings) -> Callable[[str], None]:
-    """Print the prompt; return a function that prints text as the model writes."""
+    """Print the prompt; return a function that prints generated text."""
     if not settings.chat:
         sys.stdout.write(printable(settings.prompt))
     sys.stdout.flush()
@@ -34,7 +34,7 @@ def stream(settings: Settings) -> Callable[[str], None]:
 
 
 def show(settings: Settings, made: Sequence[Continuation], streamed: bool = False) -> None:
-    """Print the texts: of one model bare, of several in columns, on a narrow terminal one below the other."""
+    """Print the text of one model; or of several in columns, or one below the other on a narrow terminal."""
     console = Console(highlight=False, markup=False)
     if len(made) == 1:
         if not streamed:
@@ -58,7 +58,7 @@ def show(settings: Settings, made: Sequence[Continuation], streamed: bool = Fals
 
 
 def _marked(made: Continuation) -> Text:
-    """Return the text with the first token marked that differs from the first model's."""
+    """Return the text, in which the first token that differs from the first model's is marked."""
     if made.parting is None:
         return Text(printable(made.text))
     start, end = made.parting.start, made.parting.end
@@ -81,12 +81,12 @@ def _verdict(made: Continuation, first: Continuation) -> str:
 
 
 def name_of(made: Continuation) -> str:
-    """Return the last part of a path or hub id."""
+    """Return the last part of the model's path or hub id."""
     return Path(made.source).name or made.source
 
 
 def show_speed(made: Sequence[Continuation], dtype: Any, device: Any) -> None:
-    """Print seconds and rates on stderr: one run of a few tokens is not a benchmark."""
+    """Print seconds and tokens per second on stderr."""
     console, precision = (
         Console(stderr=True, highlight=False, markup=False),
         str(dtype).removeprefix("torch."),

@@ -1,4 +1,4 @@
-"""`quantkit distill`: a compressed student taught by its teacher; `quantkit shrink` uses the same code."""
+"""`quantkit distill`: train a compressed student on its teacher; `quantkit shrink` uses the same code."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ REQUEST = "output", "revision", "offline", "trust_remote_code", "resume", "overw
 def training(
     kind: type[DistillOptions | SmallerOptions], models: Sequence[Parameter], output: str, batch_tokens: str
 ) -> Callable[..., None]:
-    """Return the function that trains a student.
+    """Return the function that runs `quantkit distill` or `quantkit shrink`.
 
-    models: the arguments that name teacher and student. output: help of --output. batch_tokens: for the help.
+    kind: dataclass of its options. models: arguments that name teacher and student. output: help of --output.
+    batch_tokens: default tokens per batch, for the help.
     """
 
     def invoke(context: typer.Context, **values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Facts and stages of a distillation on stdout."""
+"""Prints the plan or the result of a distillation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.tables import make_table, megabytes, print_facts
 
 
 def print_record(record: dict) -> None:
-    """Print the result of a job, or the plan of a dry run."""
+    """Print the record of a finished job, or of a dry run."""
     if "schedule" in record:
         _print_smaller(record)
     else:
@@ -64,14 +64,14 @@ def _print_compressed(record: dict) -> None:
 
 
 def _stages(options: dict) -> str:
-    """`2 passes for each block, then 4 end to end`."""
+    """Return a phrase such as `2 epochs for each block, then 4 epochs end to end`."""
     each = [f"{count(options['block_epochs'], 'epoch')} for each block"] * bool(options["block_epochs"])
     whole = [f"{count(options['epochs'], 'epoch')} end to end"] * bool(options["epochs"])
     return ", then ".join(each + whole)
 
 
 def _print_smaller(record: dict) -> None:
-    """Print the result of a job, or without `published` the plan."""
+    """Print the record of `quantkit shrink`: the result, or the plan if it has no `published`."""
     console, done = Console(highlight=False, markup=False), "published" in record
     big, small, how, schedule = record["teacher"], record["student"], record["execution"], record["schedule"]
     share = f"{small['parameters']:,} of {big['parameters']:,} parameters"
@@ -104,7 +104,7 @@ def _print_smaller(record: dict) -> None:
 
 
 def left_out(chosen: dict, depth: int) -> str:
-    """`block 3 (KL divergence without it 0.202), then 1 (0.452)`: those that went, in order."""
+    """Return the blocks left out, in order: `block 3 (KL divergence without it 0.202), then 1 (0.452)`."""
     rounds = chosen["rounds"]
 
     def last(index: int) -> tuple[int, float]:

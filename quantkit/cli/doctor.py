@@ -38,7 +38,7 @@ def command(
 
 
 def _show(found: dict[str, list], quiet: bool) -> None:
-    """Print one finding a line, problems with a mark."""
+    """Print each finding on a line, and mark problems. quiet: print only problems."""
     from rich.console import Console
 
     from quantkit.tables import print_line

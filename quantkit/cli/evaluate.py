@@ -1,4 +1,4 @@
-"""`quantkit eval`: several checkpoints compared over one text."""
+"""`quantkit eval`: compare checkpoints on one text."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def _help_all(context: typer.Context, requested: bool) -> None:
 
 
 def _switch(flag: str, help: str, **settings: Any) -> tuple[Any, bool]:
-    """Return annotation and default of a flag without a value."""
+    """Return the annotation and the default of a flag that takes no value."""
     return Annotated[bool, typer.Option(flag, help=help, **settings)], False
 
 
@@ -95,7 +95,7 @@ OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Return a flag for every option of a dataclass, or `only` for these, in a help panel named `section`."""
+    """Return a flag for every option of a dataclass, or for those in `only`. section: panel in the help."""
     hints, parameters = get_type_hints(options), []
     known = {field.name: field for field in dataclasses.fields(options) if field.metadata}
     for field in [known[name] for name in only] if only else known.values():
@@ -148,7 +148,7 @@ def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -
 
 
 def check_text(text: Path | None) -> None:
-    """Raise QuantkitError if the text of --eval is no file."""
+    """Raise QuantkitError if the text of --eval is given but is not a file."""
     if text and not text.is_file():
         hint = "check the path given to --eval"
         raise QuantkitError(f"text {text} cannot be read: no such file", hint, NOT_FOUND)

@@ -1,4 +1,4 @@
-"""`quantkit generate`: the same prompt through several checkpoints."""
+"""`quantkit generate`: continue one prompt with several checkpoints."""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ def _with_values(
     deep: bool,
     options: tuple[bool, bool, bool],
 ) -> dict[str, Any]:
-    """Return the record of one checkpoint after checking its values, or of the comparison of two.
+    """Read values: check those of one checkpoint and return its record, or compare two and return that JSON.
 
-    options: offline, trust_remote_code and quiet.
+    sources: (name, revision) of each. found: their records. options: offline, trust_remote_code and quiet.
     """
     from quantkit.cli.progress import listener
     from quantkit.inspection import values

@@ -1,4 +1,4 @@
-"""Print plans and results of jobs: tables for people, JSON for programs."""
+"""Prints plans and results of jobs, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STATES = {
 
 
 def plan_record(job: Job) -> dict:
-    """Return the JSON of `--dry-run`: the plan, and the grid of every linear."""
+    """Return the JSON of `--dry-run`: the plan, with the grid of every linear."""
     return {
         "schema": "quantkit.plan/1",
         "source": job.request.source,
@@ -54,7 +54,7 @@ def plan_record(job: Job) -> dict:
 
 
 def print_plans(jobs: Sequence[Job]) -> None:
-    """Print the plan of each output, then memory, disk and settings of the whole run."""
+    """Print the plan of each output, then memory, disk space and settings of the whole run."""
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
@@ -107,7 +107,7 @@ def _print_linears(console: Console, job: Job) -> None:
 
 
 def _kept(records: Sequence[dict]) -> str:
-    """Return such as `linear_attn.conv1d, mlp.gate: 6 tensors, 0.30 MB`; all blocks share one name."""
+    """Return a text such as `linear_attn.conv1d, mlp.gate: 6 tensors, 0.30 MB`, with names inside blocks."""
     names = (re.split(r"\.\d+\.", record["name"], maxsplit=1)[-1] for record in records)
     kinds = list(dict.fromkeys(name.removesuffix(".weight") for name in names))
     nbytes = sum(record["bytes"] for record in records)
@@ -115,13 +115,13 @@ def _kept(records: Sequence[dict]) -> str:
 
 
 def _copied(modules: Mapping[str, int]) -> str:
-    """Return such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
+    """Return a text such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
     told = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
     return f"{name_all(told)}: byte for byte"
 
 
 def _reached(seen: ExpertTokens) -> str:
-    """Return such as `tokens per expert: fewest 3, median 111, most 900; 5 of 64 below their width`."""
+    """Return `tokens per expert: fewest 3, median 111, most 900; 5 of 64 below their width` or the like."""
     how = {"shrink": " (mixed with tokens of their layer)", "routed": " (--experts routed: not mixed)"}
     return (
         f"tokens per expert: fewest {seen.fewest}, median {seen.median}, most {seen.most}; "
@@ -131,7 +131,7 @@ def _reached(seen: ExpertTokens) -> str:
 
 
 def _scaled(linears: Mapping[str, dict]) -> str:
-    """Return such as `30 linears, columns by up to 38×; 18 linears unchanged: …`."""
+    """Return a text such as `30 linears, columns by up to 38×; 18 linears unchanged: …`."""
     spreads = [row["spread"] for row in linears.values() if row["into"]]
     parts = [f"{count(len(spreads), 'linear')}, columns by up to {max(spreads):.1f}×"] if spreads else []
     if left := len(linears) - len(spreads):
@@ -140,7 +140,7 @@ def _scaled(linears: Mapping[str, dict]) -> str:
 
 
 def _seconds(stages: dict[str, float]) -> str:
-    """Return such as `15.5 (forward 10.1, solve 5.4)`."""
+    """Return total and single stages, such as `15.5 (forward 10.1, solve 5.4)`."""
     parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
     return f"{sum(stages.values()):.1f} ({parts})"
 
@@ -224,7 +224,7 @@ def print_json(records: Sequence[dict]) -> None:
 
 
 def print_finished(schema: str, outputs: Sequence[str], as_json: bool) -> None:
-    """Print that the outputs are finished, for `--resume` without work left."""
+    """Print that `--resume` has nothing to do because the outputs are finished."""
     if as_json:
         print_json([{"schema": schema, "output": output, "finished": True} for output in outputs])
     for output in () if as_json else outputs:
@@ -232,7 +232,7 @@ def print_finished(schema: str, outputs: Sequence[str], as_json: bool) -> None:
 
 
 def print_imatrix(record: dict) -> None:
-    """Print the result of `quantkit imatrix`; of a dry run, whose record has no `seconds`, the plan."""
+    """Print the record of `quantkit imatrix`: the result, or the plan if it has no `seconds`."""
     console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
     facts = {
         "written" if done else "output": record["output"],

@@ -1,4 +1,4 @@
-"""`quantkit plan`: fit and speed of a model on a device, and the needs of quantization jobs."""
+"""`quantkit plan`: whether a model fits a device, its speed there, and the needs of quantization jobs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SILENCE = 30.0  # seconds after which a log hears that the job is alive
 
 
 class Quiet(Progress):
-    """Print warnings only, and estimate the time left; the base class of the other two."""
+    """Prints only warnings. Also the base class of the others, for which it estimates the time left."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
@@ -71,7 +71,7 @@ class Quiet(Progress):
 
 
 class Lines(Quiet):
-    """Print one line per block, and one after `silence` seconds without any; for logs and pipes."""
+    """Prints a line per block, and a line after `silence` seconds without one; for logs and pipes."""
 
     def __init__(self, silence: float = SILENCE) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Lines(Quiet):
         self.console.print(printable(text), markup=False)
 
     def _do(self, text: str) -> None:
-        """Set the current activity."""
+        """Set the activity that a line after silence names."""
         self._doing, self._since = text, time.monotonic()
 
     def phase(self, text: str) -> None:
@@ -134,7 +134,7 @@ class Lines(Quiet):
 
 
 class Live(Quiet):
-    """Show a bar with block, linear, error, elapsed and remaining time; it pulses if the end is unknown."""
+    """Shows a bar with block, linear, error, elapsed and remaining time; it pulses if the end is unknown."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +210,7 @@ def listener(quiet: bool) -> Iterator[Quiet]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable garbage collection during imports: modules leave no garbage, and collecting takes an eighth of
-    the time."""
+    """Disable garbage collection during the context: it takes an eighth of the time of imports, in vain."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -84,7 +84,7 @@ def run_command() -> Callable[..., None]:
 
 
 def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
-    """Raise QuantkitError for wrong options, files and outputs before torch is imported: it takes seconds."""
+    """Raise QuantkitError for invalid options, files or outputs, before importing torch takes seconds."""
     methods.check(choice.method, choice.options)
     check_machine(choice.run.device, choice.run.threads)
     named = choice.calibration.calibration

@@ -1,4 +1,4 @@
-"""Commands under torchrun: which process prints, how all processes end together, how to continue.
+"""Commands under torchrun: decides which process prints, and ends all processes together.
 
 The work of the ranks is in `quantkit/models/machine/distributed.py`, which is imported only under torchrun.
 """
@@ -81,7 +81,7 @@ def flush(stream: Any) -> None:
 
 @contextmanager
 def resumable(kept: str, again: str) -> Iterator[None]:
-    """Add the command that continues as the hint of an error without one."""
+    """Under torchrun, give an error without a hint one: `kept` and the command `again`, which continues."""
     try:
         yield
     except QuantkitError as error:

@@ -1,4 +1,4 @@
-"""`quantkit report`: a page and plots of results that `quantkit eval --json` printed."""
+"""`quantkit report`: make a page and plots from results of `quantkit eval --json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors, exit codes, interrupts and `--verbose`, the same for all commands."""
+"""Errors, exit codes, interrupts and `--verbose` of all commands."""
 
 from __future__ import annotations
 

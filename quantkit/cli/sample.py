@@ -1,4 +1,4 @@
-"""`quantkit sample`: a model writes text to be calibrated on."""
+"""`quantkit sample`: let a model generate calibration text."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _serve(
 
 
 def _stay(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:
-    """Serve until the engine ends, or is ended."""
+    """Serve until the engine ends; with `check`, only until it has answered once."""
     from quantkit.cli.progress import Lines, Quiet
     from quantkit.serving.server import job, show
 

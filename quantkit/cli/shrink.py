@@ -1,4 +1,4 @@
-"""`quantkit shrink`: a student of fewer blocks, taught by the model that it is cut from."""
+"""`quantkit shrink`: cut blocks out of a model and train the rest on its predictions."""
 
 from __future__ import annotations
 

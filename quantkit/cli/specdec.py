@@ -1,4 +1,4 @@
-"""`quantkit specdec`: does speculative decoding pay for this target and this draft?"""
+"""`quantkit specdec`: measure whether drafts make a target model faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard streams that are closed or not Unicode, and text that was typed in such a locale."""
+"""Standard streams that are closed or not Unicode, and text typed in a locale without Unicode."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 def decoded(text: str, name: str) -> str:
-    """Return text whose bytes outside the locale's encoding, escaped by Python, are decoded as UTF-8.
+    """Decode bytes as UTF-8 that Python has escaped because the locale's encoding lacks them.
 
-    Raises QuantkitError (exit code 2) if they are not UTF-8; the message calls the text `name`.
+    Raises QuantkitError (exit code 2) if they are not UTF-8. name: what the message calls the text.
     """
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
