@@ -76,11 +76,11 @@ def require(condition: object, message: str, hint: str = "", exit_code: int = RU
 
 
 def compiled(pattern: str, complaint: str, hint: str, exit_code: int = USAGE) -> re.Pattern:
-    """Compile a regular expression. Raises QuantkitError (`COMPLAINT is no regular expression: REASON`)."""
+    """Compile a regular expression. Raises QuantkitError, `COMPLAINT is not a regular expression: REASON`."""
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise QuantkitError(f"{complaint} is no regular expression: {error}", hint, exit_code) from error
+        raise QuantkitError(f"{complaint} is not a regular expression: {error}", hint, exit_code) from error
 
 
 def first_line(error: BaseException) -> str:

@@ -29,7 +29,7 @@ def parse_tokens(text: str) -> int:
     """Parse a number of tokens, such as `8192` or `32k` (32,768). Raises QuantkitError for other texts."""
     match = re.fullmatch(r"(\d{1,10})\s*([KM]?)", text.strip().replace(",", "").replace("_", "").upper())
     if not match or not 1 <= (tokens := int(match[1]) * BINARY[match[2]]) <= MOST:
-        raise QuantkitError(f"--ctx {text} makes no sense", "write a number such as 8192 or 32k", USAGE)
+        raise QuantkitError(f"--ctx {text} is invalid", "write a number such as 8192 or 32k", USAGE)
     return tokens
 
 
@@ -39,9 +39,9 @@ def check_machine(device: str | None, threads: int | None) -> None:
     If torch is already imported, devices of its extensions are valid too.
     """
     if threads is not None and threads < 1:
-        raise QuantkitError(f"--threads {threads} makes no sense", "choose 1 or more", USAGE)
+        raise QuantkitError(f"--threads {threads} is invalid", "choose 1 or more", USAGE)
     if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
-        raise QuantkitError(f"{device!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE)
+        raise QuantkitError(f"{device!r} is not a device", "choose auto, cpu, cuda, cuda:N or mps", USAGE)
 
 
 def option(

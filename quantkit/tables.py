@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from rich import box
@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from quantkit.errors import printable
+
+MODEL_BITS = "model bits"  # per weight, over all tensors; "bits/weight" counts quantized matrices only
 
 
 def stdout() -> Console:
@@ -60,6 +62,12 @@ def print_line(console: Console, text: str, style: str | None = None, indent: in
             break_on_hyphens=False,
         )
     console.print(printable(text), style=style, markup=False, soft_wrap=True)
+
+
+def print_written(paths: Iterable[object], as_json: bool = False, quiet: bool = False) -> None:
+    """Print `wrote PATH` for each file: on stderr where stdout is JSON; for none if quiet."""
+    for path in () if quiet else paths:
+        print(printable(f"wrote {path}"), file=sys.stderr if as_json else sys.stdout)
 
 
 def ranges(numbers: Sequence[int]) -> str:

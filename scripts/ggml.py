@@ -290,7 +290,7 @@ def compare(library: Library, folder: Path) -> tuple[dict, list[str], int]:
             if expected is None:  # it has nothing to stand in for blocks of 32, or for what a user wishes
                 reasons = "no tensor type fallback|validation failed|requires an imatrix"
                 assert re.search(reasons, library.log[-1]), library.log[-1]
-                stands_in = any(choice.wanted for choice in chosen.values())
+                stands_in = any(choice.first_choice for choice in chosen.values())
                 needy = not imatrix and mixtures.without_importance(list(chosen.values()))
                 wrong = [] if stands_in or needy else ["refused, but not by us"]
             else:

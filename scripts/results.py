@@ -124,7 +124,7 @@ def every_metric(record: dict, names: list[str]) -> str:
         rows[-1].append(f"{metrics['kld']['mean']:.5f}" if metrics["kld"] else "–")
     data = record["data"]
     return (
-        table(["", "size", "bits/weight", "perplexity", "nll", "KL divergence"], rows, left=1)
+        table(["", "size", "model bits", "perplexity", "nll", "KL divergence"], rows, left=1)
         + f"\n{data['text']} (sha256 {data['sha256'][:12]}): {data['tokens']} tokens, context {data['ctx']}, "
         f"stride {data['stride']}, {data['dtype']}.\n"
     )

@@ -437,7 +437,7 @@ def test_a_device_that_is_not_there(refuse, source):
     assert error == "device 'meta' is not available: nothing computes there"
     for nonsense in ("nonsense", "CUDA", "", "cuda:x"):
         error, hint = refuse(2, "gptq", source, "--device", nonsense)
-        assert error == f"{nonsense!r} is no device" and "cuda:N" in hint
+        assert error == f"{nonsense!r} is not a device" and "cuda:N" in hint
 
 
 def test_every_core_is_the_cpu():

@@ -179,7 +179,7 @@ def test_fit_in_chunks_is_fit_at_once(monkeypatch):
     grid, weight = AffineGrid(4, 32, symmetric=False), groups("heavy")
     expected = grid.fit(weight, importances(32))
     monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 6 * 32 * affine.TEMPORARIES)  # six rows at a time
-    monkeypatch.setattr(affine, "SPAN", 2)
+    monkeypatch.setattr(affine, "SEARCH_SPAN", 2)
     params = grid.fit(weight, importances(32))
     assert torch.equal(params.scale, expected.scale) and torch.equal(params.zero, expected.zero)
 

@@ -97,7 +97,7 @@ def token_by_token(x: torch.Tensor, delta: torch.Tensor) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, symmetric, seed):
     monkeypatch.setattr("quantkit.grids.parallel.CACHEFUL", 4 * 32)
-    monkeypatch.setattr(scaling, "ROWS", 4)  # so that candidates are given up on the way
+    monkeypatch.setattr(scaling, "SCALED_ROWS", 4)  # so that candidates are given up on the way
     x = inputs(32, 40, seed)
     weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]
     grids, gathered, n_grid = [AffineGrid(4, 16, symmetric, search=False)] * 2, statistics(x), 8

@@ -59,7 +59,7 @@ def test_an_endpoint_elsewhere_needs_remote(refuse):
         (["attention", "MODEL", "--quality", "result.json"], "no such option: --quality"),
         (["attention", "MODEL", "MODEL"], "unexpected extra argument"),
         (["batching", "MODEL", "--policies", "eager"], "unknown policy 'eager'"),
-        (["batching", "MODEL", "--rate", "0"], "--rate 0.0 makes no sense"),
+        (["batching", "MODEL", "--rate", "0"], "--rate 0.0 is invalid"),
         (["server", "http://127.0.0.1:1", "--html", "page.html"], "no such option: --html"),
         (["server", "http://127.0.0.1:1", "--concurrency", "x"], "--concurrency 'x' is not a list"),
     ],

@@ -71,7 +71,7 @@ def test_what_cannot_be_is_said_with_what_can():
     units, losses = toy(0)
     with pytest.raises(QuantkitError, match=r"0\.05 bits per weight is too small; the smallest"):
         allocation.within_bytes(units, losses, 3)
-    with pytest.raises(QuantkitError, match="a divergence of 1e-09 cannot be reached"):
+    with pytest.raises(QuantkitError, match="--max-kld 1e-09 is too small"):
         allocation.within_loss(units, losses, 1e-9)
 
 
@@ -196,7 +196,7 @@ class Noisy:
         draw = torch.Generator().manual_seed(hash((unit.block, candidate.nbytes)) % 2**31)
         return weight + candidate.nbytes / 100 * torch.randn(weight.shape, generator=draw)
 
-    def wanted(self, unit: Unit):
+    def needed(self, unit: Unit):
         return unit.candidates
 
     def usual(self, index: int, entering):
@@ -350,7 +350,7 @@ def test_sizes_are_read(text, size):
     [
         ({}, "no budget is given"),
         ({"bpw": 3.0, "max_kld": 0.1}, "2 budgets are given"),
-        ({"bpw": -1.0}, "--bpw -1 makes no sense"),
+        ({"bpw": -1.0}, "--bpw -1 is invalid"),
         ({"max_size": "many"}, "--max-size 'many' is not a size"),
     ],
 )

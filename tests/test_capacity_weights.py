@@ -173,5 +173,5 @@ def test_what_a_format_cannot_hold_is_said():
     )
     settings, narrow = source.from_config(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
     found = formats.weights("gptq", narrow, settings)
-    assert found.reason == "in_features 11000 is no multiple of 128 (32 linears)"
+    assert found.reason == "in_features 11000 is not a multiple of 128 (32 linears)"
     assert formats.weights("int8", narrow, settings).bytes

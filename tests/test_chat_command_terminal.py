@@ -130,10 +130,10 @@ def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ("-n 0", 2, "-n 0 makes no sense"),
+        ("-n 0", 2, "-n 0 is invalid"),
         ("--temperature nan", 2, "--temperature nan"),
-        ("--threads -1", 2, "--threads -1 makes no sense"),
-        ("--ctx none", 2, "--ctx none makes no sense"),
+        ("--threads -1", 2, "--threads -1 is invalid"),
+        ("--ctx none", 2, "--ctx none is invalid"),
         ("--kv-dtype q8_0", 4, "--kv-dtype is for GGUF files"),
         ("--engine llama.cpp", 4, "llama.cpp runs GGUF files"),
         ("--template none.jinja", 3, "--template none.jinja cannot be read"),

@@ -412,7 +412,7 @@ def test_the_hub_cache_opens_offline(cache, revision, blocks):
 def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revision):
     error = error_of(open_checkpoint, source, revision=revision, offline=True)
     assert error.exit_code == NOT_FOUND
-    assert f"{source} is no local folder and is not in the local cache" in error.message
+    assert f"{source} is not a local folder and is not in the local cache" in error.message
     assert f"hf download {source}" in error.hint
 
 
@@ -489,18 +489,18 @@ def test_what_the_hub_refuses_is_an_error_with_a_way_out(stand_in, tmp_path):
     assert gated["message"] == "org/gated is gated" and "accept its terms" in gated["hint"]
     assert absent["message"] == "the hub has no org/absent, or it is private"
     assert revision["message"] == "the hub has no org/name at revision v9, or it is private"
-    assert broken["message"].startswith("org/broken is no local folder and could not be fetched: ")
+    assert broken["message"].startswith("org/broken is not a local folder and could not be fetched: ")
     assert {answer["code"] for answer in (gated, absent, revision, broken)} == {NOT_FOUND}
 
 
 @pytest.mark.parametrize("failure", ["cut", "portal"])
 def test_a_connection_that_fails_halfway_is_an_error(stand_in, tmp_path, failure):
     (error,) = resolve_elsewhere(tmp_path, stand_in.url, [{"source": f"org/{failure}"}])
-    assert error["message"].startswith(f"org/{failure} is no local folder and could not be fetched: ")
+    assert error["message"].startswith(f"org/{failure} is not a local folder and could not be fetched: ")
     assert error["code"] == NOT_FOUND and error["hint"]
 
 
 def test_a_hub_that_cannot_be_reached_is_an_error(tmp_path):
     (error,) = resolve_elsewhere(tmp_path, "http://127.0.0.1:9", [{"source": "org/name"}])
-    assert error["message"].startswith("org/name is no local folder and could not be fetched: ")
+    assert error["message"].startswith("org/name is not a local folder and could not be fetched: ")
     assert error["code"] == NOT_FOUND and "hf download org/name" in error["hint"]

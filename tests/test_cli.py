@@ -188,7 +188,7 @@ def test_dry_run_lists_every_linear_and_writes_nothing(quantkit, make, model, sm
         }
         for name in NAMES
     ]
-    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if "×" in line}
+    rows = {line.split()[0]: line.split() for line in done.out.splitlines() if " × " in line}
     assert rows.keys() == LINEARS.keys()
     assert rows["mlp.down_proj"][1:] == "0-1 128 × 256 4 bit, groups of 128".split()
     assert "16 bit (--exclude 1.*o_proj)" in done.out
@@ -243,7 +243,7 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
 def test_json_is_alone_on_stdout(quantkit, model, small):
     done = quantkit("gptq", model, *small, "--json")
     record = json.loads(done.out)
-    assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/2", 14, 0)
+    assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/3", 14, 0)
     assert "block 2/2" in done.err
     stages = {"load", "forward", "hessian", "solve", "pack", "write", "verify", "hash", "transform"}
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
@@ -393,7 +393,7 @@ def test_excluded_linears_keep_their_bytes(make, tiny_model, small, tmp_path):
     ("patterns", "words"),
     [
         (["zzz", "q_proj", "yyy"], ["no linear matches", "--exclude zzz, --exclude yyy"]),
-        (["q_proj", "(up"], ["'(up'", "no regular expression"]),
+        (["q_proj", "(up"], ["'(up'", "not a regular expression"]),
         (["."], ["nothing to quantize"]),
     ],
 )
@@ -517,7 +517,7 @@ def test_recipes_are_listed_and_shown(quantkit):
 def test_init_writes_a_recipe_of_the_defaults(quantkit, make, model, small, tmp_path, method):
     done = quantkit("recipes", "init", method)
     next_line = f"next: quantkit run {method}.yaml MODEL --dry-run\n"
-    assert done == (0, f"written {method}.yaml\n\n{next_line}", "")
+    assert done == (0, f"wrote {method}.yaml\n\n{next_line}", "")
     written = make("run", f"{method}.yaml", model, *small, "--dry-run")
     assert written == make(method, model, *small, "--dry-run")
     before = (tmp_path / f"{method}.yaml").read_bytes()
@@ -527,7 +527,7 @@ def test_init_writes_a_recipe_of_the_defaults(quantkit, make, model, small, tmp_
 
 
 def test_init_writes_where_it_is_told(quantkit, tmp_path):
-    assert quantkit("recipes", "init", "-o", "my recipe.yaml").out.startswith("written my recipe.yaml\n")
+    assert quantkit("recipes", "init", "-o", "my recipe.yaml").out.startswith("wrote my recipe.yaml\n")
     assert (tmp_path / "my recipe.yaml").read_text() == recipe.template("gptq")
 
 
@@ -649,7 +649,7 @@ def test_a_staged_job_is_not_lost_unasked(refuse, make, model, small, tmp_path):
     (staged / "block-00000.safetensors").write_bytes(b"hours of work")
     for mode in ("--resume", "--overwrite"):
         error, hint = refuse(2, "gptq", model, *small, mode)
-        assert "is no unfinished job" in error and "move it away" in hint
+        assert "is not an unfinished job" in error and "move it away" in hint
     (staged / "fingerprint.json").write_text('{"quantkit": "1", "source_sha256": null}')
     error, hint = refuse(2, "gptq", model, *small)
     assert staged.name in error and "--resume" in hint and "--overwrite" in hint
@@ -863,7 +863,7 @@ def test_a_finished_job_has_nothing_to_resume(quantkit, refuse, model, tmp_path)
     done = quantkit(*asked, "--resume", "-q")
     assert (done.code, done.out, done.err) == (0, "out is already finished\n", "")
     told = json.loads(quantkit(*asked, "--resume", "--json", "-q").out)
-    assert told == {"schema": "quantkit.job/2", "output": "out", "finished": True}
+    assert told == {"schema": "quantkit.job/3", "output": "out", "finished": True}
     for other, different in (
         (("--no-double-quant",), "--double-quant (yes there, no here)"),
         (("--exclude", "q_proj"), "--exclude (none there, q_proj here)"),

@@ -140,7 +140,7 @@ def test_the_table_on_a_pipe_has_every_column(capsys):
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     header, _, base, four, three, floor, protocol, note, *gates = lines
     assert re.split(r"\s{2,}", header.strip()) == (
-        "model|size|bits/weight|quantized|perplexity|Δ perplexity|KL divergence|top-1|front|"
+        "model|size|model bits|bits/weight|perplexity|Δ perplexity|KL divergence|top-1|front|"
         "KL median|KL 99 %|KL max"
     ).split("|")
     cells = [re.split(r"\s{2,}", line.strip()) for line in (base, four, three, floor)]

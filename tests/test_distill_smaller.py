@@ -298,7 +298,7 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(tiny_model, distill):
     [
         ("llama", {"blocks": 3}, "--blocks 3: the teacher has 3"),
         ("llama", {"blocks": 4}, "--blocks 4: the teacher has 3"),
-        ("llama", {"blocks": 2, "lr": math.inf}, "--lr inf makes no sense"),
+        ("llama", {"blocks": 2, "lr": math.inf}, "--lr inf is invalid"),
         ("glm_moe_dsa", {"blocks": 2}, "its blocks pass more than hidden states"),
         ("bart", {"blocks": 1}, "num_hidden_layers in its configuration is not"),
         ("jamba", {"blocks": 2}, "its configuration then makes another model"),

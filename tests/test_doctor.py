@@ -57,7 +57,7 @@ def test_what_is_absent_or_too_old_is_a_problem(quantkit, requirements):
     assert done.code == 1 and "! no-such-package    not installed" in done.out
     version = metadata.version("torch")
     assert done.err.splitlines()[0] == (
-        f"error: this installation is not sound: no-such-package not installed, torch {version}"
+        f"error: this installation is broken: no-such-package not installed, torch {version}"
     )
     assert "quantkit needs torch>=99" in done.err
     record = json.loads(quantkit("doctor", "--json").out)

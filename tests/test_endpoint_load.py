@@ -82,7 +82,7 @@ def test_a_server_that_answers_nobody_is_left_alone():
     with StandIn(failing=(1, "break")) as server:
         result = measure(server.url, Settings(concurrency=(1, 2), requests=5, **SMALL), listen)
     assert [level["errors"] for level in result["levels"]] == [{"stream": 5}]
-    assert said == ["with 1 user nobody was answered: 5 × stream (the answer broke off); stopping here"]
+    assert said == ["no request was answered with 1 user: 5 × stream (the answer broke off); stopping here"]
 
 
 def test_a_mistake_of_ours_is_not_counted_but_raised(monkeypatch):

@@ -178,9 +178,9 @@ def literal(name: str, inputs: torch.Tensor) -> torch.Tensor:
 
 def test_what_deepseek_s_layout_does_not_hold():
     spec = LinearSpec("a.b", 0, "b", 300, 256, Float8Grid(128, 128))
-    assert Fp8Layout().check(spec) == "out_features 300 is no multiple of 128"
+    assert Fp8Layout().check(spec) == "out_features 300 is not a multiple of 128"
     for config in ({"weight_block_size": None}, {"weight_block_size": [128, 128], "expert_dtype": "fp4"}):
-        with pytest.raises(QuantkitError, match="is not understood") as raised:
+        with pytest.raises(QuantkitError, match="is not supported") as raised:
             layouts.detect({"quantization_config": {"quant_method": "fp8"} | config})
         assert raised.value.exit_code == UNSUPPORTED
     tensors = Fp8Layout().encode(rtn.quantize(random_weight(256), LAYOUTS["deepseek"][1]))

@@ -282,7 +282,7 @@ def test_more_than_the_context_is_a_warning(tiny_model, quantkit):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("-p x -n 0", "-n 0 makes no sense"),
+        ("-p x -n 0", "-n 0 is invalid"),
         ("-p x --temperature -1", "--temperature -1"),
         ("-p x --temperature inf", "--temperature inf"),
         ("-p x --temperature nan", "--temperature nan"),

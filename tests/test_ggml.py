@@ -108,7 +108,7 @@ def test_threads_share_the_chunks_and_change_nothing(name, monkeypatch):
                 assert torch.equal(decode_rows(name, alone, WIDTH), values)
                 codes, params = named(name).quantize(torch.nn.Parameter(weight))
                 assert torch.equal(pack(named(name), codes, params), alone)
-        with pytest.raises(QuantkitError, match="type I8 are not understood"):
+        with pytest.raises(QuantkitError, match="type I8 are not supported"):
             decode_rows("I8", torch.zeros(40, WIDTH, dtype=torch.uint8), WIDTH)
         assert torch.get_num_threads() == 2
     finally:
@@ -241,21 +241,21 @@ def test_layout_says_what_it_cannot_hold():
     assert layout.check(spec) is None
     assert layout.nbytes(spec) == 8 * 2 * 144
     spec = SimpleNamespace(grid=named("Q4_K"), in_features=288, out_features=8)
-    assert layout.check(spec) == "in_features 288 is no multiple of Q4_K's 256"
+    assert layout.check(spec) == "in_features 288 is not a multiple of Q4_K's 256"
     spec = SimpleNamespace(grid=AffineGrid(4, 128), in_features=512, out_features=8)
     assert "4 bit, groups of 128" in layout.check(spec)
 
 
 def test_errors_say_what_is_wrong():
-    with pytest.raises(QuantkitError, match="no whole number of Q4_K blocks of 256"):
+    with pytest.raises(QuantkitError, match="do not divide into Q4_K blocks of 256"):
         encode_rows("Q4_K", torch.zeros(2, 288))
     with pytest.raises(QuantkitError, match="no ggml type Q9_K"):
         row_bytes("Q9_K", 256)
     with pytest.raises(QuantkitError, match="not rows of 512 Q4_K weights"):
         decode_rows("Q4_K", torch.zeros(2, 100, dtype=torch.uint8), 512)
-    with pytest.raises(QuantkitError, match="type I8 are not understood"):
+    with pytest.raises(QuantkitError, match="type I8 are not supported"):
         decode_rows("I8", torch.zeros(2, 4, dtype=torch.uint8), 4)
-    with pytest.raises(QuantkitError, match="X: blocks of type Q8_K are not understood"):
+    with pytest.raises(QuantkitError, match="X: blocks of type Q8_K are not supported"):
         tensors = type("Tensors", (dict,), {"linear": "X"})(ggml_type=torch.tensor(15))
         GgmlLayout().decode(tensors)
     with pytest.raises(KeyError):

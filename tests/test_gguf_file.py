@@ -79,7 +79,7 @@ def test_the_header_read_back_is_the_one_written(file):
 def test_no_more_is_mapped_than_a_header_takes(file, monkeypatch):
     """A file may be larger than the address space that `ulimit -v` leaves."""
     wanted, header, mapped = read_header(file), gguf_file.read_whole_header(file).end, []
-    monkeypatch.setattr(gguf_file, "MAX_HEADER_BYTES", header)
+    monkeypatch.setattr(gguf_file, "MAX_METADATA_BYTES", header)
     real = gguf_file.mmap.mmap
 
     def recorded(number: int, length: int, **how):

@@ -49,7 +49,7 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
 
         # Nothing in the cache: an error, and no request.
         refused = quantkit("--dry-run --offline")
-        assert refused["code"] == 3 and "org/name is no local folder and is not in" in refused["err"]
+        assert refused["code"] == 3 and "org/name is not a local folder and is not in" in refused["err"]
         assert "hint: give a local folder, or fetch it once" in refused["err"] and not hub.seen
 
         # A dry run fetches what a checkpoint needs, with the token of the environment, and no pickles.

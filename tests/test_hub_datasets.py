@@ -198,7 +198,7 @@ def test_a_private_dataset_needs_the_token_of_the_environment(hub, model, calibr
     [
         ("org/absent", "the hub has no dataset org/absent, or it is private", "spelling", NOT_FOUND),
         ("org/gated", "org/gated is gated", "accept its terms", NOT_FOUND),
-        ("org/broken", "org/broken is no local file and could not be fetched", "hf download", NOT_FOUND),
+        ("org/broken", "org/broken is not a local file and could not be fetched", "hf download", NOT_FOUND),
         (
             "org/data:dev",
             "dataset org/data: Bad split: dev. Available splits: ['train', 'test']",
@@ -237,7 +237,7 @@ def test_a_column_of_another_kind_is_an_error(hub, calibrate):
 def test_a_hub_that_cannot_be_reached_is_an_error(model, tmp_path):
     with Elsewhere(tmp_path, "http://127.0.0.1:9") as other:
         error = other.ask(do="calibrate", model=str(model), calibration="org/data", **SIZE)
-    assert error["message"].startswith("org/data is no local file and could not be fetched: ")
+    assert error["message"].startswith("org/data is not a local file and could not be fetched: ")
     assert error["code"] == NOT_FOUND and "hf download org/data --repo-type dataset" in error["hint"]
 
 

@@ -180,7 +180,7 @@ def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, mo
     assert made.plan.execution.states == "disk"
     summary = loop.run(made, listener)
     assert summary.steps_down == [
-        "hidden states wait in a file next to the output: they do not fit into memory"
+        "hidden states do not fit into memory: a file next to the output keeps them"
     ]
     assert summary.steps_down[0] in listener.warnings
     timings = json.loads((tmp_path / "out" / "quantkit-timings.json").read_text())

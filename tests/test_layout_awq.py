@@ -86,7 +86,7 @@ def test_check_refuses_what_one_configuration_cannot_say():
     assert layout.check(spec()) is None
     assert "4 bit, not 8" in layout.check(spec(bits=8))
     assert f"one group size for all linears, {GROUP}, not 16" in layout.check(spec(group_size=16))
-    assert "out_features 20 is no multiple of 8" in layout.check(spec(20))
+    assert "out_features 20 is not a multiple of 8" in layout.check(spec(20))
     assert "zero_point" in layout.check(spec(symmetric=True))
     assert AwqLayout(-1, zero_point=False).check(spec(group_size=IN, symmetric=True)) is None
     assert layout.check(spec(group_size=IN)) and AwqLayout(-1).check(spec())

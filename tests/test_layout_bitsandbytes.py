@@ -154,7 +154,7 @@ def test_int8_believes_no_sizes_that_do_not_agree(changes):
 
 
 def test_int8_of_gpus_past_is_refused():
-    refused("int8", UNSUPPORTED, "int8 weight of .* is not understood", weight_format=torch.tensor(2).byte())
+    refused("int8", UNSUPPORTED, "int8 weight of .* is not supported", weight_format=torch.tensor(2).byte())
 
 
 def test_int8_is_read_without_a_weight_format():
@@ -195,14 +195,14 @@ GOOD = {"quant_type": "nf4", "blocksize": 64, "dtype": "float16", "shape": [OUT,
 @pytest.mark.parametrize(
     "text, code, match",
     [
-        (b"", RUNTIME, "quant_state.* is not understood"),
-        (json.dumps(GOOD).encode()[:-9], RUNTIME, "is not understood"),
-        (b"\xff\xfe" + json.dumps(GOOD).encode(), RUNTIME, "is not understood"),
-        (b"[]", RUNTIME, "is not understood"),
-        (json.dumps({**GOOD, "shape": [OUT]}).encode(), RUNTIME, "is not understood"),
-        (json.dumps({**GOOD, "shape": "no"}).encode(), RUNTIME, "is not understood"),
-        (json.dumps({**GOOD, "nested_offset": None}).encode(), RUNTIME, "is not understood"),
-        (json.dumps({k: GOOD[k] for k in GOOD if k != "blocksize"}).encode(), RUNTIME, "is not understood"),
+        (b"", RUNTIME, "quant_state.* is not supported"),
+        (json.dumps(GOOD).encode()[:-9], RUNTIME, "is not supported"),
+        (b"\xff\xfe" + json.dumps(GOOD).encode(), RUNTIME, "is not supported"),
+        (b"[]", RUNTIME, "is not supported"),
+        (json.dumps({**GOOD, "shape": [OUT]}).encode(), RUNTIME, "is not supported"),
+        (json.dumps({**GOOD, "shape": "no"}).encode(), RUNTIME, "is not supported"),
+        (json.dumps({**GOOD, "nested_offset": None}).encode(), RUNTIME, "is not supported"),
+        (json.dumps({k: GOOD[k] for k in GOOD if k != "blocksize"}).encode(), RUNTIME, "is not supported"),
         (json.dumps({**GOOD, "blocksize": 128}).encode(), UNSUPPORTED, "blocks of 128 in rows of 128"),
         (json.dumps({**GOOD, "nested_blocksize": 128}).encode(), UNSUPPORTED, "blocks of 64"),
         (json.dumps({**GOOD, "shape": [64, 48]}).encode(), UNSUPPORTED, "in rows of 48"),

@@ -92,12 +92,12 @@ def test_check_refuses_what_fills_no_whole_words():
     layout = CompressedTensorsLayout(PackQuantized(4, GROUP))
     assert layout.check(spec()) is None and layout.check(spec(bits=8)) is None
     assert layout.check(spec(bits=3)) is None
-    assert layout.check(spec(in_features=80, bits=3)).startswith("in_features 80 is no multiple of 32")
-    assert layout.check(spec(in_features=92)).startswith("in_features 92 is no multiple of 8")
+    assert layout.check(spec(in_features=80, bits=3)).startswith("in_features 80 is not a multiple of 32")
+    assert layout.check(spec(in_features=92)).startswith("in_features 92 is not a multiple of 8")
     assert layout.check(spec(in_features=92, bits=8)) is None
     assert layout.check(spec(out_features=20)) is None
     asymmetric = CompressedTensorsLayout(PackQuantized(4, GROUP, symmetric=False))
-    assert asymmetric.check(spec(out_features=20)).startswith("out_features 20 is no multiple of 8")
+    assert asymmetric.check(spec(out_features=20)).startswith("out_features 20 is not a multiple of 8")
 
 
 def test_config_is_what_clients_read():
@@ -211,7 +211,7 @@ def group(**changes) -> dict:
             "activations of 8 bit int by group, dynamic False",
         ),
         ({"config_groups": {"g": group(input_activations={"symmetric": False})}}, "asymmetric"),
-        ({"config_groups": {"g": group(format="int-quantized")}}, "4 bit int by group in int-quantized"),
+        ({"config_groups": {"g": group(format="int-quantized")}}, "4 bit int weights by group in int"),
     ],
 )
 def test_detect_refuses_what_it_would_misread(changes, named):

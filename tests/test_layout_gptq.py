@@ -183,7 +183,7 @@ def spec(
 def test_check_refuses_sizes_that_fill_no_whole_words(bits, multiple):
     layout = GptqLayout(bits, -1)
     assert layout.check(spec(3 * multiple, multiple, bits=bits)) is None
-    words = f"is no multiple of {multiple}, so {bits}-bit codes fill no whole words"
+    words = f"is not a multiple of {multiple}, so {bits}-bit codes fill no whole words"
     assert layout.check(spec(multiple, multiple + 2, bits=bits)) == f"in_features {multiple + 2} {words}"
     assert layout.check(spec(multiple - 2, multiple, bits=bits)) == f"out_features {multiple - 2} {words}"
 

@@ -56,7 +56,7 @@ def test_the_types_are_llama_quantizes(title):
         wishes = Wishes(**options | {"tensor_type": tuple(options.get("tensor_type", ()))})
         choices = choose(file_type, Model(*shape["model"]), named, has_imatrix, wishes)
         if types is None:
-            assert any(choice.wanted for choice in choices) or without_importance(choices)
+            assert any(choice.first_choice for choice in choices) or without_importance(choices)
         else:
             expected = expand(types, [name for name, _ in named])
             assert {choice.name: choice.type for choice in choices} == expected, (file_type, has_imatrix)
@@ -100,7 +100,7 @@ def test_a_fallback_says_why_and_what_it_costs(file_type, columns, type, wanted,
 
 def test_the_output_falls_back_from_q6_k():
     (choice,) = choose("Q4_K_M", SMALL, [("output.weight", [2, 96])])
-    assert (choice.type, choice.wanted) == ("Q8_0", "Q6_K")
+    assert (choice.type, choice.first_choice) == ("Q8_0", "Q6_K")
 
 
 def test_what_stays_float():
@@ -147,7 +147,7 @@ def test_the_first_match_counts():
         ({"tensor_type": ("attn_v",)}, ["'attn_v' is not REGEX=TYPE", "blk"]),
         ({"tensor_type": ("=Q4_K",)}, ["is not REGEX=TYPE"]),
         ({"tensor_type": ("attn_v=",)}, ["is not REGEX=TYPE"]),
-        ({"tensor_type": ("(=Q4_K",)}, ["'(=Q4_K' is no regular expression"]),
+        ({"tensor_type": ("(=Q4_K",)}, ["'(=Q4_K' is not a regular expression"]),
         ({"tensor_type": ("attn_v=Q9_K",)}, ["'attn_v=Q9_K'", "no type 'Q9_K'", "Q6_K"]),
         ({"tensor_type": ("attn_v=Q4_K_M",)}, ["no type 'Q4_K_M'", "did you mean Q4_K?"]),
         (

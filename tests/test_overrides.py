@@ -69,7 +69,7 @@ def test_what_is_no_override_is_refused(model, tmp_path, text):
 
 def test_a_pattern_that_is_no_expression_is_refused(model, tmp_path):
     message, _ = refused(USAGE, model, tmp_path, "(q_proj=8")
-    assert message.startswith("--override '(q_proj' is no regular expression")
+    assert message.startswith("--override '(q_proj' is not a regular expression")
 
 
 @pytest.mark.parametrize(
@@ -77,9 +77,9 @@ def test_a_pattern_that_is_no_expression_is_refused(model, tmp_path):
     [
         ("q_proj=9", "--override q_proj=9: no such width"),
         ("q_proj=0", "--override q_proj=0: no such width"),
-        ("q_proj=4,4", "--override q_proj=4,4 makes no sense"),
-        ("q_proj=4,-2", "--override q_proj=4,-2 makes no sense"),
-        ("q_proj=4,0", "--override q_proj=4,0 makes no sense"),
+        ("q_proj=4,4", "--override q_proj=4,4 is invalid"),
+        ("q_proj=4,-2", "--override q_proj=4,-2 is invalid"),
+        ("q_proj=4,0", "--override q_proj=4,0 is invalid"),
         ("q_proj=4,48", r"the layout cannot hold 2 linears: .*q_proj .*\(group size 48 does not divide"),
     ],
 )

@@ -30,9 +30,9 @@ def model(tmp_path):
     [
         ("n" * 300, "File name too long"),
         ("n" * 250, "File name too long"),
-        (os.fsdecode(b"\xffout"), "is no UTF-8 name"),
+        (os.fsdecode(b"\xffout"), "is not a UTF-8 name"),
         ("text.txt/out", "cannot be a new file or folder"),
-        ("link", "is no plain file or folder|link exists"),
+        ("link", "is not a plain file or folder|link exists"),
     ],
 )
 def test_an_output_that_cannot_be(refuse, model, command, output, said):
@@ -60,7 +60,7 @@ def test_a_staging_folder_that_is_a_link(refuse, model):
     (model.parent / "out.partial").symlink_to("elsewhere")
     for more in ((), ("--resume",), ("--overwrite",)):
         error, _ = refuse(2, *GPTQ, "-o", "out", *more)
-        assert error == "out.partial is no unfinished job, and a job would be staged there"
+        assert error == "out.partial is not an unfinished job, but the job needs this folder"
     assert not list((model.parent / "elsewhere").iterdir())
 
 
@@ -94,7 +94,7 @@ def test_a_fingerprint_that_is_none(refuse, model, text):
     (folder / "fingerprint.json").write_text(text)
     (folder / "block-00000.json").write_text("{}")
     error, _ = refuse(2, *GPTQ, "-o", "out", "--resume")
-    assert error == "out.partial is no unfinished job, and a job would be staged there"
+    assert error == "out.partial is not an unfinished job, but the job needs this folder"
 
 
 def test_scales_of_zero_in_a_staged_block_are_made_again(quantkit, model, monkeypatch):
@@ -110,7 +110,7 @@ def test_scales_of_zero_in_a_staged_block_are_made_again(quantkit, model, monkey
     tensors = load_file(path)
     save_file({name: t * 0 if name.endswith("scales") else t for name, t in tensors.items()}, path)
     done = quantkit(*GPTQ, "-o", "out", "--resume")
-    assert done.code == 0 and "these are damaged and made again: 1" in done.err
+    assert done.code == 0 and "damaged staged blocks are quantized again: 1" in done.err
 
 
 def test_weights_that_are_links_out_of_the_folder_are_refused(refuse, model):
@@ -122,7 +122,7 @@ def test_weights_that_are_links_out_of_the_folder_are_refused(refuse, model):
 
 def test_a_text_that_is_a_device_is_not_read(refuse, model):
     error, _ = refuse(4, "eval", "model", "--text", "/dev/zero", "--limit", "512")
-    assert error == "/dev/zero is no plain file"
+    assert error == "/dev/zero is not a plain file"
 
 
 def test_an_interrupt_while_the_command_line_is_imported(tmp_path):

@@ -262,10 +262,10 @@ def test_what_people_read(quantkit, tmp_path, monkeypatch):
     code, out, err = quantkit(path, "--gpu", "RTX 3090")
     assert (code, err) == (0, "") and "\x1b" not in out
     assert "parameters   13.02 billion (estimate from config.json)" in out
-    assert "KV cache     3.125 GiB per sequence of 4,096 tokens (bfloat16)" in out
-    assert re.search(r"^ bf16 +26\.03 GB +24\.24 +16\.00 +no +0 +– +76", out, re.M)
-    assert re.search(r"^ int8 +13\.35 GB +12\.44 +8\.21 +yes +2 +≤ 57 +38", out, re.M)
-    assert re.search(r"^ gptq +\S+ GiB +\S+ GB +\S+ min to \S+ h", out, re.M)
+    assert "KV cache     3.36 GB per sequence of 4,096 tokens (bfloat16)" in out
+    assert re.search(r"^ bf16 +26\.03 GB +16\.00 +no +0 +– +76", out, re.M)
+    assert re.search(r"^ int8 +13\.35 GB +8\.21 +yes +2 +≤ 57 +38", out, re.M)
+    assert re.search(r"^ gptq +\S+ GB +\S+ GB +\S+ min to \S+ h", out, re.M)
     assert "to make it: on rtx-3090 in bfloat16" in out
     tables = [line for line in out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80 and not any("…" in line for line in tables)
@@ -296,14 +296,14 @@ def test_large_models_stay_in_80_columns(quantkit, tmp_path, monkeypatch):
         code, out, _ = quantkit(*arguments)
         tables = [line for line in out.splitlines() if line.startswith(" ")]
         assert code == 0 and max(map(len, tables)) <= 80 and "…" not in out
-    assert re.search(r"^ bf16 +349\.21 GB +325\.2 +16\.00 ", out, re.M)
+    assert re.search(r"^ bf16 +349\.21 GB +16\.00 ", out, re.M)
     times = re.search(r"^ gptq .* (\S+) days to (\S+) days", quantkit(path)[1], re.M)
     assert float(times[2]) > float(times[1]) > 2
 
 
 def test_small_models_show_their_size(quantkit, demo_model):
     out = quantkit(demo_model, "--gpu", "m3-max")[1]
-    assert re.search(r"^ bf16 +11\.54 MB +0\.01075 +16\.00", out, re.M)
+    assert re.search(r"^ bf16 +11\.54 MB +16\.00", out, re.M)
     assert (
         "time unknown: nothing was measured on Apple's processors" in out and "time from nothing" not in out
     )
@@ -315,7 +315,7 @@ def test_a_group_size_that_fits_is_named(quantkit, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(gated("llama", 2048, 10944, 2, 16, 16, 32000)))
     out = quantkit(path)[1]
-    assert "gptq, awq: not possible: in_features 10944 is no multiple of 128; --group-size 64 fits" in out
+    assert "gptq, awq: not possible: in_features 10944 is not a multiple of 128; --group-size 64 fits" in out
 
 
 @pytest.mark.parametrize(
@@ -323,15 +323,15 @@ def test_a_group_size_that_fits_is_named(quantkit, tmp_path):
     [
         (2, [], "give either a model or --params"),
         (2, ["--params", "7B", "--gpus", "2"], "--gpus needs a device"),
-        (2, ["--params", "7B", "--gpu", "l4", "--gpus", "0"], "--gpus 0 makes no sense"),
-        (2, ["--params", "7B", "--ctx", "32x"], "--ctx 32x makes no sense"),
+        (2, ["--params", "7B", "--gpu", "l4", "--gpus", "0"], "--gpus 0 is invalid"),
+        (2, ["--params", "7B", "--ctx", "32x"], "--ctx 32x is invalid"),
         (4, ["--params", "7B", "--format", "stored"], "no headers were read"),
         (2, ["--params", "many"], "no number of parameters"),
         (2, ["--params", "7B", "--gpu", "a100"], "did you mean a100-40g or a100-80g?"),
         (2, ["--params", "7B", "--kv-dtype", "bf17"], "did you mean bf16"),
         (2, ["--params", "7B", "--format", "Q4_K_L"], "did you mean q4_k_"),
-        (2, ["--params", "7B", "--ctx", "0"], "--ctx 0 makes no sense"),
-        (2, ["--params", "7B", "--batch", "-1"], "--batch -1 makes no sense"),
+        (2, ["--params", "7B", "--ctx", "0"], "--ctx 0 is invalid"),
+        (2, ["--params", "7B", "--batch", "-1"], "--batch -1 is invalid"),
         (3, ["nowhere"], "no such folder: nowhere"),
         (3, ["."], "holds no config.json"),
         (3, ["org/name", "--offline"], "is not in the local cache"),

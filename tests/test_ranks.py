@@ -408,7 +408,7 @@ def test_a_process_that_waits_for_its_master_ends_when_it_is_asked_to(tmp_path, 
             ["gptq", "model", "--solver", "yaqa", *CALIBRATION],
             "--solver yaqa does not run as several processes",
         ),
-        (["inspect", "model"], "inspect does not run as several processes, and 2 were started"),
+        (["inspect", "model"], "inspect does not run as several processes, but 2 were started"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_in_one_line(done, tmp_path, command, told):

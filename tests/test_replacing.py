@@ -26,7 +26,7 @@ def test_what_is_no_file_or_folder_is_never_replaced(tmp_path, one_file, overwri
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "link").symlink_to(tmp_path)
     for place in (*tmp_path.iterdir(), tmp_path.__class__(os.devnull), tmp_path.__class__("/proc")):
-        assert refusal(place, one_file, overwrite) == f"{place} is no plain file or folder"
+        assert refusal(place, one_file, overwrite) == f"{place} is not a plain file or folder"
     assert sorted(os.listdir(tmp_path)) == ["fifo", "gone", "link"]
 
 
@@ -34,7 +34,7 @@ def test_sockets(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # the name of a socket is short
     with socket.socket(socket.AF_UNIX) as made:
         made.bind("s")
-        assert refusal(tmp_path / "s").endswith("is no plain file or folder")
+        assert refusal(tmp_path / "s").endswith("is not a plain file or folder")
 
 
 def test_a_file_is_replaced_by_a_file_of_its_kind(tmp_path):
@@ -50,7 +50,7 @@ def test_a_file_is_replaced_by_a_file_of_its_kind(tmp_path):
         assert "the job writes a folder" in refusal(tmp_path / name)
         assert "exists" in refusal(tmp_path / name, True, overwrite=False)
     for name in ("file.py", "short"):
-        assert "is no GGUF file: it would be lost" in refusal(tmp_path / name, True)
+        assert "is not a GGUF file: it would be lost" in refusal(tmp_path / name, True)
     assert "is a folder, the job writes a file" in refusal(tmp_path, True)
     may_replace.check(tmp_path / "new", True, False)
     may_replace.check(tmp_path / "empty" / "below", True, False)  # other checks refuse that
@@ -84,7 +84,7 @@ def test_a_staging_folder_is_ours_if_it_says_so(tmp_path):
     ):
         (staging.folder / "fingerprint.json").write_text(content)
         for modes in ((True, False), (False, True)):
-            with pytest.raises(QuantkitError, match="is no unfinished job") as refused:
+            with pytest.raises(QuantkitError, match="is not an unfinished job") as refused:
                 staging.check(*modes)
             assert "move it away" in refused.value.hint
     (staging.folder / "fingerprint.json").write_text(OURS)
@@ -95,7 +95,7 @@ def test_a_staging_folder_is_ours_if_it_says_so(tmp_path):
     (staging.folder / "thesis.tex").unlink()
     other = Staging(tmp_path / "linked")
     other.folder.symlink_to(staging.folder)
-    with pytest.raises(QuantkitError, match="is no unfinished job"):
+    with pytest.raises(QuantkitError, match="is not an unfinished job"):
         other.check(resume=False, overwrite=True)
 
 
@@ -117,5 +117,5 @@ def test_what_appears_while_a_job_runs_is_asked_again(tmp_path):
         with staging.assemble() as place:
             place.mkdir()
         os.mkfifo(staging.output)
-        with pytest.raises(QuantkitError, match="is no plain file or folder"):
+        with pytest.raises(QuantkitError, match="is not a plain file or folder"):
             staging.publish()

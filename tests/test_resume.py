@@ -241,7 +241,7 @@ def test_nothing_staged_starts_afresh(workplace, reference, quantkit, tmp_path, 
     if left:  # killed before the fingerprint was written
         (tmp_path / "out.partial").mkdir()
         (tmp_path / "out.partial" / left).write_text("?")
-    said = "warning: nothing is staged for out: it begins at the first block\n"
+    said = "warning: no unfinished job for out: starting at the first block\n"
     assert quantkit(*job(workplace), "--resume") == (0, said)
     assert contents(tmp_path / "out") == reference
 
@@ -267,7 +267,7 @@ def test_jobs_of_other_kinds_resume(forker, workplace, tmp_path, asked):
     words = [method, workplace / "model", "-o", "out", "--threads", 1, *flags, *text]
     assert forker.run(tmp_path / "whole", [*words, "--json", "-q"]) == 0
     told = json.loads(forked.said(tmp_path / "whole"))
-    assert (told["schema"], told["linears"]) == ("quantkit.job/2", 7 * BLOCKS)
+    assert (told["schema"], told["linears"]) == ("quantkit.job/3", 7 * BLOCKS)
     assert forker.run(tmp_path / "killed", words, stop=NEXT) == -KILL
     assert forker.run(tmp_path / "killed", [*words, "--resume"]) == 0
     assert f"resuming: 1 of {BLOCKS} blocks" in forked.said(tmp_path / "killed")
@@ -301,7 +301,7 @@ def test_a_staged_block_that_was_damaged_is_made_again(workplace, reference, qua
     DAMAGE[what](staged)
     code, said = quantkit(*job(workplace), "--resume")
     assert code == 0, said
-    assert "warning: of the staged blocks, these are damaged and made again: 1\n" in said
+    assert "warning: damaged staged blocks are quantized again: 1\n" in said
     assert contents(staged.parent / "out") == reference
 
 

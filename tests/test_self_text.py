@@ -42,8 +42,8 @@ def test_a_file_holds_the_sequences_and_calibration_reads_it(tiny_model, tmp_pat
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"samples": 0}, "--samples 0 makes no sense"),
-        ({"batch_size": 0}, "--batch-size 0 makes no sense"),
+        ({"samples": 0}, "--samples 0 is invalid"),
+        ({"batch_size": 0}, "--batch-size 0 is invalid"),
         ({"seqlen": 10**6}, "was made for [0-9]+ tokens, not --seqlen 1000000"),
     ],
 )

@@ -42,5 +42,5 @@ def test_shrink_takes_a_teacher_and_a_number_of_blocks(tiny_model, refuse):
     teacher = tiny_model("llama", tokenizer=True)
     assert refuse(2, "shrink", teacher)[0] == "missing option '--blocks'"
     assert "unexpected extra argument" in refuse(2, "shrink", teacher, teacher, "--blocks", "2")[0]
-    assert refuse(2, "shrink", teacher, "--blocks", "0")[0] == "--blocks 0 makes no sense"
+    assert refuse(2, "shrink", teacher, "--blocks", "0")[0] == "--blocks 0 is invalid"
     assert "--block-epochs" in refuse(2, "shrink", teacher, "--blocks", "2", "--block-epochs", "1")[0]

@@ -247,7 +247,7 @@ def test_what_is_no_causal_language_model_is_refused(tiny_model):
     (folder / "config.json").write_text('{"model_type": "t5"}')
     error = refused(folder)
     assert error.exit_code == UNSUPPORTED
-    assert "is no causal language model" in error.message
+    assert "is not a causal language model" in error.message
 
 
 def test_a_missing_tensor_is_named(tiny_model):

@@ -105,7 +105,7 @@ def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target
     done = quantkit(*asked, "--json")
     assert done.code == 6
     record = json.loads(done.out)
-    assert "differs from the target's own" in record["error"]["message"]
+    assert "differs from text of the target alone" in record["error"]["message"]
     proof = record["drafts"][0]["proof"]
     assert (proof["equal"], proof["alike"], len(proof["partings"])) == (2, False, 2)
     assert {(row["k"], row["index"]) for row in proof["partings"]} == {(3, 4)}
@@ -171,12 +171,12 @@ def test_a_wider_embedding_is_refused(refuse, target, tiny_model):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--k", "0"], "--k 0 makes no sense"),
+        (["--k", "0"], "--k 0 is invalid"),
         (["--k", "1,x"], "is not a list of numbers"),
         (["--k", ""], "is not a list of numbers"),
-        (["--tokens", "1"], "--tokens 1 makes no sense"),
-        (["--repeats", "0"], "--repeats 0 makes no sense"),
-        (["--temperature", "-1"], "--temperature -1 makes no sense"),
+        (["--tokens", "1"], "--tokens 1 is invalid"),
+        (["--repeats", "0"], "--repeats 0 is invalid"),
+        (["--temperature", "-1"], "--temperature -1 is invalid"),
         (["--prompt-tokens", "250"], "was made for 256 tokens; prompt and new tokens make 258"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_text_of_another_model_is_an_error(quantkit, files, monkeypatch):
     monkeypatch.setattr(gguf, "passes", broken)
     done = quantkit("specdec", *files, *QUICK, "--json", "-q")
     assert done.code == 6
-    assert "differs from the target's own" in json.loads(done.out)["error"]["message"]
+    assert "differs from text of the target alone" in json.loads(done.out)["error"]["message"]
 
 
 def test_sampled_text_is_measured_and_not_proven(make, files):

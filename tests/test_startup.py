@@ -83,12 +83,12 @@ def test_the_list_of_commands_is_that_of_the_commands():
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("sample x --device gpu", "'gpu' is no device"),
-        ("run gptq-w4 x --set run.device=gpu", "'gpu' is no device"),
-        ("eval x --text y --threads 0", "--threads 0 makes no sense"),
-        ("verify x --threads 0", "--threads 0 makes no sense"),
+        ("sample x --device gpu", "'gpu' is not a device"),
+        ("run gptq-w4 x --set run.device=gpu", "'gpu' is not a device"),
+        ("eval x --text y --threads 0", "--threads 0 is invalid"),
+        ("verify x --threads 0", "--threads 0 is invalid"),
         ("serve x --dtype int9", "'int9' is not one of"),
-        ("auto x --bpw 3 --ctx 3q", "--ctx 3q makes no sense"),
+        ("auto x --bpw 3 --ctx 3q", "--ctx 3q is invalid"),
     ],
 )
 def test_wrong_machines_and_contexts_are_refused_before_torch_is_imported(tmp_path, typed, said):

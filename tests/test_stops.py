@@ -104,6 +104,6 @@ def test_killed_while_what_another_job_left_is_removed(server, workplace):
         kill = ("os:unlink", call, int(signal.SIGKILL))
         if server.run(folder, typed, stop=kill) == 0:
             break
-        assert "is no unfinished job" not in forked.said(folder)
+        assert "is not an unfinished job" not in forked.said(folder)
     assert server.run(folder, typed) == 0, forked.said(folder)
     assert stops.left("nf4", folder) == []

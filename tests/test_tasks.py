@@ -66,7 +66,7 @@ def test_memory_does_not_grow_with_the_number_of_requests(tiny_model, monkeypatc
     are scored first, either time."""
     monkeypatch.setattr(score, "ROUND_TOKENS", 2048)
     monkeypatch.setattr(score, "BATCH_TOKENS", 256)
-    monkeypatch.setattr(score, "LENGTHS", 1)
+    monkeypatch.setattr(score, "LENGTH_STEP", 1)
     model, peaks, tokens = streamed(tiny_model("gemma2")), [], []
 
     def listen(source: str, done: int, total: int) -> None:

@@ -57,7 +57,7 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
 @pytest.mark.parametrize("kind", ["bytes", "prefix", "whole"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_pieces_have_the_ids_of_the_whole(tokenizers, monkeypatch, kind, text):
-    monkeypatch.setattr(tokenizing, "PIECE", 500)
+    monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 500)
     monkeypatch.setattr(tokenizing, "LONGEST", 8000)
     asked = []
     whole = tokenizing._ids

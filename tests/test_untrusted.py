@@ -24,11 +24,11 @@ def test_pipes_and_devices_are_not_read(tmp_path):
     pipe = tmp_path / "pipe.yaml"
     os.mkfifo(pipe)
     for place in (str(pipe), "/dev/zero"):
-        with pytest.raises(QuantkitError, match=f"^{place} is no plain file$"):
+        with pytest.raises(QuantkitError, match=f"^{place} is not a plain file$"):
             recipe.read(place)
     os.rename(pipe, tmp_path / "pipe.txt")
     options = CalibrationOptions(calibration=str(tmp_path / "pipe.txt"))
-    with pytest.raises(QuantkitError, match="is no plain file"):
+    with pytest.raises(QuantkitError, match="is not a plain file"):
         list(sources.open_source(options, True).documents)
 
 

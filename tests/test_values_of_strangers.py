@@ -62,7 +62,7 @@ def test_counts_that_headers_bear_out_are_believed():
 def test_a_generation_config_of_odd_values_is_named(tiny_model, text):
     folder = tiny_model("llama", tokenizer=True)
     (folder / "generation_config.json").write_text(text)
-    with pytest.raises(QuantkitError, match=r"generation_config.json is not understood: \S"):
+    with pytest.raises(QuantkitError, match=r"generation_config.json is not supported: \S"):
         stored_config(open_checkpoint(str(folder)))
 
 
@@ -197,7 +197,7 @@ def test_thousands_of_kinds_of_tensors_are_counted(tiny_model, capsys):
     show.print_record(record.describe(open_contents(str(folder))))
     out = capsys.readouterr().out
     told = [line for line in out.splitlines() if "part" in line and ".a" in line]
-    assert len(told) == show.ROWS and "and 200 rows more: --json has all" in out
+    assert len(told) == show.TENSOR_ROWS and "and 200 rows more: --json has all" in out
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
-from quantkit.grids.distance import ROUNDS, error_up_to_scales, relative_distance, weight_error
+from quantkit.grids.distance import FIT_ROUNDS, error_up_to_scales, relative_distance, weight_error
 from quantkit.inspection import verify
 from quantkit.models.files import checksums
 
@@ -39,7 +39,7 @@ def test_the_error_up_to_scales_is_blind_to_them():
     error = error_up_to_scales(scaled, values)
     assert error_up_to_scales(weight, values) == pytest.approx(error, rel=1e-4)
     r, c = torch.ones(96, dtype=torch.double), torch.ones(80, dtype=torch.double)
-    for _ in range(4 * ROUNDS):  # the same least squares, in float64 and at once
+    for _ in range(4 * FIT_ROUNDS):  # the same least squares, in float64 and at once
         near = weight.double() * c
         r = (near * values).sum(1) / near.square().sum(1)
         near = weight.double() * r[:, None]

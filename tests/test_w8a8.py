@@ -19,7 +19,7 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import methods
-from quantkit.quantize.calibrate.capture import KEPT, Statistics
+from quantkit.quantize.calibrate.capture import KEPT_INPUTS, Statistics
 from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
@@ -80,10 +80,10 @@ def test_fourth_moments_are_those_of_tokens_of_equal_size_in_either_half():
 
 def test_inputs_are_an_even_sample_of_a_long_text():
     sums = Statistics(1, CPU, {"inputs"})
-    for start in range(0, 4 * KEPT, 64):
+    for start in range(0, 4 * KEPT_INPUTS, 64):
         sums.add(torch.arange(start, start + 64.0)[:, None])
     steps = sums.finish().inputs[:, 0].diff()
-    assert KEPT // 2 <= len(steps) < KEPT and steps.unique().tolist() == [4]
+    assert KEPT_INPUTS // 2 <= len(steps) < KEPT_INPUTS and steps.unique().tolist() == [4]
 
 
 # ---- the choice

@@ -270,7 +270,9 @@ def test_a_model_without_a_language_model_is_refused(quantkit, tmp_path, tiny_mo
     kind(num_hidden_layers=1).save_pretrained(folder)
     done = quantkit("nf4", folder, "-o", "out")
     assert done.code == UNSUPPORTED and not (tmp_path / "out").exists()
-    assert "is no causal language model" in done.err and "hint: " in done.err and "Traceback" not in done.err
+    assert (
+        "is not a causal language model" in done.err and "hint: " in done.err and "Traceback" not in done.err
+    )
 
 
 def test_names_of_towers_match_nothing_of_the_language_model(tmp_path):

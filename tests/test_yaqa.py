@@ -50,8 +50,8 @@ def expected(weight, grid, hessian, curvature, block, cycles):
 
 @pytest.mark.parametrize(("block", "cycles"), [(1, 0), (4, 0), (1, 2)])
 def test_is_the_nearest_plane_of_the_kronecker_form(monkeypatch, block, cycles):
-    monkeypatch.setattr(yaqa, "ROWS", block)
-    monkeypatch.setattr(descent, "ROWS", 1)
+    monkeypatch.setattr(yaqa, "YAQA_ROWS", block)
+    monkeypatch.setattr(descent, "DESCENT_ROWS", 1)
     grid = AffineGrid(3, GROUP)
     weight, hessian, curvature = problem()
     values, scales = solved(weight, grid, hessian, curvature, cycles)

@@ -14,8 +14,8 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.tables import megabytes
 
 Losses = Mapping[tuple[str, str], float]  # by the names of unit and candidate
-GAP = 1e-6  # of the optimum, relative, at which the search may end
-SECONDS = 120.0
+SOLVER_GAP = 1e-6  # of the optimum, relative, at which the search may end
+SOLVER_SECONDS = 120.0
 
 
 def within_bytes(units: Sequence[Unit], losses: Losses, budget: int) -> dict[str, str]:
@@ -35,12 +35,12 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
     least = sum(unit.candidates[0].nbytes for unit in units)
     if least > budget:
         weights = sum(unit.weights for unit in units)
-        wanted, smallest = (f"{8 * max(0, found) / weights:.2f} bits per weight" for found in (budget, least))
+        given, smallest = (f"{8 * max(0, found) / weights:.2f} bits per weight" for found in (budget, least))
         if fixed_bytes is not None:
-            wanted = megabytes(budget + fixed_bytes)
+            given = megabytes(budget + fixed_bytes)
             smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
         raise QuantkitError(
-            f"{wanted} is too small; the smallest possible result is {smallest}",
+            f"{given} is too small; the smallest possible result is {smallest}",
             "raise the budget, or choose another --engine",
             UNSUPPORTED,
         )
@@ -54,7 +54,7 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
     least = sum(min(losses[unit.name, one.name] for one in unit.candidates) for unit in units)
     if least > bound:
         raise QuantkitError(
-            f"a divergence of {bound:.2g} cannot be reached: the best candidates of all lose {least:.2g}",
+            f"--max-kld {bound:.2g} is too small: the smallest possible divergence is {least:.2g}",
             "raise --max-kld, or choose another --engine",
             USAGE,
         )
@@ -96,7 +96,7 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
                 LinearConstraint(one_each, 1, 1),
                 LinearConstraint(takes[None] / take_scale, -np.inf, limit),
             ],
-            options={"mip_rel_gap": GAP, "time_limit": SECONDS},
+            options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
         )
         if found.x is None:
             raise QuantkitError(f"the integer program has no solution: {found.message}", "raise the budget")
@@ -105,4 +105,4 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
         if takes[flat].sum() <= bound:
             return {unit.name: row[k].name for unit, row, k in zip(units, rows, chosen, strict=True)}
         limit -= (takes[flat].sum() - bound) / take_scale
-    raise QuantkitError("the integer program found nothing within the budget", "raise the budget")
+    raise QuantkitError("no choice of candidates within the budget was found", "raise the budget")

@@ -205,8 +205,8 @@ class GgufOutside:
         self._targets = {target.name: target for target in job.method.output.targets}
         self._values: dict[tuple[str, str], Tensor] = {}
 
-    def solve(self, unit: Unit, wanted: Sequence[Candidate]) -> Errors:
-        """Return the errors of all candidates of a unit; keep the weights of `wanted` for `replaced`."""
+    def solve(self, unit: Unit, chosen: Sequence[Candidate]) -> Errors:
+        """Return the errors of a unit, and keep the chosen candidates for `replaced`."""
         job, target = self._job, self._targets[unit.name]
         head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
         if head and self._statistics is None:
@@ -217,7 +217,7 @@ class GgufOutside:
         for candidate in unit.candidates:
             near = nearest(weight, named(candidate.name), hessian)
             errors.nearest[candidate.name] = loss(near.sub_(weight), hessian) / scale
-        for candidate in wanted:
+        for candidate in chosen:
             if head:
                 material, solver = job.material, job.method.solver
                 rows = solved_head(target, candidate.name, self._statistics, material, solver, Progress())

@@ -128,11 +128,11 @@ class Auto:
         budget = self.budget_bytes()
         if budget is None:  # the smallest within a divergence is not known yet
             budget = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
-        one_result_beside_another = 2 * (budget + self.fixed_bytes) + budget
+        two_results = 2 * (budget + self.fixed_bytes) + budget
         return {
             "memory_bytes": plan.memory_bytes + streams,
             "host_bytes": plan.host_bytes + (streams if plan.execution.device == "cpu" else 0),
-            "disk_bytes": max(waiting, one_result_beside_another),
+            "disk_bytes": max(waiting, two_results),
         }
 
     def budget_bytes(self) -> int | None:
@@ -235,15 +235,15 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     if options.text is not None:
         return windows_of.load(checkpoint, options.text, options.ctx, None, options.limit), 0
     calibrated = prepared.calibration
-    _, held = hold_out(calibrated.tokens)
-    return windows_of.held_out(checkpoint, held, calibrated.provenance), len(held)
+    _, last_ids = hold_out(calibrated.tokens)
+    return windows_of.held_out(checkpoint, last_ids, calibrated.provenance), len(last_ids)
 
 
-def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
-    """Return sequences to measure on and others for the solver. Both are spread evenly over the text, because
-    sensitivities differ between kinds of text."""
+def _apart(tokens: Tensor, at_most: int) -> tuple[Tensor, Tensor]:
+    """Return sequences to measure on and others to solve by, both spread evenly over the text: its parts
+    differ in kind, and sensitivities with them."""
     count, length = tokens.shape
-    measured = min(max(1, wanted // length), max(1, count // 4))
+    measured = min(max(1, at_most // length), max(1, count // 4))
     places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}
     rest = [k for k in range(count) if k not in places] or list(places)
     step = max(1, len(rest) * length // STATISTICS_TOKENS)

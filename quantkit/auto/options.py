@@ -76,7 +76,7 @@ class AutoOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise QuantkitError(
-                    f"--{name.replace('_', '-')} {value:g} makes no sense", "choose a positive number", USAGE
+                    f"--{name.replace('_', '-')} {value:g} is invalid", "choose a positive number", USAGE
                 )
         for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
             if getattr(self, name) not in names:

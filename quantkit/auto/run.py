@@ -24,20 +24,22 @@ from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors
+from quantkit.tables import megabytes
 
 SCHEMA = "quantkit.auto/1"
 SEARCHED, UNIFORM = "searched", "uniform"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 FEW_TOKENS = 1000  # with fewer tokens the better of two results may be chance
-TRIES = 3  # of the search within a divergence
-SIZES = 6  # tries for files within --max-size: a tiny model's configuration weighs as much as its choices
+CHOICES_TRIED = 3  # of the search within a divergence
+SIZES_TRIED = 6  # for files within --max-size: a tiny model's configuration weighs as much as its choices
 CLOSE = 0.9  # share of --max-kld from which a result is small enough
 
 
 @dataclass(frozen=True)
 class Made:
-    """A measured output. written: its recipe. record: its JSON, with predicted_kld (sum of the units' losses
-    on calibration text), kld (measured on held-out text) and disk_bytes (all files)."""
+    """One measured output. written: its recipe; record: its JSON. predicted_kld: sum of the units' losses on
+    calibration text; kld: measured on held-out text; output_bytes: size of all tensors; disk_bytes: of
+    all files."""
 
     preset: Preset
     place: Path
@@ -55,7 +57,7 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     if (measured_on := auto.windows.protocol.tokens) < FEW_TOKENS:
         more = "a longer text" if auto.request.options.text else "a text with --text"
         progress.warn(
-            f"{measured_on} tokens are few: which result measures better may be chance; give {more}"
+            f"results are compared on only {measured_on} tokens, so the better may be chance; give {more}"
         )
     check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
     known = _open(auto, progress)
@@ -131,7 +133,7 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
     own = {TABLE, USUAL, SEARCHED, UNIFORM}
     if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= own):
         hint = "move the folder away, or choose another --output"
-        raise QuantkitError(f"{folder} is no unfinished search", hint, USAGE)
+        raise QuantkitError(f"{folder} is not an unfinished search", hint, USAGE)
     if folder.exists() and any(folder.iterdir()) and not (request.resume or request.overwrite):
         hint = "continue with --resume, or start again with --overwrite"
         raise QuantkitError(f"{folder} holds an unfinished search", hint, USAGE)
@@ -169,33 +171,33 @@ class _Search:
         auto, limit = self._auto, None
         if auto.request.options.max_size is not None:
             limit = budget + auto.fixed_bytes
-        for attempt in range(SIZES):
+        for attempt in range(SIZES_TRIED):
             found = self._made(allocation.within_bytes(auto.units, self._losses, budget))
             taken = found.record["disk_bytes"]
             if limit is None or taken <= limit:
                 return found
             budget -= (taken - limit) << attempt  # another choice takes other bytes for its recipe
-        raise QuantkitError(f"the files take {taken:,} bytes, whatever is chosen", "raise --max-size", USAGE)
+        raise QuantkitError(f"the files take {megabytes(taken)} or more", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
-        """Make choices until the measured divergence is within --max-kld; return all, the best last. After
-        each, the bound for the predicted divergence is corrected by the error of the prediction."""
-        wanted = bound = self._auto.request.options.max_kld
+        """Return all tried choices; the last is the smallest within the measured divergence. After a wrong
+        prediction the bound moves by its error."""
+        most = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
-        for _ in range(TRIES):
+        for _ in range(CHOICES_TRIED):
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:
                 break
             _clear(self._auto.folder / SEARCHED)
             tried.append(found := self._made(choice))
-            if CLOSE * wanted <= found.kld <= wanted:
+            if CLOSE * most <= found.kld <= most:
                 break
             margin = 0.5 * (1 + CLOSE)
-            bound = max(found.record["predicted_kld"] * wanted * margin / max(found.kld, 1e-30), 1e-30)
-        if fit := [one for one in tried if one.kld <= wanted]:
+            bound = max(found.record["predicted_kld"] * most * margin / max(found.kld, 1e-30), 1e-30)
+        if fit := [one for one in tried if one.kld <= most]:
             best = min(fit, key=lambda one: one.record["chosen_bytes"])
         else:
-            self._progress.warn(f"no choice within a divergence of {wanted:g} was found; the nearest is kept")
+            self._progress.warn(f"no result stays within a divergence of {most:g}; the closest is kept")
             best = min(tried, key=lambda one: one.kld)
         if best is not tried[-1]:  # made again: one lies there at a time
             _clear(self._auto.folder / SEARCHED)
@@ -239,13 +241,14 @@ class _Search:
             progress.counting(f"evaluating {name}", done, total)
 
         result = evaluate.evaluate(models, auto.windows, torch.float32, device, listen, chosen=METRICS)
-        metrics = result.results[1].metrics
-        files = place.iterdir() if place.is_dir() else [place]
+        metrics, size = result.results[1].metrics, result.results[1].size
         record = {
             "name": preset.name,
             "bits_per_weight": bits,
             "chosen_bytes": nbytes(auto.units, preset.choice),
-            "disk_bytes": sum(path.stat().st_size for path in files),
+            "bits_per_weight_model": size.bits_per_weight,
+            "output_bytes": size.weight_bytes,
+            "disk_bytes": size.disk_bytes,
             "predicted_kld": self._predicted(preset.choice),
             "kld": metrics.kld.mean,
             "kld_stderr": metrics.kld.stderr,

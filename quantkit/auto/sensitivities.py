@@ -79,8 +79,8 @@ class Sensitivities:
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
     """Read a saved table. Raises QuantkitError if it is invalid or of another model or other options."""
     found = read(path)
-    wanted = json.loads(json.dumps(identity))
-    if different := differences(found.identity, wanted):
+    requested = json.loads(json.dumps(identity))
+    if different := differences(found.identity, requested):
         raise QuantkitError(
             f"{path} holds sensitivities of another search; different: {name_all(different)}",
             f"repeat the options of that search, or {ANEW}",
@@ -107,7 +107,7 @@ def read(path: Path) -> Sensitivities:
     except ValueError:
         stored = None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
-        raise QuantkitError(f"{path} is no table of sensitivities", ANEW, USAGE)
+        raise QuantkitError(f"{path} is not a table of sensitivities", ANEW, USAGE)
     schema = Path(__file__).with_name("sensitivities.schema.json").read_text(encoding="utf-8")
     untrusted.check_schema(stored, json.loads(schema), str(path), ANEW)
     rows = {

@@ -18,13 +18,14 @@ def print_record(record: dict[str, Any]) -> None:
         return _print_plan(console, record)
     _print_choice(console, record["choice"])
     searched, uniform = record["searched"], record["uniform"]
-    table = make_table("", "bits", "on disk", "KL predicted", "measured", "perplexity")
+    table = make_table("", "size", "files", "bits/weight", "KL predicted", "measured", "perplexity")
     for name, row in (("searched", searched), ("uniform", uniform)):
         if row:
             table.add_row(
                 name,
-                f"{row['bits_per_weight']:.3f}",
+                megabytes(row["output_bytes"]),
                 megabytes(row["disk_bytes"]),
+                f"{row['bits_per_weight']:.2f}",
                 f"{row['predicted_kld']:.5f}",
                 f"{row['kld']:.5f} ± {row['kld_stderr']:.5f}",
                 f"{row['ppl']:.2f}",

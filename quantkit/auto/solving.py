@@ -54,8 +54,8 @@ class Solving:
         self._usual = {row.name: usual(unit).name for unit in units for row in unit.rows}
         self._known: Known | None = None
 
-    def wanted(self, unit: Unit) -> Sequence[Candidate]:
-        """Return the candidates of a unit to measure: its anchors, in blocks without the usual one."""
+    def needed(self, unit: Unit) -> Sequence[Candidate]:
+        """Return the anchors of a unit without the usual candidate."""
         return [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
@@ -74,24 +74,24 @@ class Solving:
         return {name: part.to(device) for name, part in load_file(place).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Yield (candidate, weights) of the `wanted` ones. entering: states before the unit's block."""
+        """Yield the needed candidates, solved on the states that enter the unit's block."""
         solved, self.errors[unit.name] = self._solved(
-            unit, entering, [*self.wanted(unit), usual(unit)], unit.candidates
+            unit, entering, [*self.needed(unit), usual(unit)], unit.candidates
         )
-        for candidate in self.wanted(unit):
+        for candidate in self.needed(unit):
             yield candidate, solved.pop(candidate.name)
 
     def _solved(
         self,
         unit: Unit,
         entering: States,
-        wanted: Sequence[Candidate],
+        chosen: Sequence[Candidate],
         rounded: Sequence[Candidate] = (),
     ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
-        """Return {candidate: {linear: solved weight}} of `wanted`, and errors of `wanted` and `rounded`."""
+        """Return {candidate: {linear: weight}} of `chosen`, and errors of `chosen` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
         rows = {row.local: row for row in unit.rows}
-        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in wanted}
+        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in chosen}
         rounding, solving, scale = Counter(), Counter(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
             names = [name for name in site.linears if name in rows]
@@ -113,7 +113,7 @@ class Solving:
                     nearest(*both, statistics.hessian) for both in zip(own, grids(candidate), strict=True)
                 ]
                 rounding[candidate.name] += lost(near)
-            for candidate in wanted:
+            for candidate in chosen:
                 found = self._job.method.solver.solve(own, grids(candidate), statistics)
                 values = [one.weight.values() for one in found]
                 solving[candidate.name] += lost(values)
@@ -127,7 +127,7 @@ class Solving:
         """Return a context in which a matrix outside the blocks is replaced by a candidate."""
         assert self._outside is not None, "the space has units outside the blocks, and replaces them"
         if unit.name not in self.errors:
-            self.errors[unit.name] = self._outside.solve(unit, self.wanted(unit))
+            self.errors[unit.name] = self._outside.solve(unit, self.needed(unit))
         return self._outside.replaced(unit, candidate)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
@@ -165,7 +165,7 @@ class Solving:
                 rows[local] = replace(row, grid=self._space.grid(row, stored))
         block = Block(index, module, rows, sites)
         scales = scaling.of_block(block, measuring, self._job.method.transform)
-        plain = [site for site in block.wanted if site.pool is None]
+        plain = [site for site in block.chosen if site.pool is None]
         found = measuring.at_once(block, plain) if plain else {}
         return block, scales, {site: scales.entering(site, one) for site, one in found.items()}
 

@@ -70,7 +70,7 @@ def measure(
     streams: list[_Stream] = []
     while pending and pending[0].block is None:
         unit = pending.popleft()
-        for candidate in replacer.wanted(unit):
+        for candidate in replacer.needed(unit):
             streams.append(_outside(skeleton, unit, candidate, tokens, replacer))
         heard(unit)
     original = [skeleton.embed(ids) for ids in tokens]
@@ -84,7 +84,7 @@ def measure(
             values, born = _weights(replacer.usual(index, entering)), []
             while pending and pending[0].block == index:
                 taken = len(streams) + len(born)
-                if taken and taken + len(replacer.wanted(pending[0])) > room:
+                if taken and taken + len(replacer.needed(pending[0])) > room:
                     left = left or (index, usual, entering)
                     break
                 unit = pending.popleft()

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit.layouts import LinearSpec
 
 ANCHORS = 3  # measured candidates of a unit
-STEP = 0.9  # bits per weight between measured candidates
+ANCHOR_BITS = 0.9  # bits per weight between measured candidates
 
 
 @dataclass(frozen=True)
@@ -66,11 +66,11 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
 
 
 def anchors(unit: Unit) -> tuple[Candidate, ...]:
-    """Return the candidates of a unit to measure, at most ANCHORS: the smallest, then the next that is at
-    least STEP bits larger, and so on. `curve.py` estimates the others."""
+    """Return up to ANCHORS candidates of a unit to measure, at least ANCHOR_BITS bits per weight apart. The
+    divergences of the others follow from the errors of all candidates (`curve.py`)."""
     found: list[Candidate] = []
     for one in unit.candidates:
-        if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + STEP):
+        if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + ANCHOR_BITS):
             found.append(one)
     return tuple(found)
 

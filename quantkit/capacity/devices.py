@@ -91,10 +91,10 @@ def find(name: str) -> Device:
 
     For an unknown name, raises QuantkitError that lists similar ones.
     """
-    wanted = {*_words(name)} - {"rtx"}
+    requested = {*_words(name)} - {"rtx"}
     tokens = {known: {*_words(known)} - {"rtx"} for known in DEVICES}
-    near = [known for known, some in tokens.items() if {t for t in some if not MEMORY.match(t)} == wanted]
-    exact = [known for known, some in tokens.items() if some in (wanted, wanted - {"pcie"})]
+    near = [known for known, some in tokens.items() if {t for t in some if not MEMORY.match(t)} == requested]
+    exact = [known for known, some in tokens.items() if some in (requested, requested - {"pcie"})]
     if found := exact or (near if len(near) == 1 else []):
         return DEVICES[found[0]]
     near = near or difflib.get_close_matches("-".join(_words(name)), DEVICES, 3, 0.5)

@@ -17,7 +17,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
-TOKENS = 4096  # of a sequence by default
+USUAL_TOKENS = 4096  # of a sequence by default
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"
 GROUPED_HEADS = 8  # of the what-if for models without shared heads
@@ -28,10 +28,10 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
     question.check()
     method = formats.named(question.format) if question.format else None
     settings, parameters = source.settings, source.parameters
-    tokens = question.ctx or TOKENS
+    tokens = question.ctx or USUAL_TOKENS
     caches, cache, notes = None, {"bytes_per_sequence": None, "unsupported": NO_LAYERS}, list(source.notes)
     if settings is not None:
-        tokens = question.ctx or min(TOKENS, settings.context or TOKENS)
+        tokens = question.ctx or min(USUAL_TOKENS, settings.context or USUAL_TOKENS)
         if settings.context and tokens > settings.context:
             notes.append(f"{tokens:,} tokens are more than the model's {settings.context:,}")
         try:

@@ -113,7 +113,7 @@ class Packed:
             smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
             grouped = smaller and hasattr(self.method.Options, "group_size")
             fix = f"; --group-size {smaller} fits" if grouped else ""
-            return f"in_features {spec.in_features} is no multiple of {size}{fix}"
+            return f"in_features {spec.in_features} is not a multiple of {size}{fix}"
         return self.layout.check(spec)
 
 

@@ -21,7 +21,7 @@ from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors
 from quantkit.models.skeleton.meta_model import empty
 
-TOKENS = 4  # of the forward pass that fills the cache
+PROBE_TOKENS = 4  # of the forward pass that fills the cache
 LAYERS = (
     "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
@@ -66,7 +66,7 @@ def caches(config: Mapping[str, Any]) -> list[Layer]:
             module.forward = lambda states, *_, **__: states
     try:
         with torch.no_grad():
-            output = model(torch.zeros(1, TOKENS, dtype=torch.long, device="meta"), use_cache=True)
+            output = model(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
     except Exception as error:  # any error is the reason that nothing was measured
         raise Unsupported(f"transformers cannot run its {found.model_type}: {first_line(error)}") from error
     cache = output.get("past_key_values") or output.get("cache_params")

@@ -266,9 +266,9 @@ def _find_blocks(names: Iterable[str], settings: Settings) -> str:
     for name in names:
         if match := BLOCK.fullmatch(name):
             indices.setdefault(match["blocks"], set()).add(int(match["index"]))
-    wanted = set(range(settings.layers))
+    expected = set(range(settings.layers))
     further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # stored after the others
-    found = [blocks for blocks, seen in indices.items() if wanted <= seen <= set(range(further))]
+    found = [blocks for blocks, seen in indices.items() if expected <= seen <= set(range(further))]
     found = [blocks for blocks in found if not re.search("vision|visual|audio", blocks)] or found
     if len(found) != 1:
         raise QuantkitError(

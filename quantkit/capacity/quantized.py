@@ -33,7 +33,7 @@ NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match c
     r"\.ffn_(gate|up|down)\.": r".mlp.\1_proj.",
 }
 FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # divisors of rotary frequencies: no parameters
-HALF = 2  # bytes of a weight in 16 bit
+BYTES_16_BIT = 2  # bytes of a weight in 16 bit
 
 
 def entries(contents: Contents) -> list[Tensor]:
@@ -121,4 +121,4 @@ def _of_ggml(info: TensorInfo, settings: Settings) -> Tensor:
         shape = shape[::-1]  # transformers stores these [in, out]
     if info.dtype in ("F32", "F16", "BF16"):
         return Tensor(name, shape, info.nbytes)
-    return Tensor(name, shape, HALF * math.prod(shape), info.nbytes)
+    return Tensor(name, shape, BYTES_16_BIT * math.prod(shape), info.nbytes)

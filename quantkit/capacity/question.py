@@ -51,11 +51,11 @@ class Question:
         for name in ("gpus", "batch", "samples", "seqlen"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= MOST:
-                raise QuantkitError(f"--{name} {value} makes no sense", "choose 1 or more", USAGE)
+                raise QuantkitError(f"--{name} {value} is invalid", "choose 1 or more", USAGE)
         for name in ("vram", "bandwidth", "tflops"):
             value = getattr(self, name)
             if value is not None and not 0 < value < 1e9:
-                raise QuantkitError(f"--{name} {value:g} makes no sense", "give a positive number", USAGE)
+                raise QuantkitError(f"--{name} {value:g} is invalid", "give a positive number", USAGE)
         require(not self.gpus or self.one, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
         _ = self.kv_bytes, self.device
 

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.capacity import Unsupported
 from quantkit.errors import UNSUPPORTED, QuantkitError
 
-LARGEST = 1 << 40  # of any size; above this config.json is damaged
+LARGEST_SIZE = 1 << 40  # of any size; above this config.json is damaged
 MOST_LAYERS = 10_000
 # Names of one number in different families; a file needs only one of them.
 HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -79,7 +79,7 @@ class Settings:
 
         return meta.gguf_tensors(self.config or self.values)
 
-    def size(self, *names: str, default: int | None = None, most: int = LARGEST) -> int:
+    def size(self, *names: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
         """Return the value, by these names: a whole number from 1 to `most`. Else raises QuantkitError."""
         value = self.filled(*names) if default is None else self.get(*names, default=default)
         if value is None:

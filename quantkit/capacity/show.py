@@ -8,9 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from quantkit.capacity.devices import GIB
 from quantkit.capacity.formats import STORED
-from quantkit.tables import make_table, megabytes, print_facts, print_line
+from quantkit.tables import MODEL_BITS, make_table, megabytes, print_facts, print_line, size
 
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
 SHOWN = ("bf16", *METHODS, "Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
@@ -32,18 +31,11 @@ def show(record: Record, quiet: bool = False) -> None:
         print_line(console, f"note: {note}")
 
 
-def gibibytes(nbytes: float) -> str:
-    """Return a size in GiB or MiB, such as `3.125 GiB`."""
-    value, unit = (nbytes / GIB, "GiB") if nbytes >= GIB else (nbytes / (1 << 20), "MiB")
-    digits = f"{value:,.3f}" if value < 10 else f"{value:,.1f}"
-    return digits.rstrip("0").rstrip(".") + f" {unit}"
-
-
 def count(number: float) -> str:
     """Return a number such as `13.02 billion`."""
-    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= size:
-            return f"{number / size:.2f} {word}"
+    for limit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= limit:
+            return f"{number / limit:.2f} {word}"
     return f"{number:,.0f}"
 
 
@@ -72,13 +64,13 @@ def _about(record: Record) -> dict[str, str]:
             kind = f" ({shape['attention']})" if shape["attention"] else ""
             facts["shape"] += f", {shape['heads']} heads{pairs}{kind}"
     if device:
-        numbers = [gibibytes(device["memory_bytes"])] if device["memory_bytes"] else []
+        numbers = [size(device["memory_bytes"])] if device["memory_bytes"] else []
         numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []
         numbers += [f"{device['flops'] / 1e12:,.0f} TFLOPS"] if device["flops"] else []
         fewer = device["flops_of_fewer_bits"].items()
         numbers += [f"{flops / 1e12:,.0f} in {name}" for name, flops in fewer]
         if device["usable_bytes"]:
-            numbers[0] += f" ({gibibytes(device['usable_bytes'])} of it used)"
+            numbers[0] += f" ({size(device['usable_bytes'])} of it used)"
         facts["device"] = f"{device['name']}, {', '.join(numbers)}"
     return facts
 
@@ -88,8 +80,7 @@ def _weights(record: Record) -> Table:
     device = record["device"] or {}
     columns: dict[str, Callable[[Record], str]] = {
         "size": lambda row: megabytes(row["bytes"]),
-        "GiB": lambda row: f"{row['bytes'] / GIB:,.4g}",
-        "bits": lambda row: f"{row['bits_per_weight']:.2f}",
+        MODEL_BITS: lambda row: f"{row['bits_per_weight']:.2f}",
     }
     if device.get("memory_bytes"):
         columns["fits"] = lambda row: "yes" if row["fits"] else "no"
@@ -120,10 +111,10 @@ def _cache(record: Record) -> dict[str, str]:
     if cache["bytes_per_sequence"] is None:
         word = "unsupported" if record["architecture"] else "unknown"
         return {"KV cache": f"{word}: {cache['unsupported']}"}
-    each = gibibytes(cache["bytes_per_sequence"])
+    each = size(cache["bytes_per_sequence"])
     facts = {"KV cache": f"{each} per sequence of {cache['tokens']:,} tokens ({cache['dtype']})"}
     if cache["batch"] > 1:
-        facts["KV cache"] += f", {gibibytes(cache['bytes'])} for {cache['batch']}"
+        facts["KV cache"] += f", {size(cache['bytes'])} for {cache['batch']}"
     kinds = record["architecture"]["layer_types"]
     if set(kinds) != {"full"}:
         windows = record["architecture"]["windows"]
@@ -146,7 +137,7 @@ def _jobs(record: Record) -> Table:
             continue
         seconds = job["seconds"]
         time = f"{duration(seconds[0])} to {duration(seconds[1])}" if seconds else "unknown"
-        memory = gibibytes(job["peak_memory_bytes"]) + (", too much" if job["fits"] is False else "")
+        memory = size(job["peak_memory_bytes"]) + (", too much" if job["fits"] is False else "")
         table.add_row(method, memory, megabytes(job["disk_bytes"]), time)
     return table
 

@@ -34,8 +34,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"quantkit {__version__}")
         raise typer.Exit
 

@@ -11,6 +11,7 @@ import typer
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.cli import flags, running
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.tables import print_written
 
 EPILOG = """Examples:
   quantkit auto ./model --bpw 3.5
@@ -55,6 +56,9 @@ def _auto(context: typer.Context, **values: Any) -> None:
         print(json.dumps(record, indent=2))
     else:
         show.print_record(record)
+    if not values["dry_run"]:
+        extra = request.options.recipe_out, request.options.sensitivities
+        print_written(filter(None, extra), values["as_json"], values["quiet"])
 
 
 def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
@@ -65,8 +69,8 @@ def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
         for name in kind.__dataclass_fields__
         if name in typed
     }
-    asked = {name: values[name] for name in ASKED}
-    return AutoRequest(values["model"], flags.options(AutoOptions, typed), shared, **asked)
+    requested = {name: values[name] for name in ASKED}
+    return AutoRequest(values["model"], flags.options(AutoOptions, typed), shared, **requested)
 
 
 command = flags.sign(

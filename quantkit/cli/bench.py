@@ -80,7 +80,7 @@ def _command(
             of_models.refuse_empty(result)  # with --json the record goes with the error
         if values["as_json"]:
             print(json.dumps(result, indent=2, allow_nan=False))
-        outputs.write(report.figures, report.page)
+        outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
 
     argument, *others = parameters
     known = kind.__dataclass_fields__.keys()

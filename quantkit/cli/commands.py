@@ -78,7 +78,7 @@ def build(name: str) -> Any:
         app = typer.Typer(add_completion=False)
         function, epilog = _parts(module, name)
         app.command(name, epilog=epilog.replace("\n  ", "\n\n  "))(function)  # a paragraph an example
-    if ranks.wanted() > 1:
+    if ranks.process_count() > 1:
         _guard(app, name)
     running.add_verbose(app)
     for row in app.registered_commands:

@@ -29,7 +29,7 @@ def command(
     broken = [row for subject in ("needed", "machine") for row in found[subject] if row.ok is False]
     if broken:
         raise QuantkitError(
-            f"this installation is not sound: {name_all(f'{row.name} {row.value}' for row in broken)}",
+            f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}",
             hint="; ".join(row.note for row in broken),
             found=record,
         )

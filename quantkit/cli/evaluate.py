@@ -180,7 +180,7 @@ def command(
     if not as_json:
         found.show()
     if ranks.is_first():
-        outputs.write(found.figures, found.page, lambda: markdown(result))
+        outputs.write(found.figures, found.page, lambda: markdown(result), as_json=as_json, quiet=quiet)
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))

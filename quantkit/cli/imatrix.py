@@ -10,6 +10,7 @@ import typer
 
 from quantkit.cli import flags, running
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.tables import print_written
 
 EPILOG = """Examples:
   quantkit imatrix ./model
@@ -47,6 +48,8 @@ def _imatrix(context: typer.Context, **values: Any) -> None:
                 print(json.dumps(record, indent=2))
             else:
                 job_report.print_imatrix(record)
+            if not values["dry_run"]:
+                print_written([prepared.output], values["as_json"], values["quiet"])
 
 
 command = flags.sign(

@@ -15,8 +15,10 @@ from quantkit.evaluation.comparison.table import print_comparison
 from quantkit.inspection.names import of_experts, starred
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
+from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
 
+JOB_SCHEMA = "quantkit.job/3"
 STATES = {
     "device": "",
     "host": ", hidden states in host memory",
@@ -27,7 +29,7 @@ STATES = {
 def plan_record(job: Job) -> dict:
     """Return the JSON of `--dry-run`: the plan, with the grid of every linear."""
     return {
-        "schema": "quantkit.plan/1",
+        "schema": "quantkit.plan/2",
         "source": job.request.source,
         "output": str(job.staging.output),
         "refused": job.refusal.record()["error"] if job.refusal else None,
@@ -58,9 +60,8 @@ def print_plans(jobs: Sequence[Job]) -> None:
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
-        sizes = f"{megabytes(job.plan.source_bytes)} → {megabytes(job.plan.output_bytes)}"
-        bits = f"{job.plan.bits_per_weight:.2f} bits per quantized weight"
-        facts = {"output": str(job.staging.output), "size": f"{sizes} ({bits})"}
+        linears = len([row for row in job.specs if not row.kept])
+        facts = {"output": str(job.staging.output), **_sizes(job.plan, linears)}
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
         elif job.staging.output.exists():
@@ -90,17 +91,28 @@ def print_plans(jobs: Sequence[Job]) -> None:
     print_facts(console, facts)
 
 
+def _sizes(found: JobPlan | Summary, linears: int) -> dict[str, str]:
+    """Return the sizes of source and output, and the bits per weight of the output."""
+    ratio = found.source_bytes / found.output_bytes
+    sizes = f"{megabytes(found.source_bytes)} → {megabytes(found.output_bytes)} ({ratio:.2f}× smaller)"
+    bits = f"{found.bits_per_weight_model:.2f} over the whole model"
+    if found.bits_per_weight is not None:
+        word = count(linears, "linear") if found.matrices == linears else f"{found.matrices} matrices"
+        bits = f"{found.bits_per_weight:.2f} in {word.replace(' ', ' quantized ')}, {bits}"
+    return {"size": sizes, "bits/weight": bits}
+
+
 def _print_linears(console: Console, job: Job) -> None:
     """Print the linears; identical linears of several blocks or experts share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
-    alike: dict[tuple, set[int]] = {}
+    equal: dict[tuple, set[int]] = {}
     for row in job.method.output.planned(job.checkpoint, job.specs):
         name, block = starred(row.name) if row.block is None else (row.name, row.block)
-        blocks = alike.setdefault((of_experts(name), row.shape, row.becomes), set())
+        blocks = equal.setdefault((of_experts(name), row.shape, row.becomes), set())
         blocks |= set() if block is None else {block}
-    order = list(dict.fromkeys(name for name, *_ in alike))
+    order = list(dict.fromkeys(name for name, *_ in equal))
     for (name, shape, becomes), blocks in sorted(
-        alike.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:])
+        equal.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:])
     ):
         table.add_row(name, ranges(sorted(blocks)), " × ".join(map(str, shape)), becomes)
     console.print(table)
@@ -115,9 +127,9 @@ def _kept(records: Sequence[dict]) -> str:
 
 
 def _copied(modules: Mapping[str, int]) -> str:
-    """Return a text such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
-    told = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
-    return f"{name_all(told)}: byte for byte"
+    """Return such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
+    entries = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
+    return f"{name_all(entries)}: byte for byte"
 
 
 def _reached(seen: ExpertTokens) -> str:
@@ -163,25 +175,17 @@ def _calibration(made: dict | None) -> str:
 
 def summary_record(summary: Summary, evaluation: dict | None) -> dict:
     """Return the JSON of a finished job."""
-    record = {"schema": "quantkit.job/2"} | asdict(summary)
+    record = {"schema": JOB_SCHEMA} | asdict(summary)
     return record | {"eval": evaluation} if evaluation else record
 
 
 def print_summary(summary: Summary, evaluation: dict | None) -> None:
     """Print sizes, bits per weight, error, seconds, fallbacks and the next command."""
     console = Console(highlight=False, markup=False)
-    ratio = summary.source_bytes / summary.output_bytes
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
-    quantized = "quantized " if summary.bits_per_weight < 16 else ""
-    facts = {
-        "written": summary.output,
-        "size": f"{megabytes(summary.source_bytes)} → {megabytes(summary.output_bytes)} "
-        f"({ratio:.2f}× smaller)",
-        "bits/weight": f"{summary.bits_per_weight:.2f} in {count(summary.linears, f'{quantized}linear')}, "
-        f"{summary.bits_per_weight_model:.2f} over the whole model",
-    }
+    facts = {"written": summary.output, **_sizes(summary, summary.linears)}
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:
@@ -234,8 +238,8 @@ def print_finished(schema: str, outputs: Sequence[str], as_json: bool) -> None:
 def print_imatrix(record: dict) -> None:
     """Print the record of `quantkit imatrix`: the result, or the plan if it has no `seconds`."""
     console, done, how = Console(highlight=False, markup=False), record.get("seconds"), record["execution"]
-    facts = {
-        "written" if done else "output": record["output"],
+    facts = {} if done else {"output": record["output"]}
+    facts |= {
         "matrices": str(record["matrices"]),
         "calibration": _calibration(record["calibration"]),
         "computes": computes(how, True),

@@ -115,7 +115,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             if not left and not values["overwrite"]:
                 progress.close()
                 outputs = [str(job.output_of(one)) for one in requests]
-                job_report.print_finished("quantkit.job/2", outputs, values["as_json"])
+                job_report.print_finished(job_report.JOB_SCHEMA, outputs, values["as_json"])
                 return
             requests = left or requests
         elif len(requests) > 1 and not values["overwrite"] and not values["dry_run"]:

@@ -15,7 +15,7 @@ from typing import Any
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 
 
-def wanted() -> int:
+def process_count() -> int:
     """Return the number of processes that torchrun set in the environment; 1 without torchrun."""
     number = os.environ.get("WORLD_SIZE", "1")
     return int(number) if number.isdecimal() else 1
@@ -36,7 +36,7 @@ def refuse(what: str, supported: bool = False) -> None:
     """Raise QuantkitError if the command does not support several processes."""
     if not supported:
         raise QuantkitError(
-            f"{what} does not run as several processes, and {wanted()} were started",
+            f"{what} does not run as several processes, but {process_count()} were started",
             "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate "
             "(gptq, awq, gguf and others)",
             UNSUPPORTED,
@@ -45,12 +45,12 @@ def refuse(what: str, supported: bool = False) -> None:
 
 def is_first() -> bool:
     """Return whether this process is the one that shows progress."""
-    return wanted() == 1 or os.environ.get("RANK", "0") == "0"
+    return process_count() == 1 or os.environ.get("RANK", "0") == "0"
 
 
 def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
     """End this process together with the other ranks; one of them prints the error."""
-    if wanted() == 1:
+    if process_count() == 1:
         return
     from quantkit.models.machine import distributed
 
@@ -64,7 +64,7 @@ def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
 
 def end(exit_code: int) -> None:
     """End a rank at once, because torch threads that wait for another rank would delay its exit."""
-    if wanted() == 1:
+    if process_count() == 1:
         return
     for stream in (sys.stdout, sys.stderr):
         flush(stream)
@@ -85,15 +85,15 @@ def resumable(kept: str, again: str) -> Iterator[None]:
     try:
         yield
     except QuantkitError as error:
-        if wanted() > 1 and not error.hint:
+        if process_count() > 1 and not error.hint:
             error.hint = f"{kept}; continue, with any number of processes, with: {again}"
         raise
 
 
 def launcher() -> list[str]:
     """Return the first words of a command line: `quantkit`, or torchrun with its arguments."""
-    if wanted() == 1:
+    if process_count() == 1:
         return ["quantkit"]
-    here, whole = int(os.environ.get("LOCAL_WORLD_SIZE") or wanted()), wanted()
+    here, whole = int(os.environ.get("LOCAL_WORLD_SIZE") or process_count()), process_count()
     nodes = ["--nnodes", str(whole // here)] if whole > here else []
     return ["torchrun", *nodes, "--nproc-per-node", str(here), "-m", "quantkit"]

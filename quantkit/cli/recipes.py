@@ -14,6 +14,7 @@ from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
+from quantkit.tables import print_written
 
 app = typer.Typer(
     add_completion=False,
@@ -26,6 +27,7 @@ app = typer.Typer(
   quantkit recipes init gptq -o mine.yaml     (every option, with its help)""",
     no_args_is_help=True,
 )
+
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print them as JSON.")]
 NAME = Annotated[
     str,
@@ -76,7 +78,6 @@ def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
     except FileExistsError as error:
         raise QuantkitError(f"{path} exists", "choose another file with --output", USAGE) from error
     except OSError as error:
-        raise QuantkitError(
-            f"{path} cannot be written: {error.strerror}", "choose another --output"
-        ) from error
-    print(f"written {path}\n\nnext: quantkit run {quote(str(path))} MODEL --dry-run")
+        raise QuantkitError(f"{path} cannot be written: {error.strerror}", "choose another -o") from error
+    print_written([path])
+    print(f"\nnext: quantkit run {quote(str(path))} MODEL --dry-run")

@@ -41,7 +41,4 @@ def command(
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
     found = report(merge([read(path) for path in results]))
-    written = outputs.write(found.figures, found.page)
-    if not quiet:
-        for path in written:
-            print(path)
+    outputs.write(found.figures, found.page, quiet=quiet)

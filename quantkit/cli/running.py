@@ -41,7 +41,7 @@ STOPS = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: TERMINATED,
 }  # signals that stop a job, and their exit codes
-ALIKE = 0.75  # similarity of a name and its misspelling
+SIMILAR = 0.75  # similarity of a name and its misspelling
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
 
 
@@ -178,8 +178,8 @@ def resumable(
                 raise
             finished, word = made(), EXIT_CODES[asked[0]]
             if len(finished) == len(folders):
-                told = f"{word}; {' and '.join(map(str, finished))} finished"
-                raise QuantkitError(told, "measure with: quantkit eval", asked[0]) from error
+                message = f"{word}; {' and '.join(map(str, finished))} finished"
+                raise QuantkitError(message, "measure with: quantkit eval", asked[0]) from error
             there = [folder for folder in folders if folder.exists()]
             raise QuantkitError(
                 f"{word}; {'no ' * begun()}{kept()} kept in {there[0]}" if there else word,
@@ -262,8 +262,8 @@ def _unexpected(error: Exception) -> QuantkitError:
 def _is_close(name: str, typed: str) -> bool:
     """Return whether the typed word is probably a misspelling of the name."""
     name, typed = name.strip("-"), typed.strip("-")
-    alike = difflib.SequenceMatcher(None, name, typed).ratio() >= ALIKE
-    return alike or name.startswith(typed) or typed.startswith(name)
+    close = difflib.SequenceMatcher(None, name, typed).ratio() >= SIMILAR
+    return close or name.startswith(typed) or typed.startswith(name)
 
 
 def _parser_error(error: Any) -> QuantkitError:

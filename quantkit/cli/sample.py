@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from quantkit.cli import flags
+from quantkit.tables import print_written
 
 EPILOG = """Examples:
   quantkit sample ./model                                   (writes model-own.jsonl)
@@ -64,8 +65,8 @@ def command(
         record = self_text.write(checkpoint, settings, output, precision, place, listen)
     if as_json:
         print(json.dumps(record, indent=2))
-        return
-    print(f"written      {record['output']}")
+        return print_written([output], as_json, quiet)
     print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
+    print_written([output])
     options = f"--calibration {record['output']} --samples {samples} --seqlen {seqlen}"
     print(f"\nnext: quantkit gptq {model} {options} -o {base_name(model)}-gptq-own")

@@ -43,7 +43,7 @@ def command(
         more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
         raise QuantkitError(
             problems[0] + more,
-            "copy or download it again, or make it anew",
+            "copy or download it again, or create it again",
             VERIFICATION,
             found=found,
         )

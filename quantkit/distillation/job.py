@@ -120,14 +120,12 @@ def stage(
     staging = Staging(output_of(request), one_file=source.folder.is_file() and what == "student")
     may_replace.check_source(staging.output, source.folder, what)
     if staging.one_file and staging.output.is_dir():
-        raise QuantkitError(
-            f"{staging.output} is a folder, the student a GGUF file", "choose another --output", USAGE
-        )
+        raise QuantkitError(f"{staging.output} is a folder, not a GGUF file", "choose another -o", USAGE)
     if not dry_run:
         staging.check(request.resume, request.overwrite)
     staged = staging.stored_fingerprint() if request.resume else None
     if request.resume and not staged:
-        progress.warn(f"nothing is staged for {staging.output}: it begins anew")
+        progress.warn(f"no unfinished job for {staging.output}: starting at the first step")
     return staging, staged["execution"] if staged else {}
 
 
@@ -156,8 +154,8 @@ def is_done(request: Request) -> bool:
         return (manifest.get("distilled") or {}).get("options") == options
     made, source = manifest.get("job") or {}, manifest.get("source") or {}
     found = source.get("name"), made.get("method"), (made.get("calibration") or {}).get("seed")
-    wanted = Path(request.teacher).name, "distill", request.calibration.seed
-    return found == wanted and made.get("options") == options
+    expected = Path(request.teacher).name, "distill", request.calibration.seed
+    return found == expected and made.get("options") == options
 
 
 def as_read(options: DistillOptions | SmallerOptions) -> dict:

@@ -35,9 +35,7 @@ class DistillOptions:
         for name in ("epochs", "block_epochs"):
             _check(name, getattr(self, name), getattr(self, name) >= 0, "choose 0 or more")
         if not (self.epochs or self.block_epochs):
-            raise QuantkitError(
-                "--epochs 0 and --block-epochs 0 leave nothing to do", "leave one of them out", USAGE
-            )
+            raise QuantkitError("--epochs 0 and --block-epochs 0 leave nothing to do", "leave one out", USAGE)
         for name in ("lr", "block_lr", "temperature"):
             value = getattr(self, name)
             _check(name, value, 0 < value < math.inf, "choose a number above 0")
@@ -74,4 +72,4 @@ class SmallerOptions:
 def _check(name: str, value: object, fits: object, hint: str) -> None:
     if not fits:
         shown = f"{value:g}" if isinstance(value, float) else value
-        raise QuantkitError(f"--{name.replace('_', '-')} {shown} makes no sense", hint, USAGE)
+        raise QuantkitError(f"--{name.replace('_', '-')} {shown} is invalid", hint, USAGE)

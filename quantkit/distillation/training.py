@@ -25,7 +25,7 @@ from quantkit.quantize.staging.blocks import save
 from quantkit.quantize.staging.folder import Staging
 
 BETAS = 0.9, 0.99
-WARM_UP = 8  # steps
+WARM_UP_STEPS = 8  # steps
 EMPTY = 0.01  # size of a tensor of zeros, such as a bias that was never needed
 SAVE_SECONDS = 60.0  # between two states that --resume could go on from; when they are saved changes no byte
 SAVE_SHARE = 20  # of a run at most a twentieth goes into saving
@@ -140,10 +140,10 @@ class Descent:
 class Shares(Descent):
     """Descent on floats of very different sizes: Adam on each float's change relative to its size.
 
-    A scale of 1e-4 and a norm's weight of 3 take equal relative steps, so one learning rate fits all of them.
-    start: initial floats by name. coded: names whose numbers are each relative to their own size; in others
-    (norms and biases) they are relative to the tensor's root mean square. steps: in total; the rate rises
-    for WARM_UP of them.
+    A scale of 1e-4 and a norm's weight of 3 take the same steps in relative terms, so one learning rate
+    serves scales of all layouts, norms and biases. coded: names of what is measured number by number; the
+    others, norms and biases, by the root mean square of their tensor. steps: in all; the rate rises for
+    WARM_UP_STEPS of them.
     """
 
     def __init__(self, start: Mapping[str, Tensor], coded: set[str], lr: float, steps: int):
@@ -152,7 +152,7 @@ class Shares(Descent):
         self._moved = {name: nn.Parameter(torch.zeros_like(value)) for name, value in start.items()}
 
         def rate(done: int) -> float:
-            return lr * min(1.0, (done + 1) / WARM_UP) * (0.5 * (1 + math.cos(math.pi * done / steps)))
+            return lr * min(1.0, (done + 1) / WARM_UP_STEPS) * (0.5 * (1 + math.cos(math.pi * done / steps)))
 
         adam = torch.optim.Adam(self._moved.values(), lr=lr, betas=BETAS, foreach=False)
         super().__init__(self._moved, adam, rate)

@@ -132,10 +132,11 @@ def evaluate(
     return Evaluation(results, floor, place.where, peak)
 
 
-def _halves(checkpoint: Checkpoint, trial: Trial | None, wanted: bool) -> tuple[bool, ...]:
-    """Return the values of `weights_only` to measure; (False, True) only if clients quantize activations."""
+def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
+    """Return the values of weights_only to measure: True as well if `both` and clients quantize
+    activations."""
     layout = trial.method.layout if trial else checkpoint.layout
-    return (False, True) if wanted and layout is not None and layout.rounds_inputs else (False,)
+    return (False, True) if both and layout is not None and layout.rounds_inputs else (False,)
 
 
 def check_comparable(
@@ -143,13 +144,13 @@ def check_comparable(
 ) -> None:
     """Raise QuantkitError if tokenizers or vocabulary sizes of the checkpoints differ."""
     first, *others = checkpoints
-    wanted = tokenizer_sha256(first.tokenizer, first.text_config.vocab_size) if others else None
+    reference = tokenizer_sha256(first.tokenizer, first.text_config.vocab_size) if others else None
     for other in others:
         sizes = first.text_config.vocab_size, other.text_config.vocab_size
         if sizes[0] != sizes[1]:
             what = f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}"
             raise QuantkitError(what, hint, UNSUPPORTED)
-        if tokenizer_sha256(other.tokenizer, sizes[1]) != wanted:
+        if tokenizer_sha256(other.tokenizer, sizes[1]) != reference:
             raise QuantkitError(
                 f"{other.source} and {first.source} have different tokenizers: "
                 + difference(first.tokenizer, other.tokenizer, sizes),
@@ -176,7 +177,8 @@ def _measure_floor(
     """Return the divergence of the base from itself in another dtype: bfloat16 for a float32 base, else
     float32.
 
-    It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
+    This is the effect of arithmetic alone: a candidate that is closer cannot be distinguished from
+    the base as served.
     """
     skeleton = base[0].skeleton
     dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32

@@ -174,8 +174,8 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
         with tokenizing.explained():
             ids = tokenizer(settings.prompt)["input_ids"]
     else:
-        asked = Conversation([{"role": "user", "content": settings.prompt}], "the prompt")
-        text = ChatTemplate(tokenizer).render(asked, answer=True)
+        conversation = Conversation([{"role": "user", "content": settings.prompt}], "the prompt")
+        text = ChatTemplate(tokenizer).render(conversation, answer=True)
         ids = tokenizing.encode(tokenizer, text)
     require(ids, f"the prompt has no token in {checkpoint.source}", "give other text with -p", USAGE)
     return torch.tensor([ids])

@@ -27,12 +27,12 @@ class Sampling:
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        require(self.tokens >= 1, f"-n {self.tokens} makes no sense", "choose 1 or more", USAGE)
+        require(self.tokens >= 1, f"-n {self.tokens} is invalid", "choose 1 or more", USAGE)
         if not 0 <= self.temperature < float("inf"):
-            raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
-        require(self.top_k >= 0, f"--top-k {self.top_k} makes no sense", "choose 0 (all) or more", USAGE)
+            raise QuantkitError(f"--temperature {self.temperature:g} is invalid", "choose 0 to 2", USAGE)
+        require(self.top_k >= 0, f"--top-k {self.top_k} is invalid", "choose 0 (all) or more", USAGE)
         if not 0 < self.top_p <= 1:
-            raise QuantkitError(f"--top-p {self.top_p:g} makes no sense", "choose above 0, up to 1", USAGE)
+            raise QuantkitError(f"--top-p {self.top_p:g} is invalid", "choose above 0, up to 1", USAGE)
         if not self.temperature and (self.top_k or self.top_p < 1):
             hint = "add --temperature 1, or leave out --top-k and --top-p"
             raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
@@ -87,7 +87,7 @@ def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | Non
 def _no_config(checkpoint: Checkpoint, why: str) -> QuantkitError:
     path = checkpoint.folder / "generation_config.json"
     hint = "download it again, or take it away: nothing needs it"
-    return QuantkitError(f"{path} is not understood: {why}", hint, UNSUPPORTED)
+    return QuantkitError(f"{path} is not supported: {why}", hint, UNSUPPORTED)
 
 
 def ends_of_text(checkpoint: Checkpoint) -> list[int]:

@@ -1,9 +1,10 @@
 """Text sampled from a model, to calibrate or train on.
 
-Such text needs no other source and resembles what the model was trained on. Sequences are sampled at
-temperature 1 from the whole distribution, many at once, since each step reads all weights. Each begins with
-the BOS token (or one that separates texts) and continues after the end of a text (LLM-QAT, Liu et al. 2023,
-arXiv:2305.17888, section 3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
+To be compressed or trained on that needs no one else's text, and none has to be found that is like what it
+was trained on. Sequences are sampled from the bare distribution (temperature 1, nothing cut off), many at
+once, as each token reads all weights. Each begins with the token that begins texts, or parts them, and goes
+on after the end of a text as the model was trained to (LLM-QAT, Liu et al. 2023, arXiv:2305.17888, section
+3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
-BATCH = 32  # sequences sampled together; the text depends on the number
+SAMPLED_TOGETHER = 32  # sequences sampled together; the text depends on the number
 SPARE = 16  # one sequence more for so many: read again, a text may be fewer tokens than were written
 
 
@@ -37,7 +38,7 @@ class Settings:
     samples: int = 128
     seqlen: int = 512
     seed: int = 0
-    batch_size: int = BATCH
+    batch_size: int = SAMPLED_TOGETHER
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise QuantkitError for invalid values."""
@@ -45,7 +46,7 @@ class Settings:
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
                 hint = f"choose {least} or more"
-                raise QuantkitError(f"{flag} {getattr(self, name)} makes no sense", hint, USAGE)
+                raise QuantkitError(f"{flag} {getattr(self, name)} is invalid", hint, USAGE)
         if checkpoint.context is not None and self.seqlen > checkpoint.context:
             raise QuantkitError(
                 f"{checkpoint.source} was made for {checkpoint.context} tokens, not --seqlen {self.seqlen}",

@@ -96,7 +96,7 @@ def load(
     ):  # fmt: skip
         if value is not None and not least <= value <= most:
             hint = f"choose {least} or more" + (f", up to {ctx}" if flag == "--stride" else "")
-            raise QuantkitError(f"{flag} {value} makes no sense", hint, USAGE)
+            raise QuantkitError(f"{flag} {value} is invalid", hint, USAGE)
     bos = begins_with_bos(tokenizer)
     stream = tokenizing.encode(tokenizer, content, limit)
     body, step = ctx - bos, min(stride, ctx - bos)

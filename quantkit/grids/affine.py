@@ -19,7 +19,7 @@ SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
 STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # of the range, by bits
 RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller; then one either way
-SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
+SEARCH_SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
 TEMPORARIES = 2 * len(RANGES)  # of the search: the candidates of a stage are tried together
 
 
@@ -61,7 +61,7 @@ class AffineGrid(WholeLevels):
         scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
         scale = _storable(scale)
         if self.search:  # in units of the full range's scale
-            rows = SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
+            rows = SEARCH_SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
             pieces = zip(*(part.split(rows) for part in (scale, zero, weight)), strict=True)
             for_each(lambda *piece: self._search(*piece, importance), list(pieces))
         return AffineParams(_storable(scale).float(), zero)

@@ -8,12 +8,12 @@ from torch import Tensor
 from quantkit.grids.grid import by_rows
 from quantkit.grids.parallel import elements_at_once
 
-ROUNDS = 6  # of fitting rows and columns in turn
+FIT_ROUNDS = 6  # of fitting rows and columns in turn
 
 
-def relative_distance(found: Tensor, wanted: Tensor) -> float:
-    """Return `|found - wanted| / |wanted|` of tensors of one shape; 0 where both are zeros alone."""
-    lost, whole = (found.float() - wanted.float()).norm(), wanted.float().norm()
+def relative_distance(found: Tensor, expected: Tensor) -> float:
+    """Return `|found - expected| / |expected|` of tensors of one shape; 0 where both are zeros alone."""
+    lost, whole = (found.float() - expected.float()).norm(), expected.float().norm()
     return 0.0 if not (lost.any() or whole.any()) else (lost / whole).item()
 
 
@@ -21,8 +21,8 @@ def weight_error(weight: Tensor, values: Tensor) -> float:
     """Return `|W - Ŵ|² / |W|²` of matrices `[out, in]`."""
     sums = torch.empty(len(weight), 2, device=weight.device)
     by_rows(
-        lambda value, wanted: torch.stack(
-            [(value.float() - wanted).square_().sum(1), wanted.square().sum(1)], 1
+        lambda value, expected: torch.stack(
+            [(value.float() - expected).square_().sum(1), expected.square().sum(1)], 1
         ),
         sums,
         values,
@@ -40,17 +40,17 @@ def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
     """
     pairs = list(zip(*(part.split(_rows(weight)) for part in (weight, values)), strict=True))
     columns = weight.new_ones(weight.shape[1])
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS):
         above, below = torch.zeros_like(columns), torch.zeros_like(columns)
-        for wanted, found in pairs:
-            squares, products = wanted.square(), wanted * found.float()
+        for expected, found in pairs:
+            squares, products = expected.square(), expected * found.float()
             rows = _ratio(products @ columns, squares @ columns.square())
             above += products.t() @ rows
             below += squares.t() @ rows.square()
         columns = _ratio(above, below)
     lost, whole = weight.new_zeros(()), weight.new_zeros(())
-    for wanted, found in pairs:
-        scaled, found = wanted * columns, found.float()
+    for expected, found in pairs:
+        scaled, found = expected * columns, found.float()
         scaled *= _ratio((scaled * found).sum(1), scaled.square().sum(1))[:, None]
         lost += (found - scaled).square_().sum()
         whole += scaled.square_().sum()

@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 from quantkit.grids.grid import Grid, by_rows, fill_rows, matrix
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
-SMALLEST = 2.0**-6  # that is normal: below, levels lie as far apart as there
+LARGEST_FLOAT8 = 448.0
+SMALLEST_NORMAL = 2.0**-6  # that is normal: below, levels lie as far apart as there
 NAN, UPPER_EXPONENT = 0x7F, 0x4000  # of a byte without its sign; the first bit of a float16's exponent
 STRETCHES = tuple(1 + k / 16 for k in range(16))  # of a scale; twice as large it is the same one level down
 EXPONENT, SHIFT, HALF = 0x7F800000, 20 << 23, 0x400000  # bits of a float32; 20 of its 23 digits are cut off
@@ -82,7 +82,7 @@ class Float8Grid(Grid):
     def _scale(self, peak: Tensor) -> Tensor:
         """Return the scale with which `peak` becomes 448, as it will be stored; that of nothing but zeros is
         any."""
-        scale = self._stored(peak / LARGEST)
+        scale = self._stored(peak / LARGEST_FLOAT8)
         return torch.where(scale == 0, torch.finfo(self.stored).eps, scale)
 
     def _stored(self, scale: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class Float8Grid(Grid):
 
 def to_float8(values: Tensor) -> Tensor:
     """Return the nearest values of e4m3, half to even; what is larger than all becomes the largest."""
-    return values.clamp(-LARGEST, LARGEST).to(FLOAT8)
+    return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
 
 
 def from_float8(codes: Tensor) -> Tensor:
@@ -191,8 +191,8 @@ def from_float8(codes: Tensor) -> Tensor:
 def nearest(values: Tensor) -> Tensor:
     """Round to the nearest values of e4m3 in float32, on a CPU faster than two conversions: added to a number
     2^20 times as large, a value keeps three binary digits after the first."""
-    values = values.clamp(-LARGEST, LARGEST)
-    large = ((values.abs().clamp_(min=SMALLEST).view(torch.int32) & EXPONENT) + SHIFT | HALF).view(
+    values = values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    large = ((values.abs().clamp_(min=SMALLEST_NORMAL).view(torch.int32) & EXPONENT) + SHIFT | HALF).view(
         torch.float32
     )
     return values.add_(large).sub_(large)

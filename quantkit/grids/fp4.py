@@ -29,7 +29,7 @@ from quantkit.grids.levels import TableLevels
 from quantkit.grids.parallel import elements_at_once, for_each
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-LARGEST = MAGNITUDES[-1]
+LARGEST_FP4 = MAGNITUDES[-1]
 UNITS = 4  # of a step in a scale: midpoints between values are whole
 POSITIVE = tuple(UNITS * value for value in MAGNITUDES)
 SIGN = 8  # bit of a code
@@ -219,7 +219,7 @@ class NvFp4Grid(Fp4Grid):
         return self.together([weight]).divisor
 
     def _candidates(self, largest: Tensor) -> Tensor:
-        first = self._storable(largest / LARGEST).to(FLOAT8).view(torch.uint8).short()
+        first = self._storable(largest / LARGEST_FP4).to(FLOAT8).view(torch.uint8).short()
         around = range(-CODES_BELOW, CODES_ABOVE + 1) if self.search else range(1)
         steps = torch.tensor(sorted(around, key=abs), dtype=torch.int16, device=largest.device)
         codes = (first + steps[:, None]).clamp_(1, 0x7E)  # in e4m3 larger codes are larger numbers
@@ -245,7 +245,7 @@ def divisor_of(largest: float) -> float:
     """Return a power of two by which the scales of a matrix with this largest weight are multiplied."""
     if not 0 < largest < torch.inf:
         return 1.0
-    _, exponent = torch.frexp(torch.tensor(E4M3_TOP * LARGEST / largest))
+    _, exponent = torch.frexp(torch.tensor(E4M3_TOP * LARGEST_FP4 / largest))
     return 2.0 ** max(-100, min(int(exponent) - 1, 100))
 
 

@@ -56,7 +56,7 @@ class Grid:
         Raises QuantkitError for a grid that is only read.
         """
         raise QuantkitError(
-            f"{self.describe()}: such weights are read, not made", "choose another grid", UNSUPPORTED
+            f"{self.describe()}: quantkit only reads such weights", "choose another grid", UNSUPPORTED
         )
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
@@ -122,7 +122,7 @@ class Grid:
         Raises QuantkitError for a grid that does not say.
         """
         raise QuantkitError(
-            f"{self.describe()}: what of it is stored in floating point is not known",
+            f"{self.describe()}: which of its values are floating point is unknown",
             "compress the teacher with a method of quantkit's own",
             UNSUPPORTED,
         )

@@ -100,8 +100,8 @@ class Nf4Grid(TableLevels):
         """Return absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
         if not self.double_quant:
             return Nf4Params(params.absmax * factor)
-        wanted = (params.absmax * factor - params.offset) * _inverse(params.nested)
-        return NestedParams(_nearest_dynamic(wanted), params.nested, params.offset)
+        exact = (params.absmax * factor - params.offset) * _inverse(params.nested)
+        return NestedParams(_nearest_dynamic(exact), params.nested, params.offset)
 
     def floats(self, params: Nf4Params | NestedParams) -> dict[str, Tensor]:
         """Return absmax `[out, groups]`; double-quantized, whose absmax are codes, nested absmax `[blocks]`

@@ -56,7 +56,7 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
             raise
 
     workers = [_pool(torch.get_num_threads()).submit(take) for _ in range(threads)]
-    wait(workers)  # all of them, before an error is raised: none may go on writing behind the caller's back
+    wait(workers)  # all of them, before an error is raised: none may write after the caller returned
     for worker in workers:
         worker.result()
 

@@ -73,7 +73,7 @@ def record(found: dict[str, list[Finding]]) -> dict:
 def _softly(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except QuantkitError:  # a setting of the user's that makes no sense
+    except QuantkitError:  # a setting of the user's that is invalid
         raise
     except Exception as error:  # whatever is broken on this machine is what we are here to report
         yield Finding(check.__name__.strip("_"), "unknown", False, f"{type(error).__name__}: {error}")
@@ -90,11 +90,11 @@ def _requirements() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     try:
-        wanted = metadata.requires("quantkit") or ()
+        requirements = metadata.requires("quantkit") or ()
     except metadata.PackageNotFoundError:
         yield Finding("packages", "not looked at", None, "quantkit runs from a source tree, not installed")
         return
-    for text in sorted(wanted, key=str.lower):
+    for text in sorted(requirements, key=str.lower):
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue

@@ -53,13 +53,13 @@ def parent(name: str) -> str:
 
 
 def language_stack(names: Iterable[str]) -> str | None:
-    """Return the stack of blocks of the language model: the only stack, or the only one whose prefix also has
-    input embeddings. None if that is unclear."""
+    """Return the stack of blocks that is the language model: the only one, or else the only one that has
+    input embeddings next to it. None where that is not clear."""
     names = list(names)
     stacks = {stack for name in names if (stack := stack_of(name)) is not None}
     if len(stacks) > 1:
-        beside = {parent(name.removesuffix(".weight")) for name in names if INPUT_EMBEDDINGS.search(name)}
-        stacks = {stack for stack in stacks if parent(stack) in beside}
+        near = {parent(name.removesuffix(".weight")) for name in names if INPUT_EMBEDDINGS.search(name)}
+        stacks = {stack for stack in stacks if parent(stack) in near}
     return stacks.pop() if len(stacks) == 1 else None
 
 

@@ -11,7 +11,7 @@ from quantkit.tables import make_table, print_facts, print_line, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
 
-ROWS = 500  # of tensors that are printed: a model has a few dozen kinds
+TENSOR_ROWS = 500  # of tensors that are printed: a model has a few dozen kinds
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -35,7 +35,7 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
         "checkpoint": record["source"],
         "model": ", ".join([str(model["model_type"]), *shape]),
         "weights": f"{size(model['bytes'])} of {record['container']}, "
-        f"{model['bits_per_weight'] or 0:.2f} bits per weight "
+        f"{model['bits_per_weight'] or 0:.2f} bits per weight over the whole model "
         f"({count(files['count'], 'file')} of {size(files['bytes'])} in all)",
         "quantized": _quantized(found),
         "kept": _kept(found),
@@ -51,7 +51,7 @@ def _quantized(found: dict[str, Any] | None) -> str:
     if found is None:
         return "no"
     if not found["linears"]:
-        return f"{found['layout']}, in a form that is not understood here"
+        return f"{found['layout']}, in a form that is not supported here"
     kinds = "; ".join(
         stored if len(found["stored"]) == 1 else f"{number} of {stored}"
         for stored, number in found["stored"].items()
@@ -62,7 +62,7 @@ def _quantized(found: dict[str, Any] | None) -> str:
     details += {True: ["symmetric"], False: ["with zero points"]}.get(found["symmetric"], [])
     details += ["columns reordered"] if found["desc_act"] else []
     word = "matrix" if found["layout"] == "gguf" else "linear"  # embeddings among them
-    bits = found["bits_per_weight"]  # None where the codes are not understood
+    bits = found["bits_per_weight"]  # None where the codes are not supported
     kinds += "" if bits is None else f", {bits:.2f} bits per weight"
     return f"{count(found['linears'], word)}: {kinds} ({', '.join(details)})"
 
@@ -127,14 +127,14 @@ def _print_parts(console: Console, record: dict[str, Any]) -> None:
 
 def _print_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
     rows = make_table("tensors", "blocks", "shape", "stored as", "bytes")
-    for row in tensors[:ROWS]:
+    for row in tensors[:TENSOR_ROWS]:
         shape = "?" if row["shape"] is None else " × ".join(map(str, row["shape"])) or "1"
         name = row["name"].removesuffix(".weight")
         stored = row["stored"].replace(", groups of ", " g")
         rows.add_row(printable(name), ranges(row["blocks"]), shape, printable(stored), size(row["bytes"]))
     console.print(rows)
-    if len(tensors) > ROWS:
-        console.print(f"and {count(len(tensors) - ROWS, 'row')} more: --json has all")
+    if len(tensors) > TENSOR_ROWS:
+        console.print(f"and {count(len(tensors) - TENSOR_ROWS, 'row')} more: --json has all")
 
 
 def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:

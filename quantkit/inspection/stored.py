@@ -181,12 +181,12 @@ def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
 def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
     """Yield every tensor of a GGUF file; scale tensors of NVFP4 matrices are counted with the matrix."""
     owners = {name: _scaled_by(name, infos) for name in infos}
-    beside = Counter()
+    extra_bytes = Counter()
     for name, owner in owners.items():
-        beside[owner] += infos[name].nbytes
+        extra_bytes[owner] += infos[name].nbytes
     for name, info in infos.items():
         if owners[name] is None:
-            yield _of_ggml(info, beside[name])
+            yield _of_ggml(info, extra_bytes[name])
 
 
 def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
@@ -196,9 +196,9 @@ def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
     return owner.name if owner is not None and owner.name != name and owner.dtype == "NVFP4" else None
 
 
-def _of_ggml(info: TensorInfo, beside: int) -> Weight:
-    """Return a tensor of a GGUF file; its ggml blocks contain codes and scales. beside: bytes of scales in
-    separate tensors."""
+def _of_ggml(info: TensorInfo, extra_bytes: int) -> Weight:
+    """Return a tensor of a GGUF file; codes and scales of its blocks lie side by side. extra_bytes: bytes of
+    scales in tensors of their own."""
     weight = _plain(info)
     if PLAIN.match(info.dtype):
         return weight
@@ -209,7 +209,7 @@ def _of_ggml(info: TensorInfo, beside: int) -> Weight:
     shape = info.shape if len(info.shape) == 2 else None
     codes = Codes(info.dtype, int(digits[1]) if digits else 8, block, shape, math.prod(info.shape))
     code_bytes = min(info.nbytes, codes.weights * codes.bits // 8)
-    scale_bytes = info.nbytes - code_bytes + beside
+    scale_bytes = info.nbytes - code_bytes + extra_bytes
     return replace(weight, plain_bytes=0, code_bytes=code_bytes, scale_bytes=scale_bytes, codes=codes)
 
 

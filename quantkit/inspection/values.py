@@ -16,7 +16,7 @@ from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.inspect-diff/2"
-ROWS = 256  # of two weights compared at a time
+STRIPE = 256  # of two weights compared at a time
 Listener = Callable[[str, int, int], None]  # what, done, of how many
 
 
@@ -99,7 +99,7 @@ def compare(
 def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
     """Return `lost = |A - B|²`, `norm = |A|²`, the relative difference and the largest difference."""
     lost = norm = largest = 0.0
-    pairs = zip(torch.atleast_1d(left).split(ROWS), torch.atleast_1d(right).split(ROWS), strict=True)
+    pairs = zip(torch.atleast_1d(left).split(STRIPE), torch.atleast_1d(right).split(STRIPE), strict=True)
     for a, b in pairs:
         difference = a - b
         lost += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2

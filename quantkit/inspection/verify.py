@@ -23,8 +23,8 @@ from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.verify/2"
 ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to_scales}  # of manifests
-TOLERANCE = 1e-3  # relative: what rounding of folded scales, or another device, makes of an error
-LEAST = 1e-9  # errors smaller than this are rounding of float32
+ERROR_TOLERANCE = 1e-3  # relative: what rounding of folded scales, or another device, makes of an error
+LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
 WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the sums
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # that jobs compute in, besides float32
@@ -148,7 +148,7 @@ def _linears(
         decoded, weight = (side.read(*names[name]) for side, names in zip(sides, stored, strict=True))
         kind = _measure(row)
         error, recorded = ERRORS[kind](weight, decoded.to(dtype)), float(row[kind])
-        agrees = abs(error - recorded) <= TOLERANCE * recorded + LEAST
+        agrees = abs(error - recorded) <= ERROR_TOLERANCE * recorded + LEAST_ERROR
         yield {"name": name, "measure": kind, "error": error, "recorded": recorded, "agrees": agrees}
         listen("measuring errors again", done, len(rows))
 

@@ -95,7 +95,7 @@ class Layout(ABC):
     A linear X is packed if the tensor `X.<marker>` is stored. suffixes: all tensors of X; code_part: the one
     with the codes. label: the name of these codes in `inspect`. fused: engines merge several linears into
     one. experts_note: a note for models with experts. takes_matrices: engines treat other matrices of a
-    block, such as routers, as linears unless `beside` names them. floats: suffixes with floating-point
+    block, such as routers, as linears unless `outside` names them. floats: suffixes with floating-point
     parameters. needs: statistics of inputs that the layout stores (see SiteStatistics). rounds_inputs:
     `module` quantizes inputs of some linears. optional: suffixes that may be absent. texts: suffixes whose
     length `tensors` estimates.
@@ -186,11 +186,11 @@ class Layout(ABC):
         return None
 
     @abstractmethod
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config` of config.json. beside: names of modules outside the language model,
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
+        """Return `quantization_config` of config.json. outside: names of modules outside the language model,
         such as towers of other modalities, which are not quantized."""
 
-    def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
+    def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return further JSON files that clients look for, by file name."""
         return {}
 
@@ -245,7 +245,7 @@ def detect(config: dict) -> Layout | None:
         if (layout := module.detect(stored)) is not None:
             return layout
     raise QuantkitError(
-        f"quantization {stored.get('quant_method', stored)!r} is not understood",
+        f"quantization {stored.get('quant_method', stored)!r} is not supported",
         hint=f"quantkit reads: {', '.join(available()).replace('_', '-')}",
         exit_code=UNSUPPORTED,
     )
@@ -311,9 +311,9 @@ def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec
         raise damaged(tensors, f"{shapes} do not fit one another") from error
     wrong = [f"{part} is not expected" for part in tensors.keys() - table.keys() - set(holder.optional)]
     for part in tensors.keys() & table.keys() - set(getattr(holder, "texts", ())):
-        (dtype, shape), (wanted, size) = stored_as(tensors[part]), table[part]
-        if (dtype != wanted and not {dtype, wanted} <= FLOATS) or (shape or (1,)) != (size or (1,)):
-            wrong.append(f"{part} is {dtype} {list(shape)} instead of {wanted} {list(size)}")
+        (dtype, shape), (needed, size) = stored_as(tensors[part]), table[part]
+        if (dtype != needed and not {dtype, needed} <= FLOATS) or (shape or (1,)) != (size or (1,)):
+            wrong.append(f"{part} is {dtype} {list(shape)} instead of {needed} {list(size)}")
     if wrong:
         raise damaged(tensors, ", ".join(sorted(wrong)))
     for part in table.keys() - tensors.keys() - set(holder.optional):

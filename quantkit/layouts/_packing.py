@@ -32,7 +32,7 @@ def no_whole_words(spec: LinearSpec, *sides: str) -> str | None:
     for side in sides:
         if (size := getattr(spec, side)) * bits % WORD:
             fit = whole_words(bits)
-            return f"{side} {size} is no multiple of {fit}, so {bits}-bit codes fill no whole words"
+            return f"{side} {size} is not a multiple of {fit}, so {bits}-bit codes fill no whole words"
     return None
 
 

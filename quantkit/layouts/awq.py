@@ -59,8 +59,8 @@ class AwqLayout(Layout):
         if spec.grid.bits != BITS:
             other = "leave out the override, or use --layout compressed-tensors"
             return f"awq holds 4 bit, not {spec.grid.bits}: {other}"
-        wanted = spec.in_features if self.group_size == -1 else self.group_size
-        if spec.grid.group_size != wanted:
+        expected = spec.in_features if self.group_size == -1 else self.group_size
+        if spec.grid.group_size != expected:
             return f"awq holds one group size for all linears, {self.group_size}, not {spec.grid.group_size}"
         if spec.grid.symmetric == self.zero_point:
             return "awq's zero_point says whether all linears have zero points or none"
@@ -111,10 +111,10 @@ class AwqLayout(Layout):
         params = AffineParams(tensors["scales"].t().float(), zero)
         return QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. If `modules_to_not_convert` is null, clients do not quantize the
         head; if it is a list without the head, transformers 4.49 to 4.51 quantize the head."""
-        kept = [*beside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
+        kept = [*outside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
         return {
             "quant_method": "awq",
             "bits": BITS,
@@ -134,7 +134,7 @@ def detect(config: dict) -> AwqLayout | None:
     group_size = config.get("group_size", config.get("q_group_size"))
     if version.lower() != "gemm" or bits != BITS:
         raise QuantkitError(
-            f"awq version {version!r} of {bits} bits is not understood",
+            f"awq version {version!r} of {bits} bits is not supported",
             hint="quantkit reads version gemm of 4 bits; convert others with the tool that wrote them",
             exit_code=UNSUPPORTED,
         )

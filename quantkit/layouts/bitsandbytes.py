@@ -94,7 +94,7 @@ class Int8Layout(Layout):
         """Return codes int8 `[out, in]` and absmax `[out]`. Raises QuantkitError if they do not fit."""
         self.checked_spec(tensors)
         if "weight_format" in tensors and tensors["weight_format"].any():
-            what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not understood"
+            what = f"an int8 weight of weight_format {tensors['weight_format'].tolist()} is not supported"
             raise QuantkitError(what, "save it again with a current bitsandbytes", UNSUPPORTED)
         return tensors["weight"], tensors["SCB"].float()
 
@@ -107,14 +107,14 @@ class Int8Layout(Layout):
 
         return Int8Linear(tensors["weight"], tensors["SCB"].float(), bias, self.threshold, products)
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. Its list of exceptions must name the head, or clients quantize it."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_8bit": True,
             "load_in_4bit": False,
             "llm_int8_threshold": self.threshold,
-            "llm_int8_skip_modules": _skipped(specs, beside),
+            "llm_int8_skip_modules": _skipped(specs, outside),
             "llm_int8_has_fp16_weight": False,
             "llm_int8_enable_fp32_cpu_offload": False,
         }
@@ -238,7 +238,7 @@ class Nf4Layout(Layout):
         offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
         return packed, NestedParams(absmax.view(shape), expanded, offset.expand(shape))
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`."""
         return {
             "quant_method": "bitsandbytes",
@@ -248,7 +248,7 @@ class Nf4Layout(Layout):
             "bnb_4bit_use_double_quant": self.double_quant,
             "bnb_4bit_compute_dtype": "float32",
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": _skipped(specs, beside),
+            "llm_int8_skip_modules": _skipped(specs, outside),
         }
 
 
@@ -270,12 +270,12 @@ def detect(config: dict) -> Layout | None:
     if kind == "nf4":
         return Nf4Layout(bool(config.get("bnb_4bit_use_double_quant")))
     raise QuantkitError(
-        f"bitsandbytes 4-bit type {kind!r} is not understood", "quantkit reads int8 and nf4", UNSUPPORTED
+        f"bitsandbytes 4-bit type {kind!r} is not supported", "quantkit reads int8 and nf4", UNSUPPORTED
     )
 
 
-def _skipped(specs: Sequence[LinearSpec], beside: Sequence[str]) -> list[str] | None:
-    kept = [*beside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
+def _skipped(specs: Sequence[LinearSpec], outside: Sequence[str]) -> list[str] | None:
+    kept = [*outside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
     return [*kept, "lm_head"] if kept else None
 
 
@@ -316,10 +316,10 @@ def _read_state(tensor: Tensor) -> dict:
         known = known and in_features % BLOCK == 0 and type(out_features) is type(in_features) is int
         state["nested_offset"] = float(state.get("nested_offset", 0))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise QuantkitError(f"{STATE} is not understood: {error}", "download it again") from error
+        raise QuantkitError(f"{STATE} is not supported: {error}", "download it again") from error
     if not known:
         raise QuantkitError(
-            f"nf4 blocks of {state['blocksize']} in rows of {in_features} are not understood",
+            f"nf4 blocks of {state['blocksize']} in rows of {in_features} are not supported",
             hint="quantkit reads blocks of 64 that lie inside rows",
             exit_code=UNSUPPORTED,
         )

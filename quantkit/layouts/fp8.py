@@ -41,7 +41,7 @@ class Fp8Layout(Layout):
         if spec.conv1d:
             return "its clients replace nn.Linear, not Conv1D"
         if spec.out_features % self.block:
-            return f"out_features {spec.out_features} is no multiple of {self.block}"
+            return f"out_features {spec.out_features} is not a multiple of {self.block}"
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -78,7 +78,7 @@ class Fp8Layout(Layout):
         numbers = Numbers(8, "float", True, "group", group_size=size, dynamic=True)
         return QuantizedInputLinear(weight, bias, numbers, exact=True)
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`."""
         kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         return {
@@ -86,7 +86,7 @@ class Fp8Layout(Layout):
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [self.block, self.block],
-            "modules_to_not_convert": ["lm_head", *beside, *kept],
+            "modules_to_not_convert": ["lm_head", *outside, *kept],
         }
 
 
@@ -100,7 +100,7 @@ def detect(config: dict) -> Fp8Layout | None:
     if not square or block[0] != block[1] or (scheme, experts) != ("dynamic", "fp8"):
         raise QuantkitError(
             f"quantization 'fp8' with weight_block_size {block!r}, activation_scheme {scheme!r} and "
-            f"expert_dtype {experts!r} is not understood",
+            f"expert_dtype {experts!r} is not supported",
             hint="quantkit reads square blocks with dynamic activations, as DeepSeek publishes them",
             exit_code=UNSUPPORTED,
         )

@@ -76,7 +76,7 @@ class GptqLayout(Layout):
         if len(self.planes(spec.grid.bits)) > 1:
             for side in ("in_features", "out_features"):
                 if (size := getattr(spec, side)) % WORD:
-                    return f"{side} {size} is no multiple of 32, and {spec.grid.bits}-bit codes lie in planes"
+                    return f"{side} {size} is not a multiple of 32: {spec.grid.bits}-bit codes lie in planes"
         return no_whole_words(spec, "in_features", "out_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -136,7 +136,7 @@ class GptqLayout(Layout):
         codes = unpack_planes(qweight, planes, spec.in_features).t().contiguous()
         return QuantizedWeight(grid, codes, AffineParams(scales.t().float(), zero.t().float()), group)
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. A linear that differs from the defaults gets a `dynamic` rule for
         GPTQModel and vLLM. optimum ignores these rules: it packs the linears whose names end with an entry of
         `modules_in_block_to_quantize`."""
@@ -158,10 +158,10 @@ class GptqLayout(Layout):
             if members[0].name in rules and all(self._rule(row) == self._rule(members[0]) for row in members):
                 rules[name] = rules[members[0].name]
         dynamic = {f"{sign}:^{re.escape(name)}$": rule for name, (sign, rule) in rules.items()}
-        dynamic |= {rf"-:^{re.escape(name)}(\.|$)": {} for name in beside}
+        dynamic |= {rf"-:^{re.escape(name)}(\.|$)": {} for name in outside}
         if dynamic:
             config["dynamic"] = dynamic
-        if beside or any(spec.grid is None for spec in specs):
+        if outside or any(spec.grid is None for spec in specs):
             packed = [name for spec in specs if spec.grid for name in spec.spellings]
             config["modules_in_block_to_quantize"] = [packed]
         return config
@@ -176,10 +176,10 @@ class GptqLayout(Layout):
             return None
         return "+", {"bits": spec.grid.bits, "group_size": group_size}
 
-    def files(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict[str, dict]:
+    def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return `quantize_config.json`, which AutoGPTQ requires."""
         legacy = {"static_groups": False, "model_name_or_path": None, "model_file_base_name": "model"}
-        return {"quantize_config.json": self.config(specs, beside) | legacy}
+        return {"quantize_config.json": self.config(specs, outside) | legacy}
 
 
 def detect(config: dict) -> GptqLayout | None:
@@ -190,7 +190,7 @@ def detect(config: dict) -> GptqLayout | None:
     words = config.get("pack_dtype", "int32")
     if form not in FORMATS.values() or words != "int32":
         raise QuantkitError(
-            f"gptq checkpoint_format {form!r} in {words} words is not understood",
+            f"gptq checkpoint_format {form!r} in {words} words is not supported",
             hint=f"quantkit reads {', '.join(FORMATS.values())} in int32 words",
             exit_code=UNSUPPORTED,
         )
@@ -215,7 +215,7 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
     """
     stored = config.get("dynamic") or {}
     if not isinstance(stored, dict):
-        raise QuantkitError("quantization_config's dynamic is not understood", "download config.json again")
+        raise QuantkitError("quantization_config's dynamic is not supported", "download config.json again")
     rules = []
     for pattern, values in stored.items():
         values = values if isinstance(values, dict) else {}

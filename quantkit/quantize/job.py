@@ -35,7 +35,7 @@ from quantkit.quantize.prepare import linears, plan
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.fingerprint import check_alike
+from quantkit.quantize.staging.fingerprint import check_equal
 from quantkit.quantize.staging.folder import Staging
 from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
@@ -43,7 +43,7 @@ from quantkit.text.calibration import CalibrationSet
 
 HASHED_AT_ONCE = 64 << 20  # bytes: a larger source is hashed while its job runs
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
-VERIFY_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
+DATA_FREE_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ def prepare(
     if not dry_run:  # after errors in options have been reported
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
-        progress.warn(f"nothing is staged for {staging.output}: it begins at the first block")
+        progress.warn(f"no unfinished job for {staging.output}: starting at the first block")
     shared = source_sha256 is not None
     if source_sha256 is None:
         source_sha256 = Future() if dry_run or distributed.rank() else _begin(partial(_hash, checkpoint))
 
     turned = None
-    if asked := composing.rotation(request.options):
-        turned = rotation.rotate(skeleton, asked, progress, prove=not (dry_run or staged))
+    if choice := composing.rotation(request.options):
+        turned = rotation.rotate(skeleton, choice, progress, prove=not (dry_run or staged))
         skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
         method, specs = _resolve(skeleton, request)
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
@@ -155,7 +155,7 @@ def prepare(
         progress.warn(note)
     if method.layout.fused and (split := linears.split_fusions(specs)):
         progress.warn(
-            f"unequally quantized, though serving engines such as vLLM fuse them: {name_all(split)}; "
+            f"linears that engines such as vLLM fuse are quantized differently: {name_all(split)}; "
             "quantkit inspect lists the clients that load it"
         )
     calibrated = calibrate(checkpoint, request, progress) if method.needs else None
@@ -172,7 +172,7 @@ def prepare(
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
         fingerprint |= {"rotation": turned.record} if turned else {}
-        check_alike(fingerprint)
+        check_equal(fingerprint)
     batches = plan.own_batches(tokens, execution.batch_size) if method.needs else [tokens]
     batch_count = -(-len(tokens) // execution.batch_size)
     return Job(
@@ -207,13 +207,13 @@ def check_run(run: RunOptions) -> None:
     """Raise QuantkitError for invalid run options."""
     for name in ("batch_size", "threads"):
         if (value := getattr(run, name)) is not None and value < 1:
-            raise QuantkitError(
-                f"--{name.replace('_', '-')} {value} makes no sense", "choose 1 or more", USAGE
-            )
+            raise QuantkitError(f"--{name.replace('_', '-')} {value} is invalid", "choose 1 or more", USAGE)
     if run.max_memory is not None:
         size_bytes(run.max_memory, "--max-memory")
     if not 0 < run.max_shard_gb < math.inf:
-        raise QuantkitError(f"--max-shard-gb {run.max_shard_gb:g} makes no sense", "choose 5", USAGE)
+        raise QuantkitError(
+            f"--max-shard-gb {run.max_shard_gb:g} is invalid", "choose a positive size, such as 5", USAGE
+        )
 
 
 def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:
@@ -224,10 +224,10 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     adopted = adopted or {}
     device = choose_device(adopted.get("device", "auto") if run.device == "auto" else run.device)
     torch.set_num_threads(run.threads or adopted.get("threads") or torch.get_num_threads())
-    asked = run.dtype if run.dtype != "auto" else adopted.get("dtype", "auto")
+    choice = run.dtype if run.dtype != "auto" else adopted.get("dtype", "auto")
     dtypes = [info.dtype for info in checkpoint.infos.values() if len(info.shape) == 2]
     common = max(set(dtypes), key=dtypes.count) if dtypes else "F32"
-    skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(asked, common, device)), device)
+    skeleton = Skeleton(checkpoint, getattr(torch, choose_dtype(choice, common, device)), device)
     skeleton.names.check_complete()
     skeleton.streams = any(distributed.all_gather(skeleton.streams))
     return skeleton
@@ -271,7 +271,7 @@ def _check_ranks(method: Method) -> None:
         )
         raise QuantkitError(message, ALONE, UNSUPPORTED)
     if "curvature" in method.needs:
-        message = f"--solver yaqa does not run as several processes, and {distributed.count()} were started"
+        message = f"--solver yaqa does not run as several processes, but {distributed.count()} were started"
         raise QuantkitError(message, "use --solver gptq, or start it without torchrun", UNSUPPORTED)
 
 
@@ -294,8 +294,8 @@ def base_name(source: str) -> str:
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
-    """Return one sequence of seeded random ids, by which a data-free job verifies its output."""
-    length = min(VERIFY_TOKENS, checkpoint.context or VERIFY_TOKENS)
+    """Return one sequence of seeded random ids to verify a data-free job with."""
+    length = min(DATA_FREE_TOKENS, checkpoint.context or DATA_FREE_TOKENS)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(checkpoint.text_config.vocab_size, (1, length), generator=generator)
 

@@ -98,7 +98,7 @@ class _Loop:
         self.timings = Timings(job.skeleton.device)
         self.place = Place(self.execution.states, job.staging.folder)
         if self.execution.states == "disk" and self.job.request.run.states != "disk":
-            note = "hidden states wait in a file next to the output: they do not fit into memory"
+            note = "hidden states do not fit into memory: a file next to the output keeps them"
             progress.warn(note)
             self.timings.notes.append(note)
         with self.timings("load"), mapped():
@@ -204,7 +204,7 @@ class _Loop:
             solving = Solving(
                 self.skeleton, self.method, self.timings, block, parts, measured.transformed, self.curvatures
             )
-            for sites in groups(measured.order or block.wanted, measured.independent):
+            for sites in groups(measured.order or block.chosen, measured.independent):
                 found = {site: measured.statistics(site) for site in sites}
                 tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
                 if not sites[0].linears:
@@ -219,7 +219,7 @@ class _Loop:
             if original:
                 self.originals.advance(original.leaving)
         parts.add(cache_peaks.scales(caches, block.rows.values()))
-        names = [block.rows[name].name for site in block.wanted for name in site.linears]
+        names = [block.rows[name].name for site in block.chosen for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
         check_unchanged(self.job.checkpoint)  # before the block is staged
@@ -243,7 +243,7 @@ class _Loop:
             return nullcontext()
         with self.timings("original"):
             return closing(
-                Original(self.skeleton, block.index, block.sites, block.wanted, self.originals, self.states)
+                Original(self.skeleton, block.index, block.sites, block.chosen, self.originals, self.states)
             )
 
     def _measure(self, block: Block, parts: BlockParts, original: Original | None) -> Measured:
@@ -269,8 +269,8 @@ class _Loop:
         return measuring.in_order(block)
 
     def _transformed_first(self, measuring: Measuring, block: Block, transform: ColumnScaling) -> Measured:
-        """Transform a block by statistics of sampled tokens; then measure it in order with all tokens."""
-        around = [site for site in block.wanted if site.linears and not site.pool]
+        """Transform a block by a sample of the tokens; then measure it in order, by all tokens."""
+        around = [site for site in block.chosen if site.linears and not site.pool]
         if not around:
             return measuring.in_order(block)
         statistics = measuring.at_once(block, around, transform.sample)

@@ -48,7 +48,7 @@ def parse(text: str) -> Dataset | None:
 
 
 def open_rows(
-    wanted: Dataset, column: str, revision: str | None, seed: int, offline: bool
+    parsed: Dataset, column: str, revision: str | None, seed: int, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
     """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place of the row,
     value of the column). Rows are downloaded while they are read.
@@ -62,24 +62,24 @@ def open_rows(
     for library in (datasets, huggingface_hub):
         library.logging.set_verbosity_error()  # their warnings speak of caches and cards, to their authors
     offline = offline or datasets.config.HF_HUB_OFFLINE
-    with _explained(wanted.repo):
+    with _explained(parsed.repo):
         if offline:
-            folder = _cached(wanted.repo, revision)
+            folder = _cached(parsed.repo, revision)
             commit = folder.name
-            builder = datasets.load_dataset_builder(str(folder), wanted.config)
+            builder = datasets.load_dataset_builder(str(folder), parsed.config)
         else:  # given the commit, datasets asks neither for it again nor the dataset viewer, another host
-            commit = hub.dataset_revision(wanted.repo, revision)
-            builder = datasets.load_dataset_builder(wanted.repo, wanted.config, revision=commit)
-        stream = builder.as_streaming_dataset(wanted.split)
+            commit = hub.dataset_revision(parsed.repo, revision)
+            builder = datasets.load_dataset_builder(parsed.repo, parsed.config, revision=commit)
+        stream = builder.as_streaming_dataset(parsed.split)
         names = stream.column_names or list(next(iter(stream.take(1)), {}))
-    found = column_of(names, wanted.column or column)
+    found = column_of(names, parsed.column or column)
     if found is None:
         raise QuantkitError(
-            f"dataset {wanted.repo} has no column {wanted.column or column!r} (it has: {name_all(names)})",
-            hint=f"name one: {wanted.repo}:{wanted.split}:COLUMN",
+            f"dataset {parsed.repo} has no column {parsed.column or column!r} (it has: {name_all(names)})",
+            hint=f"name one: {parsed.repo}:{parsed.split}:COLUMN",
             exit_code=USAGE,
         )
-    opened = replace(wanted, config=builder.config.name, column=found, revision=commit)
+    opened = replace(parsed, config=builder.config.name, column=found, revision=commit)
     return opened, _rows(stream, opened, seed)
 
 

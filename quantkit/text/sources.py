@@ -47,13 +47,11 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
     """
     named, column, revision = options.calibration, options.text_column, options.calibration_revision
     is_file = not named or Path(named).exists() or named.endswith(FILES)
-    wanted = None if is_file else hub_datasets.parse(named)
-    if revision is not None and wanted is None:
-        raise QuantkitError(
-            "--calibration-revision is for datasets of the hub", "leave it out for a file", USAGE
-        )
-    if wanted is not None:
-        dataset, rows = hub_datasets.open_rows(wanted, column, revision, options.seed, offline)
+    reference = None if is_file else hub_datasets.parse(named)
+    if revision is not None and reference is None:
+        raise QuantkitError("--calibration-revision is for datasets of the hub", "leave it out", USAGE)
+    if reference is not None:
+        dataset, rows = hub_datasets.open_rows(reference, column, revision, options.seed, offline)
         documents_of = _joined if dataset.repo in hub_datasets.LINES else _documents
         documents = documents_of(rows, dataset.column)
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
@@ -102,7 +100,7 @@ def _json_row(line: str, requested: str, where: str) -> Iterator[Document]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object a line", USAGE) from error
+        raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object per line", USAGE) from error
     column = column_of(row, requested) if isinstance(row, dict) else None
     if column is None:
         raise _no_text(where, requested, row if isinstance(row, dict) else [type(row).__name__])
@@ -185,21 +183,21 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def _all_shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    held = list(documents)
-    random.Random(seed).shuffle(held)
-    yield from held
+    kept = list(documents)
+    random.Random(seed).shuffle(kept)
+    yield from kept
 
 
 def _shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
     """Yield documents in an order given by the seed, with at most BUFFER documents in memory."""
     source = random.Random(seed)
-    held: list[Document] = []
+    kept: list[Document] = []
     for document in documents:
-        if len(held) < BUFFER:
-            held.append(document)
+        if len(kept) < BUFFER:
+            kept.append(document)
             continue
         place = source.randrange(BUFFER)
-        held[place], document = document, held[place]
+        kept[place], document = document, kept[place]
         yield document
-    source.shuffle(held)
-    yield from held
+    source.shuffle(kept)
+    yield from kept

@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 SECONDS = 10.0
-START_SECONDS = 300.0  # to import transformers on a machine with other work
-MEMORY = 256 << 20  # bytes in addition to the worker's size after its imports
-TEXT = 16 << 20  # characters of the result
-ANSWER = 6 * TEXT + 1024  # bytes of an answer: JSON writes a character in six at most, but for rare ones
+WORKER_SECONDS = 300.0  # to import transformers on a machine with other work
+MEMORY_BYTES = 256 << 20  # bytes in addition to the worker's size after its imports
+LIMIT = 16 << 20  # characters of the result
+ANSWER = 6 * LIMIT + 1024  # bytes of an answer: JSON writes a character in six at most, but for rare ones
 
 
 class Failed(Exception):
@@ -83,12 +83,12 @@ class Worker:
         )
         theirs.close()
         self._running, self._owner = (process, ours), os.getpid()
-        if not ours.poll(START_SECONDS) or not _received(ours):
+        if not ours.poll(WORKER_SECONDS) or not _received(ours):
             raise OSError("the worker for chat templates does not start: python -c 'import transformers'")
 
     def _ask(self, request: bytes) -> list[str]:
         _, pipe = self._running
-        full = Runaway(f"it took {MEMORY >> 20} MiB of memory, or {SECONDS:g} seconds")
+        full = Runaway(f"it took {MEMORY_BYTES >> 20} MiB of memory, or {SECONDS:g} seconds")
         try:
             pipe.send_bytes(request)
         except OSError as error:  # it has ended
@@ -131,12 +131,12 @@ def _serve(pipe: Connection) -> None:
 
     try:
         with open("/proc/self/statm") as file:
-            limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY
+            limit = int(file.read().split()[0]) * resource.getpagesize() + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     except (OSError, ValueError):  # a system without /proc: time and output are limited all the same
         pass
     # made while there is memory; sent after the error, whose traceback holds the memory
-    full = json.dumps(["runaway", f"it took more than {MEMORY >> 20} MiB of memory"]).encode()
+    full = json.dumps(["runaway", f"it took more than {MEMORY_BYTES >> 20} MiB of memory"]).encode()
     pipe.send_bytes(b"ready")
     while request := _received(pipe):
         try:
@@ -162,7 +162,7 @@ def _answer(render_template: Any, request: list[Any]) -> list[str]:
     except Exception as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         return ["failed", first]
-    return ["text", text] if len(text) <= TEXT else ["runaway", f"it writes more than {TEXT >> 20} MiB"]
+    return ["text", text] if len(text) <= LIMIT else ["runaway", f"it writes more than {LIMIT >> 20} MiB"]
 
 
 if __name__ == "__main__":

@@ -126,10 +126,10 @@ def _improved(
 
 
 def error(found: Tensor, target: Tensor) -> Tensor:
-    """Return each token's squared error divided by its target's square, `[batch, tokens]`. In many models the
-    states of a few tokens, such as the first, are a thousand times larger than others."""
-    wanted = target.float()
-    return (found.float() - wanted).square().mean(-1) / wanted.square().mean(-1).clamp(min=SMALLEST)
+    """Return the squared error of each token's states relative to the target's square, `[batch, tokens]`: a
+    few tokens, the first above all, are a thousand times as large as the others in many models."""
+    expected = target.float()
+    return (found.float() - expected).square().mean(-1) / expected.square().mean(-1).clamp(min=SMALLEST)
 
 
 def _mean_error(

@@ -34,7 +34,7 @@ from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import hold_out
 
 SCHEMA = "quantkit.distill/1"
-BATCH_TOKENS = 512  # of a step, unless --batch-size says otherwise
+STEP_TOKENS = 512  # of a step, unless --batch-size says otherwise
 UNLIKE = 0.5  # relative difference of two embeddings that no rounding makes
 HINT = "give the model that the student was compressed from"
 
@@ -223,7 +223,7 @@ def split(tokens: Tensor, batch_size: int | None) -> Text:
     Raises QuantkitError if there are too few sequences.
     """
     train, held_out = hold_out(tokens)
-    size = batch_size or max(1, BATCH_TOKENS // tokens.shape[1])
+    size = batch_size or max(1, STEP_TOKENS // tokens.shape[1])
     return Text(list(train.split(size)), list(held_out.split(size)))
 
 

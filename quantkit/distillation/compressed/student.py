@@ -74,7 +74,7 @@ class Student:
         self.rows = [
             row for row in linears(self.skeleton) if self.checkpoint.is_quantized(f"{row.name}.weight")
         ]
-        self._held: dict[int, TracedBlock] = {}
+        self._loaded: dict[int, TracedBlock] = {}
         self._checked: set[int] = set()  # blocks that were found to be stored as quantkit stores
 
     @property
@@ -83,13 +83,13 @@ class Student:
 
     @contextmanager
     def block(self, index: int, hold: bool = False) -> Iterator[TracedBlock]:
-        """Yield a loaded block and free it afterwards. hold: keep it in memory for later calls."""
-        if index in self._held:
-            yield self._held[index]
+        """Load a block for the duration of the context; with `hold`, keep the block in memory."""
+        if index in self._loaded:
+            yield self._loaded[index]
             return
         loaded = self._load(index)
         if hold:
-            self._held[index] = loaded
+            self._loaded[index] = loaded
         yield loaded
         if not hold:
             self.skeleton.free_block(index)
@@ -149,9 +149,9 @@ class Student:
         `load_rest` must run before their values are used."""
         names, inside = self.skeleton.names, f"{self.skeleton.names.blocks}."
         named = dict(self.skeleton.model.named_parameters())
-        wanted = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
-        dtypes = {n: DTYPES[self.checkpoint.infos[names.stored[n]].dtype] for n in wanted}
-        floats = {n: named[n] if named[n].is_meta else named[n].float().clone() for n in wanted}
+        trained = [n for n in vectors(self.skeleton.model) if not n.startswith(inside) and n in names.stored]
+        dtypes = {n: DTYPES[self.checkpoint.infos[names.stored[n]].dtype] for n in trained}
+        floats = {n: named[n] if named[n].is_meta else named[n].float().clone() for n in trained}
         return TracedBlock(self.depth, {}, {}, floats, dtypes)
 
     def logits(self, hidden: Tensor, rest: Mapping[str, Tensor]) -> Tensor:

@@ -1,10 +1,10 @@
 """Training end to end: all floats at once, on the teacher's distribution of the next token.
 
-The student's blocks run forward without autograd; only their inputs are kept. Then each block, from the last
-to the first, runs again with autograd to pass the gradient on (activation checkpointing per block, Chen et
-al. 2016, arXiv:1604.06174). So weights are decoded for one block at a time. Codes of all blocks stay in
-memory if they fit; else they are read again for each run, with the same result. Of the teacher, only its head
-and its final hidden states are in memory.
+The student's blocks are run forward without autograd, and only the input of each is kept; then backwards one
+by one, each run again with autograd for the gradient that its output is given (checkpointing by block, Chen
+et al. 2016, arXiv:1604.06174). So weights are decoded for one block at a time. Codes of all blocks are kept
+where they find room, else read again for every block that is run: slower, with the same result. Of the
+teacher nothing is left but its head and its final hidden states.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from quantkit.quantize.calibrate.backward import (
 from quantkit.quantize.prepare.plan import check_memory
 
 FLOAT32 = 4
-TRACED = 1 + 4 * FLOAT32  # bytes a weight of the block that runs: code, level, value, and two gradients
-HELD = 2  # bytes a weight of all blocks: its code, and less for trained floats and their moments
-ROOM = 0.8  # share of the free memory beyond which codes are read again instead of kept
+TRACED_BYTES = 1 + 4 * FLOAT32  # bytes a weight of the block that runs: code, level, value, and two gradients
+CODE_BYTES = 2  # bytes a weight of all blocks: its code, and less for trained floats and their moments
+MEMORY_SHARE = 0.8  # share of the free memory beyond which codes are read again instead of kept
 
 
 class EndToEnd:
@@ -154,11 +154,11 @@ def plan_memory(teacher: Skeleton, student: Student, text: Text, options: Distil
     train, held_out = (sum(part.numel() for part in parts) for parts in (text.train, text.held_out))
     width = teacher.checkpoint.text_config.hidden_size * element
     matrices = [p.shape for p in student.skeleton.blocks[0].parameters() if p.ndim == 2]
-    tracing = largest * TRACED + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
+    tracing = largest * TRACED_BYTES + 3 * FLOAT32 * batch * sum(sum(shape) for shape in matrices)
     states = width * (2 * train + 3 * held_out + batch * (student.depth + 2))
     logits = 4 * min(FLOAT32 * CHUNK_TOKENS * student.checkpoint.text_config.vocab_size, CHUNK_BYTES)
     need = outside + tracing + states + logits
-    hold = bool(options.epochs) and need + HELD * inside <= ROOM * free
+    hold = bool(options.epochs) and need + CODE_BYTES * inside <= MEMORY_SHARE * free
     remedy = "fewer --samples, shorter --seqlen or a smaller --batch-size"
     check_memory(need, free, remedy, teacher.device)
-    return Memory(need, need + HELD * inside * hold if options.epochs else 0, hold)
+    return Memory(need, need + CODE_BYTES * inside * hold if options.epochs else 0, hold)

@@ -19,8 +19,8 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 
-TOKENS = 4096  # that blocks are judged by: the order of blocks settles long before their divergences do
-ROUNDS = 8  # at most; where more blocks than that are to go, several go in a round
+RANKING_TOKENS = 4096  # the order of blocks settles long before their divergences do
+PROBE_ROUNDS = 8  # at most; where more blocks than that are to go, several go in a round
 
 Counting = Callable[[int, int], None]  # rounds done, rounds in all
 
@@ -36,7 +36,7 @@ def choose(
     kept = list(range(len(skeleton.blocks)))
     rounds: list[dict[int, float]] = []
     teacher = list(walk.through(skeleton, batches)) if keep < len(kept) else []
-    each = math.ceil((len(kept) - keep) / ROUNDS)
+    each = math.ceil((len(kept) - keep) / PROBE_ROUNDS)
     total = math.ceil((len(kept) - keep) / each) if each else 0
     while len(kept) > keep:
         listen(len(rounds), total)

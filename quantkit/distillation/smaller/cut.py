@@ -101,8 +101,8 @@ def prove(teacher: Skeleton, place: Path, ids: Tensor, expected: Tensor, source:
     last = slice(-CHECKED, None)
     pairs = (hidden, expected), (skeleton.logits(hidden[0, last]), teacher.logits(expected[0, last]))
     tolerance = VERIFY_TOLERANCE[str(teacher.dtype).removeprefix("torch.")]
-    for found, wanted in pairs:
-        difference = relative_distance(found, wanted)
+    for found, needed in pairs:
+        difference = relative_distance(found, needed)
         if not difference <= tolerance:
             raise QuantkitError(
                 f"{source} cannot be cut: the smaller model differs by {difference:.2g} from the teacher "
@@ -212,17 +212,17 @@ def check_shapes(skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int]
     """Raise QuantkitError if the changed configuration builds other parameters than the teacher has without
     the blocks left out."""
     names, inside = skeleton.names, f"{skeleton.names.blocks}."
-    wanted = {name: found for name, found in names.shapes.items() if not name.startswith(inside)}
+    needed = {name: found for name, found in names.shapes.items() if not name.startswith(inside)}
     for k, index in enumerate(kept):
         for local, _ in skeleton.blocks[index].named_parameters():
-            wanted[names.of_block(k, local)] = names.shapes[names.of_block(index, local)]
+            needed[names.of_block(k, local)] = names.shapes[names.of_block(index, local)]
     try:
         config = type(checkpoint.config).from_dict(checkpoint.config.to_dict() | changes(checkpoint, kept))
         model = meta_model.empty(config, checkpoint.source, None, checkpoint.trust_remote_code)
         experts.take_apart(model)
         meta_model.replace_conv1d(model)
         built = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        odd = sorted(name for name in wanted | built if wanted.get(name) != built.get(name))
+        odd = sorted(name for name in needed | built if needed.get(name) != built.get(name))
         why = f"it has no, or other, {name_all(odd, 4)}" if odd else ""
     except Exception as error:  # validators of configurations raise kinds of their own
         why = first_line(error)

@@ -38,7 +38,7 @@ from quantkit.text.calibration import hold_out
 
 SCHEMA = "quantkit.distill-smaller/2"
 BYTES_TRAINED = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
-LOGITS_HELD = 6  # tensors of logits that a step holds: both models', their logarithms and gradients
+LOGITS_IN_MEMORY = 6  # tensors of logits that a step holds: both models', their logarithms and gradients
 CHOSEN = frozenset({"ppl", "dppl", "kld", "top1"})  # metrics by which students are judged
 
 Students = list[Checkpoint]  # as cut, and trained
@@ -129,7 +129,7 @@ class SmallerJob(Job):
         if place.exists():
             return self._named(place, "as cut"), json.loads(choice.read_text())
         teacher = self.teacher
-        judged = text[:: -(-text.numel() // blocks.TOKENS)]
+        judged = text[:: -(-text.numel() // blocks.RANKING_TOKENS)]
         batches = list(judged.split(plan.default_batch_size(text.shape[1])))
         counting = _counting(progress, "leaving out blocks")
         kept, rounds = blocks.choose(teacher, batches, self.request.options.blocks, counting)
@@ -138,7 +138,7 @@ class SmallerJob(Job):
         shutil.rmtree(temporary, ignore_errors=True)
         progress.phase("cutting blocks")
         cut.write(teacher, self.source, kept, temporary, self.shard_bytes)
-        progress.phase("proving the cut")
+        progress.phase("checking the cut")
         expected = blocks.without_others(teacher, batches[0], kept)
         cut.prove(teacher, temporary, batches[0], expected, self.source.source)
         chosen = {
@@ -236,7 +236,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     vocabulary, seqlen = teacher.text_config.vocab_size, calibrated.tokens.shape[1]
     schedule = learner.Schedule.of(options, trained, seqlen, vocabulary, request.run.batch_size)
     parameters = cut.parameters(skeleton, range(options.blocks))
-    logits = LOGITS_HELD * 4 * schedule.together * seqlen * vocabulary
+    logits = LOGITS_IN_MEMORY * 4 * schedule.together * seqlen * vocabulary
     need = parameters * BYTES_TRAINED + logits
     disk = learner.nbytes(skeleton, (trained + held_out) * seqlen) + parameters * (BYTES_TRAINED + 12)
     remedy = "fewer --blocks or a shorter --seqlen"

@@ -31,7 +31,7 @@ from quantkit.quantize.prepare import plan
 GROUP_TOKENS = 1 << 18  # whose states are in memory at a time: weights are read once for each group
 
 Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; inputs of the head, [… , hidden]
-BETAS = 0.9, 0.95
+ADAMW = 0.9, 0.95
 CLIP = 1.0  # largest norm of a gradient
 WARMUP = 0.1  # of the steps
 STOPS = 10  # in a run, at which held-out text is tried and the state is saved
@@ -94,7 +94,7 @@ class Learner:
             share = (done - up) / max(1, schedule.steps - up)
             return options.lr * (0.5 * (1 + math.cos(math.pi * share)))
 
-        adam = torch.optim.AdamW(self._parameters, lr=options.lr, betas=BETAS, weight_decay=0.0, fused=True)
+        adam = torch.optim.AdamW(self._parameters, lr=options.lr, betas=ADAMW, weight_decay=0.0, fused=True)
         self.descent = Descent(trained, adam, rate)
 
     def predictions(self, ids: Tensor) -> Prediction:

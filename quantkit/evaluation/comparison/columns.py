@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.evaluation.comparison.gates import look_up
-from quantkit.tables import megabytes
+from quantkit.tables import MODEL_BITS, megabytes
 
 NOTHING = "–"
 UNITS = {  # on the page, of numbers whose header and cells name none
     "kv bits": "bits/value",
-    "quantized": "bits/weight",
+    MODEL_BITS: "bits/weight",
     **dict.fromkeys(("KL divergence", "KL median", "KL 99 %", "KL max"), "nats/token"),
 }
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
@@ -71,12 +71,8 @@ KV = Column(
 )
 COLUMNS = (  # the most important first: narrow terminals cut a table in two
     Column("size", "bytes of all tensors", _at("size.weight_bytes", megabytes)),
-    Column("bits/weight", "over the whole model", _at("size.bits_per_weight", bits)),
-    Column(
-        "quantized",
-        "bits per weight of all quantized tensors, embeddings and scales included",
-        _at("size.bits_per_quantized_weight", bits),
-    ),
+    Column(MODEL_BITS, "per weight over the whole model", _at("size.bits_per_weight", bits)),
+    Column("bits/weight", "of quantized matrices", _at("size.bits_per_quantized_weight", bits)),
     Column("perplexity", "± standard error", _at("metrics.ppl", estimate)),
     Column(
         "Δ perplexity",
@@ -147,7 +143,7 @@ def rows(record: dict) -> list[list[str]]:
 
 
 def labels(sources: Sequence[str]) -> list[str]:
-    """Return a name for each path: its shortest unique end, such as `b/model`. Equal paths get numbers."""
+    """Return the shortest ends of the paths that differ; equal ones are numbered."""
     parts = [[part for part in source.split("/") if part not in ("", ".")] or [source] for source in sources]
     named = []
     for position, (source, own) in enumerate(zip(sources, parts, strict=True)):

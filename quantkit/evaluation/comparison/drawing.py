@@ -39,7 +39,7 @@ PLOT_STYLE = (
 )
 UNTOLD = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that SVG gets by default
 PIXELS = 72  # to an inch, as SVG counts: a point is a pixel
-LONGEST = 30  # characters of a name; the whole one is in the tooltip and in the table
+LONGEST_LABEL = 30  # characters of a name; the whole one is in the tooltip and in the table
 NAME, ROW = 220, 17  # pixels of a name in a legend
 MARKS = "osD^"
 COVER = {"fc": PAPER, "lw": 0, "pad": 0}  # a label hides the curves that it crosses, and no marks
@@ -56,8 +56,8 @@ STYLE = {
 
 
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
-    """Return an `<svg>` element for a page with PLOT_STYLE and a palette. Names are escaped."""
-    with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids of their own beside other figures
+    """Return an `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
+    with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids that no other figure has
         draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.S)
@@ -176,7 +176,7 @@ def _mark(series: Series) -> dict:
 def shortened(text: str) -> str:
     """Return a name, cut at its beginning if it is long, since names mostly differ at the end."""
     text = shown(text)
-    return text if len(text) <= LONGEST else "…" + text[1 - LONGEST :]
+    return text if len(text) <= LONGEST_LABEL else "…" + text[1 - LONGEST_LABEL :]
 
 
 def shown(text: str) -> str:

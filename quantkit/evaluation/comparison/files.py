@@ -11,7 +11,9 @@ from pathlib import Path
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.comparison.figures import Figure
 from quantkit.models.files import untrusted
+from quantkit.tables import print_written
 
+Text = Callable[[], str]
 MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY has no ending
 
 
@@ -47,14 +49,13 @@ class Outputs:
                 f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE
             )
 
-    def write(
-        self, figures: Sequence[Figure], page: Callable[[], str], summary: Callable[[], str] = str
-    ) -> list[Path]:
-        """Write the files; return the paths of page and plots. page, summary: return HTML and Markdown."""
+    def write(self, figures: Sequence[Figure], page: Text, summary: Text = str, **how: bool) -> None:
+        """Write the files and print their paths (`tables.print_written`). summary: as Markdown."""
         written = []
         if self.summary:
             with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:
                 file.write(summary())
+            written.append(self.summary)
         if self.html:
             with writing(self.html):
                 self.html.write_text(page(), encoding="utf-8")
@@ -71,7 +72,7 @@ class Outputs:
                 else:
                     path.write_text(drawing.document(figure), encoding="utf-8")
             written.append(path)
-        return written
+        print_written(written, **how)
 
 
 @contextmanager

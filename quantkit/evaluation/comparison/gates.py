@@ -73,11 +73,11 @@ def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> Non
     for gate in gates:
         if gate.needs not in chosen:
             raise QuantkitError(
-                f"{gate.flag} judges {gate.needs}, which --metrics leaves out", f"add {gate.needs}", USAGE
+                f"{gate.flag} needs {gate.needs}, which --metrics leaves out", f"add {gate.needs}", USAGE
             )
     if gates and not candidates:
         raise QuantkitError(
-            f"{gates[0].flag} compares candidates to the first model, and there are none",
+            f"{gates[0].flag} compares candidates to the first model, but there is no candidate",
             hint="give a second checkpoint, or --as METHOD",
             exit_code=USAGE,
         )

@@ -90,8 +90,8 @@ def _conditions(record: dict) -> dict[str, Any]:
     """Return the conditions that must be equal in all files; names of text and first model may differ."""
     base = record["models"][0]
     loss = base["metrics"]["nll"]["value"]  # a machine sums in another order than the next
-    held = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}
-    return {key: value for key, value in record["data"].items() if key != "text"} | held
+    more = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}
+    return {key: value for key, value in record["data"].items() if key != "text"} | more
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 
 ROUND_TOKENS = 1 << 16  # whose hidden states are in memory while the blocks are loaded
-LENGTHS = 32  # of a batch are multiples of this: few shapes, and little padding
+LENGTH_STEP = 32  # of a batch are multiples of this: few shapes, and little padding
 
 Request = tuple[list[int], list[int]]  # ids of a context and of its continuation, neither empty
 Batch = tuple[Tensor, list["Row"]]  # ids [rows, tokens], padded
@@ -56,18 +56,18 @@ def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
     """Yield lists of batches that run through the blocks together. Rows are sorted by length, the longest
     first; batches have about equal work."""
     together: list[Batch] = []
-    start = held = 0
+    start = token_count = 0
     while start < len(rows):
-        length = min(longest, -(-len(rows[start].ids) // LENGTHS) * LENGTHS)
+        length = min(longest, -(-len(rows[start].ids) // LENGTH_STEP) * LENGTH_STEP)
         inside = list(rows[start : start + max(1, BATCH_TOKENS // length)])
         ids = torch.zeros(len(inside), length, dtype=torch.int64)
         for k, row in enumerate(inside):
             ids[k, : len(row.ids)] = torch.tensor(row.ids)
-        if together and held + ids.numel() > ROUND_TOKENS:
+        if together and token_count + ids.numel() > ROUND_TOKENS:
             yield together
-            together, held = [], 0
+            together, token_count = [], 0
         together.append((ids, inside))
-        start, held = start + len(inside), held + ids.numel()
+        start, token_count = start + len(inside), token_count + ids.numel()
     if together:
         yield together
 
@@ -80,10 +80,10 @@ def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[i
     targets = torch.tensor([token for row in rows for token in row.targets], device=picked.device)
     log_probs, likeliest = [], []
     size = model.chunk_tokens
-    for part, wanted in zip(picked.split(size), targets.split(size), strict=True):
+    for part, expected in zip(picked.split(size), targets.split(size), strict=True):
         predicted = model.log_probs(part)
-        log_probs.append(predicted.gather(1, wanted[:, None].to(predicted.device))[:, 0].cpu().double())
-        likeliest.append(predicted.argmax(-1).cpu() == wanted.cpu())
+        log_probs.append(predicted.gather(1, expected[:, None].to(predicted.device))[:, 0].cpu().double())
+        likeliest.append(predicted.argmax(-1).cpu() == expected.cpu())
     counts = [len(row.targets) for row in rows]
     sums, hits = torch.cat(log_probs).split(counts), torch.cat(likeliest).split(counts)
     return {

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.grids.ggml.search import total
 
 TAIL = 1 << 12  # distances below which the rest of the neighbours is looked at together
-AT_ONCE = 1 << 20  # distances that are looked at together
+DISTANCES_AT_ONCE = 1 << 20  # distances that are looked at together
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Neighbours:
 class CodeBook:
     """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, those of
     the digits. found: int64 `[base ** vector_size]`, by its number a vector's place in the book, -1 where it
-    is not there. wanted: at how many distances a point's neighbours are looked for."""
+    is not there. reach: at how many distances a point's neighbours are looked for."""
 
     digits: Tensor
     magnitudes: Tensor
     found: Tensor
-    wanted: int
+    reach: int
 
     @property
     def size(self) -> int:
@@ -63,7 +63,7 @@ class CodeBook:
         return number
 
     def neighbours(self) -> Neighbours:
-        """Return for every point the vectors in the book at the `wanted` smallest distances."""
+        """Return for every point the vectors in the book at the `reach` smallest distances."""
         return _neighbours(self)
 
     def __hash__(self) -> int:
@@ -74,7 +74,7 @@ class CodeBook:
 
 
 @cache
-def named(type_name: str, wanted: int = 1) -> CodeBook:
+def named(type_name: str, reach: int = 1) -> CodeBook:
     """Return the code book of a ggml type; see CodeBook."""
     from gguf import quants
 
@@ -83,32 +83,32 @@ def named(type_name: str, wanted: int = 1) -> CodeBook:
     values = torch.from_numpy(np.array(kind.grid)).view(kind.grid_shape).t().contiguous()
     magnitudes = torch.tensor(kind.grid_map, dtype=torch.float32)
     digits = torch.searchsorted(magnitudes, values)
-    book = CodeBook(digits, magnitudes, torch.empty(0, dtype=torch.int64), wanted)
+    book = CodeBook(digits, magnitudes, torch.empty(0, dtype=torch.int64), reach)
     found = torch.full((book.base**book.size,), -1)
     found[book.number(digits)] = torch.arange(digits.shape[1])
-    return CodeBook(digits, magnitudes, found, wanted)
+    return CodeBook(digits, magnitudes, found, reach)
 
 
 @cache
 def _on_device(book: CodeBook, device: torch.device) -> CodeBook:
     parts = (part.to(device) for part in (book.digits, book.magnitudes, book.found))
-    return CodeBook(*parts, book.wanted)
+    return CodeBook(*parts, book.reach)
 
 
 @cache
 def _neighbours(book: CodeBook) -> Neighbours:
     device = book.digits.device
-    book = CodeBook(book.digits.cpu(), book.magnitudes.cpu(), book.found.cpu(), book.wanted)
+    book = CodeBook(book.digits.cpu(), book.magnitudes.cpu(), book.found.cpu(), book.reach)
     points = book.base**book.size
     every = torch.arange(points)
     places = torch.stack([every // book.base**k % book.base for k in range(book.size)], 1).float()
     vectors = book.digits.float()
     length = vectors.square().sum(0)
     counts, ids = [], []
-    for part in places.split(max(1, AT_ONCE // vectors.shape[1])):
+    for part in places.split(max(1, DISTANCES_AT_ONCE // vectors.shape[1])):
         distance = torch.addmm(length, part, vectors, alpha=-2).add_(part.square().sum(1, keepdim=True))
         reach = distance.amin(1, keepdim=True)
-        for _ in range(book.wanted - 1):  # the next larger one that occurs
+        for _ in range(book.reach - 1):  # the next larger one that occurs
             reach = distance.masked_fill(distance <= reach, torch.inf).amin(1, keepdim=True)
         near = distance <= reach
         row, place = near.nonzero(as_tuple=True)

@@ -3,7 +3,7 @@ of 32 with a power of two, of 64 with four e4m3 scales.
 
 ggml counts in halves: values are 0, 1, 2, 3, 4, 6, 8 and 12 times half a scale. Its own encoders fit the
 largest weight and take no notice of importance; a search is what `grids/fp4.py` does. Scales of NVFP4 are
-those of a matrix times a divisor, which lies in a tensor of its own beside it, `NAME.scale` (its reciprocal):
+those of a matrix times a divisor, which lies in a separate tensor, `NAME.scale` (its reciprocal):
 without one most of a language model's scales would be smaller than e4m3 has digits for.
 """
 
@@ -141,7 +141,7 @@ class Nvfp4Blocks(Fp4Blocks):
     def _encode(self, blocks: Blocks) -> tuple[E4m3Scales, Tensor]:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
-        scale = _ue4m3(x.abs().amax(0) * self.divisor / fp4.LARGEST)
+        scale = _ue4m3(x.abs().amax(0) * self.divisor / fp4.LARGEST_FP4)
         codes = _codes(x * self.divisor, torch.where(scale == 0, torch.inf, scale * HALF))
         divisor = torch.full((n,), self.divisor, device=x.device)
         return E4m3Scales(scale.view(-1, n).t(), divisor), join(codes, n)

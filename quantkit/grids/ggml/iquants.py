@@ -32,7 +32,7 @@ class Search:
 
     tries, step: scales with which the largest weight is `2 base - 1 + step k`, k = -tries .. tries. epsilon:
     a sub-block without a larger weight is zero. fitted: what make_qp finds stands for the largest weight.
-    again: which vectors are chosen anew for the best scale: `all`, all where `any` was beside the book, or
+    again: which vectors are chosen anew for the best scale: `all`, all where `any` was outside the book, or
     `each` that was. power: factor of the mean square in the weights. fudge: d is stored times this.
     """
 
@@ -115,7 +115,7 @@ class CodeBookGrid(BlockGrid):
         return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
 
     def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
-        """Return parameters whose sub-block k has the present scale, or one up to `reach` beside it."""
+        """Return parameters whose sub-block k has the present scale, or one within `reach` of it."""
         found = []
         for change in range(-reach, reach + 1):
             scales = params.scales.clone()
@@ -212,7 +212,7 @@ class _SubBlocks:
         largest = largest.masked_fill(empty, 1)
         best = torch.zeros_like(scale)
         digits = torch.zeros_like(self.size)
-        beside = torch.full_like(self._beside(self.size), search.again != "each")
+        outside = torch.full_like(self._outside(self.size), search.again != "each")
         for k in range(-search.tries, search.tries + 1):
             factor = over(single(limit, times(search.step, k)), largest)
             found, off = self._choose(factor, over(1, factor))
@@ -222,11 +222,11 @@ class _SubBlocks:
             scale = torch.where(better, refitted, scale)
             best = torch.where(better, refitted * sum_qx, best)
             digits = torch.where(better, found, digits)
-            beside = torch.where(better, off, beside)
-        again = beside.any(0) if search.again != "all" else torch.ones_like(empty)
+            outside = torch.where(better, off, outside)
+        again = outside.any(0) if search.again != "all" else torch.ones_like(empty)
         again &= scale > 0
         found, _ = self._choose(over(1, scale), scale)
-        which = again & (beside if search.again == "each" else torch.ones_like(beside))
+        which = again & (outside if search.again == "each" else torch.ones_like(outside))
         digits = torch.where(which.repeat_interleave(book.size, 0), found, digits)
         sum_qx, sum_q2 = self._sums(digits)
         scale = torch.where(again & (sum_q2 > 0), sum_qx / sum_q2, scale)
@@ -236,7 +236,7 @@ class _SubBlocks:
         """Convert `[sub_size, n]` to `[vector_size, vectors of a sub-block * n]`."""
         return split(x, self.book.size)
 
-    def _beside(self, x: Tensor) -> Tensor:
+    def _outside(self, x: Tensor) -> Tensor:
         return x.new_empty(len(x) // self.book.size, x.shape[1], dtype=torch.bool)
 
     def _choose(self, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,9 +250,9 @@ class _SubBlocks:
         x, roots = self.vectors.index_select(1, off), self.roots.index_select(1, off)
         places = nearest_neighbour(book, self.odd, number[off], x, roots, scale.repeat(count)[off])
         digits.index_copy_(1, off, self.digits.index_select(1, places))
-        beside = torch.zeros(len(number), dtype=torch.bool, device=number.device)
-        beside[off] = True
-        return join(digits, factor.shape[0]), beside.view(count, -1)
+        outside = torch.zeros(len(number), dtype=torch.bool, device=number.device)
+        outside[off] = True
+        return join(digits, factor.shape[0]), outside.view(count, -1)
 
     def _sums(self, digits: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σ w q x and Σ w q² over sub-blocks, q = 1, 3, 5 …"""

@@ -116,7 +116,7 @@ class SignedGrid(SuperBlockGrid):
         return SubScales(d, scales.t()), join(codes, len(d))
 
     def _make_qx(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return scale of every column, and how to come by the codes that the search had for some."""
+        """Return the scale of every column, and how to compute the codes that the search found for some."""
 
         def searched(columns: Tensor) -> Tensor:
             return make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]

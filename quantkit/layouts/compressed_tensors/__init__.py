@@ -158,7 +158,7 @@ class CompressedTensorsLayout(Layout):
             raise damaged(tensors, why)
         return QuantizedInputLinear(weight, bias, numbers, scale if scale is None else scale.view(1))
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. A linear with another form than most is a target by its exact name,
         which takes precedence over the class "Linear". If all members of a fused linear have that form, the
         fused name is a target too, because vLLM looks it up."""
@@ -174,7 +174,7 @@ class CompressedTensorsLayout(Layout):
             if not of_members and form not in (self.form, None):
                 groups[form].append(name)
         kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
-        towers = [rf"re:{re.escape(name)}(\.|$)" for name in beside]
+        towers = [rf"re:{re.escape(name)}(\.|$)" for name in outside]
         return {
             "quant_method": NAME,
             "format": self.form.NAME,

@@ -68,21 +68,21 @@ class FloatQuantized(Form):
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return the two or three tensors of one linear."""
-        from quantkit.grids.float8 import FLOAT8, LARGEST
+        from quantkit.grids.float8 import FLOAT8, LARGEST_FLOAT8
 
         grid = weight.grid
         scale = weight.params.scale[:: grid.rows or None].to(grid.stored)
         scale = scale.view(1) if self.whole else scale.contiguous()
         tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale}
         if self.static:
-            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST)
+            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST_FLOAT8)
         return tensors
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
         """Return codes and scales."""
         import torch
 
-        from quantkit.grids.float8 import LARGEST, Float8Grid, Float8Params
+        from quantkit.grids.float8 import LARGEST_FLOAT8, Float8Grid, Float8Params
         from quantkit.grids.grid import QuantizedWeight
 
         weight, stored = tensors["weight"], tensors["weight_scale"]
@@ -91,7 +91,7 @@ class FloatQuantized(Form):
         scale = scale.repeat_interleave(rows or len(weight), 0)[: len(weight)]
         group = column_groups(tensors, "weight", None, spec, weight.device)
         grid = Float8Grid(spec.grid.group_size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
-        peak = tensors["input_scale"].float().view(()) * LARGEST if "input_scale" in tensors else None
+        peak = tensors["input_scale"].float().view(()) * LARGEST_FLOAT8 if "input_scale" in tensors else None
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
 
     def weights(self) -> dict:
@@ -151,7 +151,7 @@ class MxFp4Packed(Form):
     def check(self, spec: LinearSpec) -> str | None:
         """Return why rows are not whole groups; None if they are."""
         if spec.in_features % self.GROUP:
-            return f"in_features {spec.in_features} is no multiple of {self.GROUP}, the groups of {self.NAME}"
+            return f"in_features {spec.in_features} is not a multiple of {self.GROUP}, the group size"
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 WIDTHS = range(2, 9)  # bits of packed integers
-HALF = 128  # integers of 8 bits are stored without a sign in memory, with one on disk
+SIGN_OFFSET = 128  # integers of 8 bits are stored without a sign in memory, with one on disk
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class IntQuantized(Form):
         import torch
 
         scale = weight.params.scale.half().contiguous()
-        return {"weight": (weight.codes ^ HALF).view(torch.int8).contiguous(), "weight_scale": scale}
+        return {"weight": (weight.codes ^ SIGN_OFFSET).view(torch.int8).contiguous(), "weight_scale": scale}
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
         """Return codes and scales."""
@@ -163,9 +163,9 @@ class IntQuantized(Form):
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
-        codes, scale = tensors["weight"].view(torch.uint8) ^ HALF, tensors["weight_scale"].float()
+        codes, scale = tensors["weight"].view(torch.uint8) ^ SIGN_OFFSET, tensors["weight_scale"].float()
         grid = AffineGrid(8, spec.in_features)
-        return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, HALF)))
+        return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, SIGN_OFFSET)))
 
     def weights(self) -> dict:
         """Return `weights` of the config group."""

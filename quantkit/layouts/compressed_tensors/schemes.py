@@ -95,9 +95,7 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
     weights, inputs = numbers("weights", group.get("weights")), group.get("input_activations")
     activations = numbers("activations", inputs) if inputs else None
     if (found := FORMS[form].like(weights, activations)) is None:
-        raise _unread(
-            f"weights of {weights.bits} bit {weights.kind} by {weights.strategy} in {form}", PRESETS
-        )
+        raise _unread(f"{weights.bits} bit {weights.kind} weights by {weights.strategy} in {form}", PRESETS)
     return targets, Scheme(found, activations)
 
 
@@ -136,7 +134,7 @@ def _computed(inputs: Numbers) -> bool:
 
 
 def _unread(what: str, why: str) -> QuantkitError:
-    return QuantkitError(f"compressed-tensors: {what} is not understood", hint=why, exit_code=UNSUPPORTED)
+    return QuantkitError(f"compressed-tensors: {what} is not supported", hint=why, exit_code=UNSUPPORTED)
 
 
 def _well(formed: object, why: str) -> None:

@@ -38,7 +38,7 @@ class GgmlLayout(Layout):
             return f"a GGUF file holds ggml's block types, not {spec.grid.describe()}"
         if spec.in_features % spec.grid.group_size:
             size = spec.grid.group_size
-            return f"in_features {spec.in_features} is no multiple of {spec.grid.name}'s {size}"
+            return f"in_features {spec.in_features} is not a multiple of {spec.grid.name}'s {size}"
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
@@ -56,7 +56,7 @@ class GgmlLayout(Layout):
 
         kind = GGMLQuantizationType(int(parts["ggml_type"]))
         if kind.name not in TYPES:
-            raise damaged(parts, f"blocks of type {kind.name} are not understood")
+            raise damaged(parts, f"blocks of type {kind.name} are not supported")
         (rows, columns), (block, nbytes) = parts["ggml"].shape, GGML_QUANT_SIZES[kind]
         if columns % nbytes:
             raise ValueError
@@ -84,7 +84,7 @@ class GgmlLayout(Layout):
         grid = self.checked_spec(tensors).grid
         return QuantizedWeight(grid, *unpack(grid, tensors["ggml"], tensors.get("ggml_scale")))
 
-    def config(self, specs: Sequence[LinearSpec], beside: Sequence[str] = ()) -> dict:
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return {}: a GGUF file stores the type of every tensor itself."""
         return {}
 

@@ -32,7 +32,7 @@ def row_bytes(type_name: str, in_features: int) -> int:
     block, size = _gguf().GGML_QUANT_SIZES[_type(type_name)]
     if in_features % block:
         raise QuantkitError(
-            f"rows of {in_features} weights are no whole number of {type_name} blocks of {block}",
+            f"rows of {in_features} weights do not divide into {type_name} blocks of {block}",
             hint="choose a type with smaller blocks",
         )
     return in_features // block * size
@@ -62,7 +62,7 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
     return encoded
 
 
-def scale_beside(type_name: str, weight: Tensor) -> float | None:
+def separate_scale(type_name: str, weight: Tensor) -> float | None:
     """Return the NVFP4 scale by which a decoder multiplies all of `encode_rows`; None for other types."""
     grid = named(type_name).together([weight]) if type_name in TYPES else None
     return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
@@ -88,7 +88,7 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
         by_chunks(decode, values)
     except NotImplementedError as error:
         raise QuantkitError(
-            f"tensors of type {type_name} are not understood",
+            f"tensors of type {type_name} are not supported",
             hint=f"quantkit reads what gguf decodes: {', '.join((*PLAIN, *TYPES))} and others",
             exit_code=UNSUPPORTED,
         ) from error

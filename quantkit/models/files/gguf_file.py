@@ -26,7 +26,7 @@ from quantkit.models.files import untrusted
 from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo, broken
 
 MAGIC = b"GGUF"
-MAX_HEADER_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
+MAX_METADATA_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
 MAX_ITEMS = 1 << 22  # of all arrays together: sixteen vocabularies of 262,144 tokens
 MAX_ENTRIES = 1 << 16  # tensors, and keys of the metadata: twenty times those of the largest models
 MAX_DIMENSIONS = 4
@@ -82,7 +82,7 @@ def read_whole_header(path: Path) -> Header:
         with open(path, "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
             # at most as much as a header takes: under `ulimit -v` a larger model could not be mapped
-            most = min(file_bytes, MAX_HEADER_BYTES)
+            most = min(file_bytes, MAX_METADATA_BYTES)
             with (
                 mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as mapped,
                 memoryview(mapped) as data,
@@ -110,7 +110,7 @@ class _Cursor:
         if nbytes > len(self.data) - start:
             if start + nbytes > self.file_bytes:
                 raise _broken(self.path, f"its header is longer than its {self.file_bytes} bytes")
-            raise _broken(self.path, f"its header is longer than {MAX_HEADER_BYTES} bytes")
+            raise _broken(self.path, f"its header is longer than {MAX_METADATA_BYTES} bytes")
         self.place += nbytes
         return start
 
@@ -154,9 +154,7 @@ def _parse(cursor: _Cursor) -> Header:
     (version,) = cursor.unpack("<I")
     if version not in (2, 3):
         why = "is big-endian" if version & 0xFFFF == 0 else f"has GGUF version {version}"
-        raise QuantkitError(
-            f"{path} {why}", "quantkit reads versions 2 and 3, little-endian", exit_code=UNSUPPORTED
-        )
+        raise QuantkitError(f"{path} {why}", "quantkit reads versions 2 and 3, little-endian", UNSUPPORTED)
     tensors, pairs = cursor.unpack("<QQ")
     for count, words in ((tensors, "tensors"), (pairs, "keys")):
         if count > MAX_ENTRIES:

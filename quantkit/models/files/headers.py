@@ -47,7 +47,7 @@ HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.
     CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
     INDEX, MANIFEST,
 )  # fmt: skip
-SECONDS = 30.0  # for the hub to answer in
+HUB_SECONDS = 30.0  # for the hub to answer in
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     from huggingface_hub import HfApi, hf_hub_download
 
     with hub.explained(repo, revision):
-        found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=SECONDS)
+        found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=HUB_SECONDS)
     sizes = {file.rfilename: file.size for file in found.siblings or ()}
     files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
     require(CONFIG in files, f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
@@ -222,7 +222,7 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
             return None
         except (SafetensorsParsingError, AttributeError, TypeError) as error:
             raise QuantkitError(
-                f"{repo} holds no safetensors: {first_line(error)}", "report it to its owner"
+                f"{repo} holds no safetensors: {first_line(error)}", "tell its owner"
             ) from error
     infos: dict[str, TensorInfo] = {}
     for name, file in found.items():
@@ -233,8 +233,6 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
         filled = safetensors_folder.check_header(Path(name), header)
         size, end = files.get(name), max((one.offset + one.nbytes for one in filled.values()), default=0)
         if size is not None and size < end + 8:
-            raise QuantkitError(
-                f"{name} of {repo} has {size:,} bytes, its tensors {end:,}", "report it to its owner"
-            )
+            raise QuantkitError(f"{name} of {repo} has {size:,} bytes, its tensors {end:,}", "tell its owner")
         infos |= filled
     return infos

@@ -128,7 +128,7 @@ def explained(
     except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
         why = "is not in the local cache" if offline else "could not be fetched"
         raise QuantkitError(
-            f"{repo} is no local {local} and {why}: {first_line(error)}",
+            f"{repo} is not a local {local} and {why}: {first_line(error)}",
             hint=f"give a local {local}, or fetch it once with a connection: hf download {repo}{option}",
             exit_code=NOT_FOUND,
         ) from error

@@ -107,8 +107,7 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
     if wrong:
         raise QuantkitError(
             f"{checkpoint.source} was changed while it was read: {name_all(wrong)}",
-            "let nothing write there meanwhile; put it back as it was and use --resume, or begin anew with "
-            "--overwrite",
+            "restore it and continue with --resume, or start again with --overwrite",
         )
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 
-PIECE = 1 << 16  # characters of a piece, and on to the next line end
+PIECE_CHARACTERS = 1 << 16  # characters of a piece, and on to the next line end
 LONGEST = 1 << 19  # of a piece without a place to cut it
 AROUND = 64  # characters on either side of a cut that are tokenized to see whether it is one
-TRIES = 16
+CUTS_TRIED = 16
 LEAD = "a\n"
 
 
@@ -33,7 +33,7 @@ def encode(tokenizer: Any, text: str, limit: int | None = None) -> list[int]:
         while start < len(text) and (limit is None or len(ids) < limit):
             end = _end(tokenizer, text, start)
             piece = text[start:end]
-            ids += _behind(tokenizer, piece) if start else _ids(tokenizer, piece)
+            ids += _after(tokenizer, piece) if start else _ids(tokenizer, piece)
             start = end
         return ids[:limit]
 
@@ -42,7 +42,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
-def _behind(tokenizer: Any, text: str) -> list[int]:
+def _after(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text as a continuation of another text."""
     lead, found = _ids(tokenizer, LEAD), _ids(tokenizer, LEAD + text)
     return found[len(lead) :] if found[: len(lead)] == lead else _ids(tokenizer, text)
@@ -50,10 +50,10 @@ def _behind(tokenizer: Any, text: str) -> list[int]:
 
 def _end(tokenizer: Any, text: str, start: int) -> int:
     """Return the end of the piece that begins at `start`."""
-    if len(text) - start <= 2 * PIECE:
+    if len(text) - start <= 2 * PIECE_CHARACTERS:
         return len(text)
-    at = start + PIECE
-    for _ in range(TRIES):
+    at = start + PIECE_CHARACTERS
+    for _ in range(CUTS_TRIED):
         at = text.find("\n", at, start + LONGEST) + 1
         if not at:
             break
@@ -62,8 +62,8 @@ def _end(tokenizer: Any, text: str, start: int) -> int:
     if len(text) - start <= LONGEST:
         return len(text)
     space = start + LONGEST
-    for _ in range(TRIES):
-        space = text.rfind(" ", start + PIECE, space)
+    for _ in range(CUTS_TRIED):
+        space = text.rfind(" ", start + PIECE_CHARACTERS, space)
         if space < 0:
             break
         if _may_cut(tokenizer, text, space):
@@ -76,8 +76,8 @@ def _may_cut(tokenizer: Any, text: str, at: int) -> bool:
     left, right = text[max(0, at - AROUND) : at], text[at : at + AROUND]
     if not (left.strip() and right.strip()):
         return False  # what matters may lie further away
-    apart = _behind(tokenizer, left) + _behind(tokenizer, right)
-    return _behind(tokenizer, left + right) == apart
+    apart = _after(tokenizer, left) + _after(tokenizer, right)
+    return _after(tokenizer, left + right) == apart
 
 
 @contextmanager

@@ -76,11 +76,11 @@ def refuse_irregular(path: Path) -> None:
     """Raise QuantkitError for a pipe, device or socket, which may never end; OSError if it is absent."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise QuantkitError(f"{path} is no plain file", "copy its contents into a plain file", UNSUPPORTED)
+        raise QuantkitError(f"{path} is not a plain file", "copy its contents into a plain file", UNSUPPORTED)
 
 
 def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
-    """Return the bytes of a file. Raises QuantkitError if it is no plain file or too large, OSError if it
+    """Return the bytes of a file. Raises QuantkitError if it is not a plain file or too large, OSError if it
     cannot be read."""
     refuse_irregular(path)
     size = max(path.stat().st_size, UNSAID)
@@ -143,15 +143,15 @@ LAYERS = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
     "decoder_layers", "encoder_layers", "depth",
 }  # fmt: skip
-FEW = 512  # layers that are built, whatever the headers say: of a second each
+FEW_LAYERS = 512  # layers that are built, whatever the headers say: of a second each
 COUNTED = dict.fromkeys(("num_labels", *EXPERTS), 1 << 16)
 SIZES = 1 << 40  # of anything else
-PARTS = 8  # configurations inside one another
+MOST_NESTED = 8  # configurations inside one another
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
     """Raise QuantkitError naming impossible numbers. tensors: how many are stored, a limit for layers."""
-    most = COUNTED | dict.fromkeys(LAYERS, max(tensors, FEW))
+    most = COUNTED | dict.fromkeys(LAYERS, max(tensors, FEW_LAYERS))
     odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > most.get(name, SIZES)]
     odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
     odd += _routed(config)
@@ -173,7 +173,7 @@ def _routed(config: Mapping[str, Any]) -> Iterator[str]:
 def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, int]]:
     """Yield name and value of the integers in a configuration and in those inside it."""
     for name, value in config.items():
-        if isinstance(value, Mapping) and depth < PARTS:
+        if isinstance(value, Mapping) and depth < MOST_NESTED:
             yield from _numbers(value, depth + 1)
         elif isinstance(value, int) and name != "seed":
             yield str(name), value
@@ -226,7 +226,7 @@ def refuse_tokenizer_file(path: Path) -> None:
         pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or ()]
         lacking = [second for _, second in pairs if not second.startswith(prefix)]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _refused(path, f"is not understood: {error!r}") from error
+        raise _refused(path, f"is not supported: {error!r}") from error
     if large:
         raise _refused(path, f"gives a token the id {large[0]}")
     if lacking:

@@ -106,10 +106,10 @@ class Architecture:
 
     def inexpressible(self, what: str) -> QuantkitError:
         """Return the error for a model that llama.cpp would compute differently."""
-        return QuantkitError(f"llama.cpp's {self.name} does not know {what}", ALIKE, UNSUPPORTED)
+        return QuantkitError(f"llama.cpp's {self.name} does not know {what}", SAME_RESULT, UNSUPPORTED)
 
 
-ALIKE = "quantkit writes models that llama.cpp computes as transformers does"
+SAME_RESULT = "quantkit writes models that llama.cpp computes as transformers does"
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
@@ -137,7 +137,7 @@ def of_config(config: PretrainedConfig) -> Architecture:
             return row
     if otherwise := _stored["unlike"].get(kind):
         what = f"GGUF of {kind} is not supported: llama.cpp computes {otherwise}"
-        raise QuantkitError(what, ALIKE, UNSUPPORTED)
+        raise QuantkitError(what, SAME_RESULT, UNSUPPORTED)
     known = sorted(kind for row in TABLE for kind in row.model_types)
     raise QuantkitError(
         f"GGUF of {kind} is not supported",
@@ -198,9 +198,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 def refuse_imatrix(source: str | Path, metadata: Mapping[str, Any]) -> None:
     """Raise QuantkitError (exit code 4) if a GGUF file is an importance matrix."""
     if metadata.get("general.type") == "imatrix":
-        raise QuantkitError(
-            f"{source} is an importance matrix, not a model", "give it to --imatrix", UNSUPPORTED
-        )
+        raise QuantkitError(f"{source} is an importance matrix, not a model", "use --imatrix", UNSUPPORTED)
 
 
 def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:

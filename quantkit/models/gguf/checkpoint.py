@@ -253,10 +253,10 @@ def _understood(
 
 def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], factors: set[str]) -> None:
     """Raise QuantkitError unless the file holds exactly the tensors of the model."""
-    wanted = {target.name: target for target in targets}
-    absent = [name for name in wanted if name not in stored]
+    expected = {target.name: target for target in targets}
+    absent = [name for name in expected if name not in stored]
     require(not absent, f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
-    unknown = [name for name in stored if name not in wanted and name not in factors]
+    unknown = [name for name in stored if name not in expected and name not in factors]
     if unknown:
         raise QuantkitError(
             f"{path} holds unknown tensors: {name_all(unknown)}",
@@ -265,13 +265,13 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
         )
     odd = [
         f"{name} is {list(stored[name].shape)} instead of {list(target.shape)}"
-        for name, target in wanted.items()
+        for name, target in expected.items()
         if _matrix(stored[name].shape) != _matrix(target.shape)
     ]
     require(not odd, f"{path}: {name_all(odd)}", "metadata and tensors belong to different models")
     types = [
         f"{name} ({stored[name].dtype})"
-        for name, target in wanted.items()
+        for name, target in expected.items()
         if stored[name].dtype in NO_WEIGHTS or (len(target.shape) == 1 and stored[name].dtype not in PLAIN)
     ]
     if types:

@@ -154,16 +154,14 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
     absent = [f"{row.name}.{key}" for key in REQUIRED if key not in keys]
     absent += [name for name in ("token_embd.weight",) if name not in infos]
     absent += [f"{row.name}.{key}" for key in row.fields if key.endswith(NEEDED) and key not in keys]
-    require(
-        not absent, f"the GGUF file lacks {name_all(absent)}", "it holds no whole model; download it again"
-    )
+    require(not absent, f"the GGUF file lacks {name_all(absent)}", "download the file again")
     whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length", *EXPERTS)
     given = {key: keys[key] for key in whole if key in keys}
     odd = [f"{row.name}.{key}" for key, n in given.items() if type(n) is not int or not 0 < n < 1 << 31]
     if odd:
         raise QuantkitError(
             f"the GGUF file gives no single positive number for {name_all(odd)}",
-            hint="quantkit reads models whose blocks are all alike",
+            hint="quantkit reads models whose blocks are all equal",
             exit_code=UNSUPPORTED,
         )
     shape = infos["token_embd.weight"].shape
@@ -189,7 +187,7 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     kinds = layer_types(row, keys, keys["block_count"])
     if kinds is None:
         raise QuantkitError(
-            f"{row.name}.{PATTERN} {keys[PATTERN]!r} is no pattern of blocks", "download the file again"
+            f"{row.name}.{PATTERN} {keys[PATTERN]!r} is not a pattern of blocks", "download the file again"
         )
     if row.wide_blocks is None:
         return {"layer_types": kinds, "sliding_window": keys.get("attention.sliding_window")}

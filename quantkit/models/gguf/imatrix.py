@@ -88,7 +88,7 @@ def read(path: Path) -> Imatrix:
         ) from error
     if magic != gguf_file.MAGIC:
         convert = f"if it is an older .dat file: llama-imatrix --in-file {path} -o NEW.gguf; else {HINT}"
-        raise QuantkitError(f"{path} is no importance matrix in GGUF", convert, USAGE)
+        raise QuantkitError(f"{path} is not an importance matrix in GGUF", convert, USAGE)
     imatrix = _read_gguf(path)
     for name, sums in imatrix.sums.items():
         counts = imatrix.counts[name]
@@ -98,7 +98,7 @@ def read(path: Path) -> Imatrix:
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
-    raise QuantkitError(f"{path} is no importance matrix, or a damaged one: {why}", HINT, USAGE)
+    raise QuantkitError(f"{path} is not an importance matrix, or a damaged one: {why}", HINT, USAGE)
 
 
 def _read_gguf(path: Path) -> Imatrix:

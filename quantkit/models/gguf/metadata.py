@@ -194,12 +194,12 @@ def _special_tokens(
             if isinstance(number, int) and 0 <= number < vocab_size:
                 found.setdefault(role, number)
     adds = {}
-    for role, wanted in zip(("bos", "eos"), files.affixes(), strict=True):
-        if len(wanted) == 1:
-            found.setdefault(role, wanted[0])
-        adds[f"add_{role}_token"] = bool(wanted) and wanted == [found.get(role)]
-        if wanted and not adds[f"add_{role}_token"]:
-            names = name_all(tokens[number].text for number in wanted if number in tokens)
+    for role, affixes in zip(("bos", "eos"), files.affixes(), strict=True):
+        if len(affixes) == 1:
+            found.setdefault(role, affixes[0])
+        adds[f"add_{role}_token"] = bool(affixes) and affixes == [found.get(role)]
+        if affixes and not adds[f"add_{role}_token"]:
+            names = name_all(tokens[number].text for number in affixes if number in tokens)
             warn(f"llama.cpp will not put {names} {'before' if role == 'bos' else 'after'} a text")
     ends = [
         number for number in files.ids("generation_config.json", "eos_token_id") if 0 <= number < vocab_size

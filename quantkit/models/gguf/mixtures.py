@@ -70,13 +70,13 @@ class Wishes:
 class Choice:
     """The type of one tensor.
 
-    wanted: the type that `type` replaces, if any; reason: why it does not fit; cost_bytes: how many bytes
-    more `type` takes than `wanted` would.
+    first_choice: the type that `type` replaces, if any; reason: why it does not fit; cost_bytes: how many
+    bytes more `type` takes than `first_choice` would.
     """
 
     name: str
     type: str
-    wanted: str | None = None
+    first_choice: str | None = None
     reason: str | None = None
     cost_bytes: int = 0
 
@@ -134,9 +134,9 @@ def choose(
         if stays_float(name, shape):
             choices.append(Choice(name, "F32"))
         else:
-            wanted = requested.type(name) or mixture.type(name, shape[-1])
-            unscaled = _unscaled(name, model, biases) if wanted in SCALED else None
-            choices.append(_fitting(name, shape, wanted, unscaled))
+            first_choice = requested.type(name) or mixture.type(name, shape[-1])
+            unscaled = _unscaled(name, model, biases) if first_choice in SCALED else None
+            choices.append(_fitting(name, shape, first_choice, unscaled))
     return choices
 
 
@@ -243,17 +243,17 @@ def _kind(name: str) -> str | None:
     return next((kind for part, kind in KINDS.items() if part in name), None)
 
 
-def _fitting(name: str, shape: Sequence[int], wanted: str, unscaled: str | None = None) -> Choice:
+def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str | None = None) -> Choice:
     """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
     ignores its scale."""
-    columns, block = shape[-1], BLOCKS[wanted][0]
+    columns, block = shape[-1], BLOCKS[first_choice][0]
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type
-        return Choice(name, type, wanted, unscaled, nbytes(type, shape) - nbytes(wanted, shape))
+        return Choice(name, type, first_choice, unscaled, nbytes(type, shape) - nbytes(first_choice, shape))
     if columns % block == 0:
-        return Choice(name, wanted)
-    type = FALLBACKS.get(wanted, LAST_RESORT)
+        return Choice(name, first_choice)
+    type = FALLBACKS.get(first_choice, LAST_RESORT)
     if columns % BLOCKS[type][0]:
         type = LAST_RESORT
     reason = f"{columns} columns are no multiple of {block}"
-    return Choice(name, type, wanted, reason, nbytes(type, shape) - nbytes(wanted, shape))
+    return Choice(name, type, first_choice, reason, nbytes(type, shape) - nbytes(first_choice, shape))

@@ -247,8 +247,8 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
         if row.latent and leaf == "attn_kv_b":
             for other, view in _latent(config).items():
                 part = name.replace(leaf, other)
-                held = tuple(view(torch.empty(shape, device="meta")).shape)
-                found[part] = Target(part, tuple(parameters), held, part=Part(shape, view))
+                viewed = tuple(view(torch.empty(shape, device="meta")).shape)
+                found[part] = Target(part, tuple(parameters), viewed, part=Part(shape, view))
             continue
         found[name] = Target(
             name,

@@ -122,7 +122,7 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
             what = f"{path} is no tokenizer: {first_line(error)}"
             raise QuantkitError(what, "download it again", NOT_FOUND) from error
     found = load_tokenizer(str(folder), folder)
-    require(found.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "export one", UNSUPPORTED)
+    require(found.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "save one", UNSUPPORTED)
     return found.backend_tokenizer
 
 
@@ -208,9 +208,9 @@ def _scores(files: TokenizerFiles, merges: list[Merge], normal: set[str]) -> dic
     scores = scores_of(merges)
     never_made = sorted(text for text in normal if len(text) > 1 and text not in scores)
     scores |= {text: -float(len(scores) + k) for k, text in enumerate(never_made)}
-    wanted, given = canonical(merges), canonical(from_scores(scores, normal))
-    if wanted != given:
-        odd = next(one or other for one, other in itertools.zip_longest(wanted, given) if one != other)
+    expected, given = canonical(merges), canonical(from_scores(scores, normal))
+    if expected != given:
+        odd = next(one or other for one, other in itertools.zip_longest(expected, given) if one != other)
         raise _refused(files, f"whose merges no scores express: those that make {odd[0]!r}")
     return scores
 

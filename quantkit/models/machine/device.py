@@ -29,7 +29,7 @@ def choose_device(requested: str) -> torch.device:
         device = torch.device(requested)
     except RuntimeError as error:
         raise QuantkitError(
-            f"{requested!r} is no device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
+            f"{requested!r} is not a device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
         ) from error
     if device.type == "cpu":
         return torch.device("cpu")

@@ -98,7 +98,7 @@ def joined(device: str) -> Iterator[None]:
     kinds = all_gather(accelerated)
     if len(set(kinds)) > 1:
         raise QuantkitError(
-            f"rank {kinds.index(False)} has no GPU for itself, others have one",
+            f"rank {kinds.index(False)} has no GPU of its own, other ranks have one",
             "start one process per GPU, or compute on the CPU with --device cpu",
             UNSUPPORTED,
         )
@@ -246,8 +246,8 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
         if not stopped:
             store.set(f"ended/{own}", "")
         ending = _first(error) if _comes("failure", SETTLE) else _named(error, stopped)
-        silent = own and _comes("told", SPEAK)
-        speaks = not silent and store.compare_set("told", "", str(own)) == str(own).encode()
+        silent = own and _comes("reported", SPEAK)
+        speaks = not silent and store.compare_set("reported", "", str(own)) == str(own).encode()
     except RuntimeError:  # the store went with its rank
         return error, not stopped
     return ending, speaks

@@ -79,7 +79,7 @@ def empty(
 def _no_model(source: str, error: Exception) -> QuantkitError:
     why = first_line(error) if isinstance(error, (ValueError, ImportError)) else f"{error!r:.300}"
     return QuantkitError(
-        f"{source} is no causal language model that transformers {transformers.__version__} knows: {why}",
+        f"{source} is not a causal language model that transformers {transformers.__version__} knows: {why}",
         hint="quantkit compresses decoder-only models (…ForCausalLM), and those that other modalities "
         "are wrapped around",
         exit_code=UNSUPPORTED,
@@ -113,12 +113,12 @@ def submodels(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """Map names in the model to stored names by transformers' rules: added or removed prefixes, renamings."""
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    wanted = model.state_dict()
+    state = model.state_dict()
     targets = {
-        name: rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0] for name in stored
+        name: rename_source_key(name, renamings, [], model.base_model_prefix, state)[0] for name in stored
     }
-    found = {target: name for name, target in targets.items() if target in wanted}
-    own = (name for name, target in targets.items() if target not in wanted and name in wanted)
+    found = {target: name for name, target in targets.items() if target in state}
+    own = (name for name, target in targets.items() if target not in state and name in state)
     return {name: name for name in own} | found  # such a renaming is for another spelling
 
 
@@ -128,7 +128,7 @@ def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]
     Weights of linears are excluded: linears are quantized as they are stored.
     """
     renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    wanted = model.state_dict()
+    state = model.state_dict()
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     found = {}
     for rule in get_model_conversion_mapping(model):
@@ -139,10 +139,9 @@ def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]
             continue
         inside = [name for name in stored if any(name.endswith(part) for part in rule.source_patterns)]
         renamed = {
-            rename_source_key(name, renamings, [], model.base_model_prefix, wanted)[0]: name
-            for name in inside
+            rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]: name for name in inside
         }
-        for name in wanted:
+        for name in state:
             parts = [f"{name.removesuffix(target)}{part}" for part in rule.source_patterns]
             if name.endswith(target) and name not in linears and renamed.keys() >= set(parts):
                 found[name] = [renamed[part] for part in parts]

@@ -51,12 +51,12 @@ class Names:
     def stored_blocks(self) -> tuple[str, ...]:
         """Return the prefix of each block's names in the checkpoint."""
         first = f"{self.blocks}.0."
-        alike = (
+        equal = (
             stored.removesuffix(name.removeprefix(first)).removesuffix("0.")
             for name, stored in self.stored.items()
             if name.startswith(first) and stored.endswith(f".0.{name.removeprefix(first)}")
         )
-        container = next(alike, f"{self.blocks}.")
+        container = next(equal, f"{self.blocks}.")
         return tuple(f"{container}{index}." for index in range(self._depth))
 
     def in_tower(self, name: str) -> bool:

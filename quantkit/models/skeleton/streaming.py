@@ -71,8 +71,8 @@ class Keeper:
         linears = streamed(block)
         self._names = {module: local for local, module in linears.items()}
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
-        self.capacity = expert_share.HELD * expert_share.largest_expert(shapes)  # weights
-        self._held: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
+        self.capacity = expert_share.IN_MEMORY * expert_share.largest_expert(shapes)  # weights
+        self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
         self._given_up = 0  # bytes, since pages were given back
         self._installed: dict[str, tuple[Layout, str, Callable[[], Parts]]] = {}  # in place of own weights
         self._changed: dict[str, Callable[[], Tensor]] = {}  # parameters that are not the source's any more
@@ -84,18 +84,18 @@ class Keeper:
     @property
     def weights(self) -> int:
         """Return the number of weights in memory."""
-        return sum(module.weight.numel() for module in self._held.values())
+        return sum(module.weight.numel() for module in self._loaded.values())
 
     def provide(self, linear: ExpertLinear) -> nn.Module:
         """Return the module that computes for `linear`, with its values in memory: itself or an installed
         replacement."""
         local = self._names[linear]
-        if local not in self._held:
-            while self._held and self.weights + linear.weight.numel() > self.capacity:
-                self._give_up(next(iter(self._held)))
+        if local not in self._loaded:
+            while self._loaded and self.weights + linear.weight.numel() > self.capacity:
+                self._give_up(next(iter(self._loaded)))
             self._read(local)
-            self._held[local] = linear
-        self._held.move_to_end(local)
+            self._loaded[local] = linear
+        self._loaded.move_to_end(local)
         return self._block.get_submodule(local)
 
     def _read(self, local: str) -> None:
@@ -113,9 +113,9 @@ class Keeper:
             self._installer.install(self._block, local, layout, self._installer.placed(again()), stored)
 
     def _give_up(self, local: str) -> None:
-        self._given_up += self._held.pop(local).weight.nbytes
+        self._given_up += self._loaded.pop(local).weight.nbytes
         self._installer.give_up(self._block, local)
-        if self._given_up > expert_share.HOLES:
+        if self._given_up > expert_share.EXPERT_HOLES:
             self._given_up = 0
             return_freed_pages()
 
@@ -137,7 +137,7 @@ class Keeper:
 
     def take_back(self) -> None:
         """Release all linears, lent or not."""
-        for local in list(self._held):
+        for local in list(self._loaded):
             self._give_up(local)
         for local in self._lent:
             self._installer.give_up(self._block, local)
@@ -146,7 +146,7 @@ class Keeper:
 
     def wait(self, linear: ExpertLinear) -> None:
         """Wait until all interleaved forward passes have reached this linear, unless it is in memory."""
-        if self._pause and self._names[linear] not in self._held:
+        if self._pause and self._names[linear] not in self._loaded:
             self._pause()
 
     def in_step(self, run: Callable[[int], T], count: int) -> Iterator[T]:

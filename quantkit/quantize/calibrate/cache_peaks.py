@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.grids.float8 import LARGEST
+from quantkit.grids.float8 import LARGEST_FLOAT8
 from quantkit.layouts import LinearSpec
 from quantkit.models.machine import distributed
 
@@ -50,7 +50,7 @@ def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec]) -> dict[str, 
     first = next(iter(rows))
     block = first.name.removesuffix(first.local)
     return {
-        f"{block}{place}.{name}": (distributed.largest_(peak) / LARGEST).to(torch.bfloat16).view(1)
+        f"{block}{place}.{name}": (distributed.largest_(peak) / LARGEST_FLOAT8).to(torch.bfloat16).view(1)
         for place, peaks in found.items()
         for name, peak in (("k_scale", peaks.keys), ("v_scale", peaks.values))
         if peak is not None

@@ -16,7 +16,7 @@ from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 
 TINY = torch.finfo(torch.float32).tiny
-KEPT = 512  # inputs of a site that are kept as they are, at most
+KEPT_INPUTS = 512  # inputs of a site that are kept as they are, at most
 
 
 @dataclass(frozen=True)
@@ -135,12 +135,12 @@ class Statistics:
         return distributed.sum_(sums) if width else None
 
     def _keep(self, rows: Tensor) -> None:
-        """Keep every `every`-th row, at most KEPT rows in all."""
+        """Keep one of `every` rows, at most KEPT_INPUTS in all."""
         self.inputs = torch.cat([self.inputs, rows[:: self.every]])
         self._thin()
 
     def _thin(self) -> None:
-        while len(self.inputs) > KEPT:
+        while len(self.inputs) > KEPT_INPUTS:
             self.inputs, self.every = self.inputs[::2].clone(), 2 * self.every
 
     def _fourth(self) -> Tensor | None:

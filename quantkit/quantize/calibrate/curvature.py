@@ -61,23 +61,23 @@ class Curvatures:
 
 def gather(
     skeleton: Skeleton,
-    wanted: Mapping[int, Sequence[str]],
+    chosen: Mapping[int, Sequence[str]],
     batches: Sequence[Tensor],
     folder: Path,
     timings: Timings,
     progress: Progress,
     place: Place | None = None,
 ) -> Curvatures:
-    """Compute the curvatures of the linears `wanted`, by block, unless an earlier run has computed all of
-    them. The skeleton is loaded without its blocks. folder: staging folder; place: where hidden states and
-    gradients are kept.
+    """Compute the curvatures of the linears `chosen`, by block, unless an earlier run has computed them all.
+    The skeleton is loaded, its blocks are not. folder: of the staged job; place: where states and gradients
+    wait.
 
     Raises QuantkitError if gradients do not flow back through the model.
     """
     staged = StagedBlocks(folder / GRADIENTS)
     staged.lasting = False
     curvatures = Curvatures(staged, skeleton.device)
-    if all(map(staged.is_done, wanted)):
+    if all(map(staged.is_done, chosen)):
         return curvatures
     staged.folder.mkdir(exist_ok=True)
     progress.phase("gradients of the unquantized model")
@@ -85,27 +85,27 @@ def gather(
     try:
         with timings(STEPS):
             states = embedded(batches, skeleton.embed, skeleton.device, place)
-            _pass(skeleton, wanted, states, staged, progress)
+            _pass(skeleton, chosen, states, staged, progress)
     except torch.OutOfMemoryError as error:
         hint = "start again with a smaller --batch-size and --overwrite, or with --solver gptq"
         message = f"{skeleton.device} ran out of memory while gradients flowed back"
         raise QuantkitError(message, hint, RESOURCES) from error
     finally:
         skeleton.streams = streams
-        if not all(map(staged.is_done, wanted)):
+        if not all(map(staged.is_done, chosen)):
             shutil.rmtree(staged.folder)
     return curvatures
 
 
 def _pass(
     skeleton: Skeleton,
-    wanted: Mapping[int, Sequence[str]],
+    chosen: Mapping[int, Sequence[str]],
     states: States,
     staged: StagedBlocks,
     progress: Progress,
 ) -> None:
-    """Run forward, then backward to the first wanted block, and write the curvatures of each block."""
-    depth, first = len(skeleton.blocks), min(wanted)
+    """Run forward, then back to the first block that is chosen, and write the curvatures of each block."""
+    depth, first = len(skeleton.blocks), min(chosen)
     total = depth + BACK * (depth - first)
     entered: dict[int, Spill] = {}
     decoded: walk.Source = (None, True)  # activations are not rounded
@@ -120,7 +120,7 @@ def _pass(
     for index, block in walk.blocks(skeleton, lambda index: decoded, only=range(depth - 1, first - 1, -1)):
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
-        sums = _back(run, block, entered.pop(index), states, wanted.get(index, ()))
+        sums = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
         found = {name: _stored(name, part) for name, part in sums.items() if part.tokens}
         staged.save(index, found, [])
     progress.counting(STEPS, total, total)

@@ -40,11 +40,11 @@ class Block:
     probe: Tensor | None = None
 
     @cached_property
-    def wanted(self) -> list[Site]:
-        """Return the sites with linears to quantize, and the layer-wide sites of their experts."""
-        wanted = {site for site in self.sites if any(self.rows[name].grid for name in site.linears)}
-        pools = {site.pool for site in wanted}
-        return [site for site in self.sites if site in wanted or (not site.linears and site.pool in pools)]
+    def chosen(self) -> list[Site]:
+        """Return sites with linears to quantize, and the layer-wide sites of their experts."""
+        chosen = {site for site in self.sites if any(self.rows[name].grid for name in site.linears)}
+        pools = {site.pool for site in chosen}
+        return [site for site in self.sites if site in chosen or (not site.linears and site.pool in pools)]
 
     def row(self, site: Site) -> LinearSpec:
         """Return one of the linears that read the site's inputs."""
@@ -108,18 +108,18 @@ class Measuring:
         )
 
     def in_order(self, block: Block) -> Measured:
-        """Return statistics that measure each site after the earlier sites are quantized."""
-        reached = [site for site in block.wanted if site.calls]
+        """Measure each site after the sites before were quantized."""
+        reached = [site for site in block.chosen if site.calls]
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
         layers: dict[str, SiteStatistics] = {}
         if repeats:
             again = _Repeated(self, block)
             statistics = lambda site: self.mixed(layers, site, again.of(site))  # noqa: E731
             return Measured(statistics, again.outputs, independent=True)
-        wanted = set(block.wanted)
+        chosen = set(block.chosen)
         # experts that are kept as they are let all batches wait, too: one reading of their weights serves all
         seen = [site for site in block.sites if site.calls]
-        seen = [site for site in seen if site in wanted or (site.pool and site.linears)]
+        seen = [site for site in seen if site in chosen or (site.pool and site.linears)]
         forward = SuspendedForward(block.module, seen, self.run(block), len(self.states))
 
         def statistics(site: Site) -> SiteStatistics:
@@ -133,8 +133,8 @@ class Measuring:
         share of the sequences, evenly spaced."""
         own = distributed.span(self.batches)
         every, sequences = range(0, self.batches, round(1 / sample)), len(self.states[0])
-        wanted = sample * sequences * self.batches
-        most = math.ceil(wanted / len(every))  # sequences of a batch: fewer than all where batches are few
+        sampled = sample * sequences * self.batches
+        most = math.ceil(sampled / len(every))  # sequences of a batch: fewer than all where batches are few
         every = [k - own.start for k in every if k in own]
         run, whole = self.run(block, most), sample == 1
         outputs = self.skeleton.in_step(block.index, lambda k: run(every[k]), len(every))
@@ -202,7 +202,7 @@ class _Repeated:
     def _together(self, site: Site) -> Sequence[Site]:
         """Return the site and the next sites of its layer's experts, as many as fit in memory."""
         found: list[Site] = []
-        for other in self._block.wanted[self._block.wanted.index(site) :]:
+        for other in self._block.chosen[self._block.chosen.index(site) :]:
             if other.pool != site.pool or other.whole or len(found) == self._by.execution.at_once:
                 break
             found.append(other)

@@ -37,7 +37,7 @@ class Original:
         skeleton: Skeleton,
         index: int,
         sites: Iterable[Site],
-        wanted: Iterable[Site],
+        chosen: Iterable[Site],
         original: States,
         states: States,
     ):
@@ -47,7 +47,7 @@ class Original:
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {
-            site: {} for site in wanted if site.linears and not site.pool and site.calls == 1
+            site: {} for site in chosen if site.linears and not site.pool and site.calls == 1
         }
         probe = distributed.broadcast(lambda: original[0][:1, :PROBE_TOKENS].clone())
         self._block = skeleton.blocks[index]

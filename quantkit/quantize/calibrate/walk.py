@@ -29,14 +29,14 @@ def blocks(
     read from disk into pinned host memory meanwhile. It is not copied ahead: the copy takes hundredths of a
     second, and two blocks would be on the device.
     """
-    timings, wanted = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
+    timings, indices = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
     ahead: Future[FetchedBlock] | None = None
     with ThreadPoolExecutor(1, "reader") as pool:
-        for place, index in enumerate(wanted):
+        for place, index in enumerate(indices):
             with timings("load"):
                 block = skeleton.load_block(index, *source(index), ahead.result() if ahead else None)
-            if is_accelerator(skeleton.device) and place + 1 < len(wanted):
-                following = wanted[place + 1]
+            if is_accelerator(skeleton.device) and place + 1 < len(indices):
+                following = indices[place + 1]
                 ahead = pool.submit(skeleton.fetch_block, following, *source(following))
             yield index, block
             skeleton.free_block(index)

@@ -179,7 +179,7 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
     require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
     if group_size != -1 and group_size < 8:
         raise QuantkitError(
-            f"{where or f'--group-size {group_size}'} makes no sense",
+            f"{where or f'--group-size {group_size}'} is invalid",
             "choose groups of -1, 16, 32, 64 or 128",
             USAGE,
         )

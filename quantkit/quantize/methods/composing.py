@@ -85,8 +85,8 @@ def shared(name: str, default: Any = None) -> Any:
 
 
 def check(options: Any) -> None:
-    """Raise QuantkitError if options of a method with error feedback are invalid."""
-    require(options.refine >= 0, f"--refine {options.refine} makes no sense", "choose 0 or more", USAGE)
+    """Raise QuantkitError for options of a method with error feedback that make no sense."""
+    require(options.refine >= 0, f"--refine {options.refine} is invalid", "choose 0 or more", USAGE)
     require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
     for name in ("solver", "target", "format"):
@@ -94,7 +94,7 @@ def check(options: Any) -> None:
             one_of(value := getattr(options, name), names[name], f"--{name} {value}: no such {name}")
     if options.target == "original" and options.solver == "rtn":
         raise QuantkitError(
-            "--target original is for --solver gptq: rounding to nearest has no target but the weight",
+            "--target original needs --solver gptq: rounding to nearest has no target but the weight",
             "add --solver gptq, or leave it out",
             USAGE,
         )
@@ -111,7 +111,7 @@ def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smo
         raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
     turned = [part for part in parts if part in ROTATIONS]
     if len(turned) > 1 or len(parts) - len(turned) > 1:
-        raise QuantkitError(f"--transform {value} asks for two of a kind", "choose one of them", USAGE)
+        raise QuantkitError(f"--transform {value} has two of one kind", "choose one of them", USAGE)
     return parts
 
 

@@ -232,16 +232,16 @@ def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) ->
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:
-    """Return notes on tensors that did not get the file type's choice, with reasons and cost in bytes."""
-    alike: dict[tuple, list[Choice]] = {}
+    """Return notes on tensors with another type than the mixture's, by reason, with the cost in bytes."""
+    equal: dict[tuple, list[Choice]] = {}
     for choice in choices:
         if choice.reason:
-            alike.setdefault((choice.type, choice.wanted, choice.reason), []).append(choice)
+            equal.setdefault((choice.type, choice.first_choice, choice.reason), []).append(choice)
     found = []
-    for (given, wanted, reason), group in alike.items():
+    for (given, first_choice, reason), group in equal.items():
         cost = sum(choice.cost_bytes for choice in group)
         names = name_all([choice.name for choice in group], 3)
-        found.append(f"{given} instead of {wanted}, because {reason} ({cost:+,} bytes): {names}")
+        found.append(f"{given} instead of {first_choice}, because {reason} ({cost:+,} bytes): {names}")
     return found
 
 
@@ -287,7 +287,7 @@ def chosen_types(
     tensors = [(target.name, target.shape) for target in targets]
     choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
     if file_type in SCALED and not any(choice.type == file_type for choice in choices):
-        why = next(choice.reason for choice in choices if choice.wanted == file_type)
+        why = next(choice.reason for choice in choices if choice.first_choice == file_type)
         raise QuantkitError(f"no matrix can have the type {file_type}: {why}", "choose MXFP4", UNSUPPORTED)
     unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
     if unfit and options.strict:

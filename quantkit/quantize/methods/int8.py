@@ -40,7 +40,7 @@ def suffix(options: Options) -> str:
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
     if not 0 <= options.threshold < math.inf:
-        raise QuantkitError(f"--threshold {options.threshold:g} makes no sense", "choose 6, or 0", USAGE)
+        raise QuantkitError(f"--threshold {options.threshold:g} is invalid", "choose 6, or 0 for none", USAGE)
 
 
 def layout(options: Options) -> Int8Layout:

@@ -99,7 +99,7 @@ def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
         written = open_checkpoint(str(place))
         return Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
     last = slice(-VERIFY_TOKENS, None)
-    wanted = job.skeleton.logits(expected[0, last])
+    reference = job.skeleton.logits(expected[0, last])
     job.skeleton.model.to("meta")  # no second embedding next to the written one
     return_freed_pages(also_kept=True)
     written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
@@ -107,15 +107,15 @@ def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
     with mapped():
         skeleton.load_rest()
     (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
-    logits = skeleton.logits(hidden[0, last]), wanted
+    logits = skeleton.logits(hidden[0, last]), reference
     refuse_unlike({"hidden states": (hidden, expected), "logits": logits}, job.plan.execution.dtype, place)
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
-    """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
-    expected. pairs: name -> (computed, expected)."""
-    for what, (found, wanted) in pairs.items():
-        difference = relative_distance(found, wanted)
+    """Raise QuantkitError (exit code 6) if the values computed from the files at `place`, the first of each
+    pair, differ from the expected ones."""
+    for what, (found, reference) in pairs.items():
+        difference = relative_distance(found, reference)
         if not difference <= VERIFY_TOLERANCE[dtype]:
             raise QuantkitError(
                 f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
@@ -149,7 +149,8 @@ def summarize(job: Job, timings: Timings) -> Summary:
         source_bytes=job.plan.source_bytes,
         output_bytes=job.plan.output_bytes,
         bits_per_weight=job.plan.bits_per_weight,
-        bits_per_weight_model=8 * job.plan.output_bytes / job.method.output.parameters(job.skeleton),
+        bits_per_weight_model=job.plan.bits_per_weight_model,
+        matrices=job.plan.matrices,
         linears=len([row for row in job.specs if not row.kept]),
         kept=len([row for row in job.specs if row.kept]),
         error=sum(row["error"] for row in records) / len(records) if records else None,

@@ -23,6 +23,7 @@ from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
+from quantkit.tables import megabytes
 
 if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
     from quantkit.models.gguf.imatrix import Imatrix
@@ -47,7 +48,7 @@ class Output:
         kept = (info for info in checkpoint.infos.values() if info.name not in dense)
         rest = sum(checkpoint.plain(info).nbytes for info in kept)
         quantized = sum(layout.nbytes(spec) for spec in rows)
-        return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows))
+        return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows), len(rows))
 
     def parameters(self, skeleton: Skeleton) -> int:
         """Return the number of parameters in the output."""
@@ -66,8 +67,8 @@ class Output:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """Return the bytes of each module outside the language model, which is copied byte for byte."""
-        return {one.name: one.nbytes for one in material.beside}
+        """Return modules next to the language model, copied byte for byte: name -> bytes."""
+        return {one.name: one.nbytes for one in material.outside}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
@@ -139,5 +140,5 @@ def model_card(material: Material, manifest: dict, summary: Summary) -> str:
         measured="output" if material.output_errors else "weight",
         version=__version__,
         count=count,
-        megabytes=lambda nbytes: f"{nbytes / 1e6:,.1f} MB",
+        megabytes=megabytes,
     )

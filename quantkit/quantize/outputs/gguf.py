@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, scale_beside
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale
 from quantkit.models.files import checksums, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.gguf.checkpoint import PLAIN
 from quantkit.models.gguf.imatrix import Imatrix
 from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, scale_of, stays_float
 from quantkit.models.gguf.tensors import Target
@@ -92,17 +93,15 @@ class GgufOutput(Output):
         return found
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """Return the exact sizes of the output, computed from the types of all tensors."""
-        types = self.types(checkpoint, specs)
-        entries = self._entries(types)
-        linears = {f"{row.name}.weight": row for row in specs if not row.kept}
-        rows = [[linears[name] for name in target.stored if name in linears] for target in self.targets]
-        packed = {target.name for target, several in zip(self.targets, rows, strict=True) if several}
-        packed |= {f"{name.removesuffix('.weight')}.scale" for name in packed}
+        """Return sizes from the types of all tensors."""
+        entries = self._entries(self.types(checkpoint, specs))
+        packed = {entry.name: math.prod(entry.shape) for entry in entries if entry.type not in PLAIN}
+        coded = packed.keys() | {f"{name.removesuffix('.weight')}.scale" for name in packed}
         return Sizes(
             total=sum(entry.nbytes for entry in entries),
-            quantized=sum(entry.nbytes for entry in entries if entry.name in packed),
-            weights=sum({row.name: row.weights for several in rows for row in several}.values()),
+            quantized=sum(entry.nbytes for entry in entries if entry.name in coded),
+            weights=sum(packed.values()),
+            matrices=len(packed),
         )
 
     def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
@@ -147,7 +146,7 @@ class GgufOutput(Output):
             blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0][0] for t in rest}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
-                progress.phase("measuring what enters the output matrix")
+                progress.phase("measuring inputs of the output matrix")
                 statistics = of_head(skeleton, batches, place)
                 blobs[head.name] = solved_head(head, types[head.name], statistics, material, solver, progress)
             staged.write_rest(blobs)
@@ -180,7 +179,7 @@ class GgufOutput(Output):
                 writers.append(stack.enter_context(writer))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
-                wanted = [chosen[target.name] for chosen in types]
+                chosen_types = [chosen[target.name] for chosen in types]
                 weights = _per_part(importance.get(target.name), len(target.parts))
                 scales: list[list[float]] = [[] for _ in writers]
                 for expert, part in enumerate(target.parts):
@@ -189,12 +188,12 @@ class GgufOutput(Output):
                         own = [] if scale is None else reading.tensor(scale).tolist()
                         found = [(reading.tensor(staged[part.stored[0]]), own)]
                     else:
-                        found = self._encoded(part, source, wanted, weights[expert])
+                        found = self._encoded(part, source, chosen_types, weights[expert])
                     for writer, (rows, own), several in zip(writers, found, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         writer.write(target.name, [moved.contiguous().numpy()])
                         several += own
-                for writer, type, several in zip(writers, wanted, scales, strict=True):
+                for writer, type, several in zip(writers, chosen_types, scales, strict=True):
                     if scale := scale_of(target.name, type, target.shape):
                         writer.write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
@@ -217,7 +216,7 @@ class GgufOutput(Output):
         found = []
         for name in types:
             rows = [encode_rows(name, *both) for both in zip(matrices, weights, strict=True)]
-            scales = [scale_beside(name, matrix) for matrix in matrices]
+            scales = [separate_scale(name, matrix) for matrix in matrices]
             found.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
         return found
 
@@ -246,13 +245,13 @@ class GgufOutput(Output):
                 entries.append(Entry(scale[0], "F32", scale[1]))
         return entries
 
-    def _staged(self, material: Material, wanted: str = "ggml") -> dict[str, TensorInfo]:
-        """Return file and offset of staged tensors, by the stored name of the weight. wanted: suffix."""
+    def _staged(self, material: Material, part_name: str = "ggml") -> dict[str, TensorInfo]:
+        """Return places of encoded tensors by stored name; or of another part of them."""
         rest = material.staging.rest()
         infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
         for name, info in material.staging.tensors().items():
             linear, _, part = name.rpartition(".")
-            if part == wanted:
+            if part == part_name:
                 infos[f"{linear}.weight"] = info
         return infos
 

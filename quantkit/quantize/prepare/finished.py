@@ -69,8 +69,8 @@ def _unlike(request: Request) -> list[str] | None:
         return found
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if made := job.get("calibration"):
-        asked = calibration.load(checkpoint, request.calibration, request.offline).record()
-        if found := differences({"calibration": made}, {"calibration": json.loads(json.dumps(asked))}):
+        ours = calibration.load(checkpoint, request.calibration, request.offline).record()
+        if found := differences({"calibration": made}, {"calibration": json.loads(json.dumps(ours))}):
             return found
     source = manifest.get("source") or {}
     return differences({"source_sha256": source.get("sha256")}, {"source_sha256": checkpoint.sha256()})
@@ -81,16 +81,16 @@ def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}
-    asked = {"model": Path(request.source).name, "method": request.method}
-    asked["options"] = json.loads(json.dumps(dataclasses.asdict(request.options)))
-    asked |= {"exclude": list(run.exclude), "override": list(run.override)}
+    ours = {"model": Path(request.source).name, "method": request.method}
+    ours["options"] = json.loads(json.dumps(dataclasses.asdict(request.options)))
+    ours |= {"exclude": list(run.exclude), "override": list(run.override)}
     for name in ("experts", "allow_requantize", "max_shard_gb"):
-        asked[name] = getattr(run, name)
-        made[name] = job.get(name, asked[name])
+        ours[name] = getattr(run, name)
+        made[name] = job.get(name, ours[name])
     for name in ("dtype", "batch_size", "sequential", "threads"):
         if (value := getattr(run, name)) not in (None, "auto"):
-            asked[name], made[name] = value, execution.get(name, value)
+            ours[name], made[name] = value, execution.get(name, value)
     if run.device != "auto":
-        asked["device"] = str(choose_device(run.device))
-        made["device"] = execution.get("device", asked["device"])
-    return made, asked
+        ours["device"] = str(choose_device(run.device))
+        made["device"] = execution.get("device", ours["device"])
+    return made, ours

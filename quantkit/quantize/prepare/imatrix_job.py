@@ -95,7 +95,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
     rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
     if place:
-        progress.warn("hidden states wait in a file next to the output: they do not fit into memory")
+        progress.warn("hidden states do not fit into memory: a file next to the output keeps them")
     names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
 

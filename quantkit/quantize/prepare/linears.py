@@ -15,7 +15,7 @@ from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.methods import MakeGrid, Override
 
 ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
-SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit unasked
+SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit by default
 
 
 def resolve(
@@ -42,9 +42,9 @@ def resolve(
         other = next((o for o in overrides if o.pattern.search(row.name)), None)
         grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
         specs.append(replace(row, grid=grid, kept=kept))
-    wanted = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
-    wanted |= {other.flag: other.pattern for other in overrides}
-    unused = [flag for flag, pattern in wanted.items() if not any(pattern.search(row.name) for row in specs)]
+    typed = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
+    typed |= {other.flag: other.pattern for other in overrides}
+    unused = [flag for flag, pattern in typed.items() if not any(pattern.search(row.name) for row in specs)]
     if unused:
         raise QuantkitError(
             f"no linear matches {name_all(unused)}",

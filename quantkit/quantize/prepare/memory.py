@@ -22,7 +22,7 @@ FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 LOADED_LATER_BYTES = 80 * MIB  # what Python with torch for CPUs and transformers load on the way; measured
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
-AT_ONCE = 1 << 26  # values of the temporaries of a range search on an accelerator, see grids/parallel.py
+SEARCH_VALUES = 1 << 26  # of a range search's temporaries on an accelerator, see grids/parallel.py
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
 LOGITS = 5  # copies of the logits at a time: as they are, in float32, their softmax and its sums, gradients
 TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, activations and products among them
@@ -62,7 +62,7 @@ class Shapes:
         routed = [row for row in self.linears if row[0] in self.experts]
         if not self.streamed:
             return self.weights
-        kept = expert_share.HELD * expert_share.largest_expert(routed)
+        kept = expert_share.IN_MEMORY * expert_share.largest_expert(routed)
         return self.weights - sum(o * i for _, o, i in routed) + kept
 
     @property
@@ -162,7 +162,7 @@ def peak_memory(
     # a linear in float32 with its candidates and codes; a CPU searches ranges a cacheful at a time
     solving = 18 * largest
     if accelerated:
-        solving = max(solving, FLOAT32 * (min(SEARCH * largest, AT_ONCE) + 3 * largest))
+        solving = max(solving, FLOAT32 * (min(SEARCH * largest, SEARCH_VALUES) + 3 * largest))
     block, elsewhere = shapes.block * element, 0  # elsewhere: what waits on the host for an accelerator
     if not needs:
         kept = 0 if accelerated else min(KEPT_BYTES, FLOAT32 * shapes.weights)

@@ -43,8 +43,9 @@ LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples o
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Predicted peak bytes of each rank, and sizes in bytes. memory_bytes: on the computing device.
-    host_bytes: on the host, in addition to the interpreter; both are equal for a CPU."""
+    """Predicted peaks in bytes of each rank, and sizes of the output: bytes of all its tensors, bits per
+    weight of its quantized matrices. memory_bytes: on the computing device; host_bytes: on the host above the
+    interpreter, equal for a CPU."""
 
     execution: Execution
     memory_bytes: int
@@ -52,7 +53,9 @@ class JobPlan:
     disk_bytes: int
     output_bytes: int
     source_bytes: int
-    bits_per_weight: float
+    bits_per_weight: float | None
+    bits_per_weight_model: float
+    matrices: int
     ranks: int = 1
 
 
@@ -61,14 +64,14 @@ def default_batch_size(seqlen: int) -> int:
     return max(1, BATCH_TOKENS // seqlen)
 
 
-def sequences_at_once(wanted: int | None, shape: tuple[int, int]) -> int:
-    """Return the number of sequences per forward pass. shape: `[samples, seqlen]` of the calibration tokens.
-    By default every rank gets some.
+def sequences_at_once(requested: int | None, shape: tuple[int, int]) -> int:
+    """Return the sequences per forward pass over tokens of `shape`, by default few enough for every rank to
+    have some.
 
     Raises QuantkitError if a rank would get none.
     """
     samples, seqlen = shape
-    size = wanted or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
+    size = requested or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
     if -(-samples // size) < distributed.count():
         raise QuantkitError(
             f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
@@ -217,6 +220,8 @@ def decide(
         output_bytes=sizes.total,
         source_bytes=skeleton.checkpoint.stored_bytes,
         bits_per_weight=sizes.bits_per_weight,
+        bits_per_weight_model=8 * sizes.total / method.output.parameters(skeleton),
+        matrices=sizes.matrices,
         ranks=distributed.count(),
     )
 
@@ -234,10 +239,10 @@ def _ways(
     no states."""
     batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
-    accelerated, wanted = is_accelerator(skeleton.device), options.sequential
-    wanted = kept.get("sequential") if wanted == "auto" else wanted
+    accelerated, requested = is_accelerator(skeleton.device), options.sequential
+    requested = kept.get("sequential") if requested == "auto" else requested
     modes = ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
-    for mode in [wanted] if wanted else modes:
+    for mode in [requested] if requested else modes:
         places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
         if options.states != "auto":
             places = [options.states if accelerated or options.states == "disk" else "device"]

@@ -116,7 +116,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         raise QuantkitError(f"{path} has no method", "begin it with 'method: gptq'", USAGE)
     named = str(content["method"])
     if method and named != method:
-        raise QuantkitError(f"{path} is no recipe for {method}", "run it with its own method", USAGE)
+        raise QuantkitError(f"{path} is not a recipe for {method}", "run it with its own method", USAGE)
     try:
         known = keys(named)
     except QuantkitError as error:
@@ -296,6 +296,6 @@ def template(method: str) -> str:
         for option in dataclasses.fields(kind):
             help = textwrap.wrap(option.metadata["help"], 100, break_on_hyphens=False)
             lines += [f"  # {line}" for line in help]
-            said = yaml.safe_dump({option.name: option.default}, default_flow_style=False, width=1000)
-            lines.append(textwrap.indent(said.rstrip("\n"), "  "))
+            entered = yaml.safe_dump({option.name: option.default}, default_flow_style=False, width=1000)
+            lines.append(textwrap.indent(entered.rstrip("\n"), "  "))
     return "\n".join(lines) + "\n"

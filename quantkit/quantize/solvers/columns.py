@@ -24,7 +24,7 @@ from quantkit.grids.parallel import elements_at_once
 BATCH = 128  # columns between two lazy updates; the paper's B
 RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product: at least, at most
 LONG_RUN = 128
-TEMPORARIES = 4  # of the size of a run
+RUN_TEMPORARIES = 4  # of the size of a run
 
 
 @dataclass
@@ -55,13 +55,13 @@ class Columns:
         size = grid.group_size
         self.span = max(size, BATCH // size * size)  # updated at once: whole groups, or parts of one
         rows = Wt.shape[1]
-        self.width = min(max(elements_at_once(Wt.device, TEMPORARIES) // rows, RUN), LONG_RUN)
-        self.wanted, self.levels = Wt.new_empty(2, self.width, rows)
+        self.width = min(max(elements_at_once(Wt.device, RUN_TEMPORARIES) // rows, RUN), LONG_RUN)
+        self.ideal, self.levels = Wt.new_empty(2, self.width, rows)
         self.feed = Wt.new_empty(self.width, self.width)
         befores, feeds = self.levels.t(), self.feed.unbind()
         self.views = [
-            (k, wanted, level, befores[:, :k], feeds[k][:k])
-            for k, (wanted, level) in enumerate(zip(self.wanted, self.levels, strict=True))
+            (k, ideal, level, befores[:, :k], feeds[k][:k])
+            for k, (ideal, level) in enumerate(zip(self.ideal, self.levels, strict=True))
         ]
 
     def update(self, columns: slice) -> None:
@@ -104,10 +104,10 @@ class Columns:
         for run in self._runs(columns):
             self.update(run)
             U, chosen = self.U[run, run], self.chosen
-            wanted, levels, E = self.wanted[: len(U)], self.levels[: len(U)], chosen.E[run]
+            ideal, levels, E = self.ideal[: len(U)], self.levels[: len(U)], chosen.E[run]
             self.feed[: len(U), : len(U)].copy_(U.t())
             raised = self.Wt[run] + low
-            torch.addmm(E, U.t(), raised, out=wanted).div_(step)
+            torch.addmm(E, U.t(), raised, out=ideal).div_(step)
             snap = self.grid.snap
             for k, column, level, before, feed in self.views[: len(U)]:
                 if k:
@@ -115,7 +115,7 @@ class Columns:
                 snap(column, level)
             self.grid.codes(levels, chosen.codes[run])
             torch.addcmul(raised, levels, step, value=-1, out=E)
-            squares = wanted.sub_(levels).mul_(step).square_()
+            squares = ideal.sub_(levels).mul_(step).square_()
             chosen.lost.addmv_(squares.t(), self.D[run])
 
     def _runs(self, columns: slice) -> Iterator[slice]:

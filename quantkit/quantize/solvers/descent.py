@@ -19,7 +19,7 @@ from quantkit.grids.grid import rows as rows_of
 from quantkit.grids.levels import NO_STEP
 from quantkit.quantize.solvers.columns import RUN, Chosen
 
-ROWS = 128  # that are visited together
+DESCENT_ROWS = 128  # that are visited together
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -37,8 +37,8 @@ class Descent:
 
     def cycle(self) -> None:
         """Visit every weight once."""
-        for start in range(0, self.Wt.shape[1], ROWS):
-            _Rows(self, slice(start, start + ROWS)).visit()
+        for start in range(0, self.Wt.shape[1], DESCENT_ROWS):
+            _Rows(self, slice(start, start + DESCENT_ROWS)).visit()
 
 
 class _Rows:
@@ -76,8 +76,8 @@ class _Rows:
             end = low + grid.sub_size
             while low < end:
                 run = slice(low, min(low + RUN, end))
-                wanted = residual[run] / step * alive
-                moved[run] = _descend(grid, hessian[run, run], wanted, levels[run], others, weight) * step
+                ideal = residual[run] / step * alive
+                moved[run] = _descend(grid, hessian[run, run], ideal, levels[run], others, weight) * step
                 residual.addmm_(hessian[:, run], moved[run] @ self.own.t(), alpha=-1)
                 low = run.stop
         params, change = self._rescaled(levels, params, hessian, by.inputs[columns], residual)
@@ -115,16 +115,16 @@ class _Rows:
 
 
 def _descend(
-    grid: Grid, hessian: Tensor, wanted: Tensor, levels: Tensor, others: Tensor, weight: Tensor
+    grid: Grid, hessian: Tensor, ideal: Tensor, levels: Tensor, others: Tensor, weight: Tensor
 ) -> Tensor:
     """Choose the columns of a run again, one after another; return their moves in levels, `[run, rows]`.
 
-    wanted: the best moves without rounding, `[run, rows]`. levels: `[run, rows]`. Both change in place.
+    ideal: the best moves off the grid, `[run, rows]`; used up. levels: `[run, rows]`, changed in place.
     others: effect of one row's move on another row, `[rows, rows]`, diagonal 0. weight: of a row's loss.
     """
-    moved, shifted = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    moved, shifted = torch.zeros_like(ideal), torch.zeros_like(ideal)
     target = torch.empty_like(weight)
-    for j, (want, level, move, shift) in enumerate(zip(wanted, levels, moved, shifted, strict=True)):
+    for j, (want, level, move, shift) in enumerate(zip(ideal, levels, moved, shifted, strict=True)):
         if j:
             want.addmv_(shifted[:j].t(), hessian[j, :j], alpha=-1)
         grid.snap(level + want, target)

@@ -85,8 +85,8 @@ class _Visit:
             high = min(low + RUN, (low // sub + 1) * sub)
             run, step = slice(low, high), self.step[:, low // sub, None]
             levels, old = self.levels[:, run], self.levels[:, run].clone()
-            wanted = torch.baddbmm(self.residual[:, run] / step, self.own[:, run, run], levels)
-            columns = (part.split(1, 1) for part in (wanted, levels, feed[:, run, run]))
+            ideal = torch.baddbmm(self.residual[:, run] / step, self.own[:, run, run], levels)
+            columns = (part.split(1, 1) for part in (ideal, levels, feed[:, run, run]))
             for column, level, others in zip(*columns, strict=True):
                 self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
             moved = torch.sub(levels, old).mul_(step)

@@ -59,8 +59,8 @@ class RtnSolver:
 
     @property
     def needs(self) -> frozenset[str]:
-        wanted = {"peak": self.threshold is not None, "hessian": self.weighted}
-        return frozenset(name for name, needed in wanted.items() if needed)
+        chosen = {"peak": self.threshold is not None, "hessian": self.weighted}
+        return frozenset(name for name, needed in chosen.items() if needed)
 
     def solve(
         self,

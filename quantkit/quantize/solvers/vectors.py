@@ -105,8 +105,8 @@ class _Visit:
         for low in range(part.start, part.stop, self.grid.vector_size):
             v = slice(low, low + self.grid.vector_size)
             own, old = self.hessian[v, v], self.levels[v]
-            wanted = torch.linalg.solve(own, self.residual[v]).div_(step).add_(old)
-            found = self.grid.search_in(own).nearest(wanted, old)
+            ideal = torch.linalg.solve(own, self.residual[v]).div_(step).add_(old)
+            found = self.grid.search_in(own).nearest(ideal, old)
             self._move(v, (found - old).mul_(step))
             self.levels[v] = found
 

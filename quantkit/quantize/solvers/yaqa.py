@@ -39,7 +39,7 @@ from quantkit.quantize.solvers.gptq import (
 )
 from quantkit.quantize.solvers.vectors import refine as refine_vectors
 
-ROWS = 32  # rows of one sweep, quantized independently
+YAQA_ROWS = 32  # rows of one sweep, quantized independently
 INDEFINITE = "its curvature is not positive definite: quantized by its inputs alone"
 UNREACHED = "no gradient reached it: quantized by its inputs alone"
 
@@ -132,8 +132,8 @@ def feedback(
     sweep's choice for a block of rows, given its target."""
     E = torch.empty_like(Wt)
     parts = []
-    for start in range(0, Wt.shape[1], ROWS):
-        rows = slice(start, min(start + ROWS, Wt.shape[1]))
+    for start in range(0, Wt.shape[1], YAQA_ROWS):
+        rows = slice(start, min(start + YAQA_ROWS, Wt.shape[1]))
         mixed = torch.linalg.solve_triangular(B[rows, rows], B[:start, rows], upper=True, left=False)
         shift = E[:, :start] @ mixed
         target = Wt[:, rows] + shift

@@ -22,11 +22,11 @@ WORDS = {  # entries that are no option's value, in the words of a user
 }
 
 
-def differences(stored: dict, wanted: dict, prefix: str = "") -> list[str]:
-    """Return a text with both values for each entry in which two fingerprints differ."""
+def differences(stored: dict, requested: dict, prefix: str = "") -> list[str]:
+    """Return the entries in which two fingerprints differ, with both values."""
     found = []
-    for key in sorted(stored.keys() | wanted.keys()):
-        left, right = stored.get(key), wanted.get(key)
+    for key in sorted(stored.keys() | requested.keys()):
+        left, right = stored.get(key), requested.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
             found += differences(left, right, f"{prefix}{key}.")
         elif left != right:
@@ -54,9 +54,9 @@ def _value(value: Any) -> str:
     return f"{text[:12]}…" if len(text) == 64 else text  # a sha256
 
 
-def check_alike(fingerprint: dict) -> None:
-    """Raise QuantkitError unless all ranks have prepared the same job on equal machines: each rank makes
-    every decision itself."""
+def check_equal(fingerprint: dict) -> None:
+    """Raise QuantkitError unless all ranks have prepared the same job on like machines: each rank takes every
+    decision by itself."""
     if distributed.count() == 1:
         return
     mine = {name: value for name, value in fingerprint.items() if name != "source_sha256"}
@@ -68,6 +68,6 @@ def check_alike(fingerprint: dict) -> None:
         if different := differences(first, other):
             raise QuantkitError(
                 f"rank {rank} has another job than rank 0; different: {name_all(different)}",
-                "use like machines, with the same files, options and versions",
+                "use equal machines, with the same files, options and versions",
                 UNSUPPORTED,
             )

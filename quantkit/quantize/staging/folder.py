@@ -77,7 +77,7 @@ class Staging(StagedBlocks):
         return stored if sha256 is None or re.fullmatch("[0-9a-f]{64}", str(sha256)) else None
 
     def check(self, resume: bool, overwrite: bool) -> None:
-        """Raise QuantkitError if the output cannot be made, or would replace files without permission."""
+        """Raise QuantkitError if the output cannot be made, or would replace something without permission."""
         if self.follows:
             return
         self._replaces = overwrite
@@ -155,7 +155,7 @@ class Staging(StagedBlocks):
         damaged = [index for index in self.there() if index < count and not found[index]]
         if damaged:
             numbers = name_all(str(index + 1) for index in damaged)
-            warn(f"of the staged blocks, these are damaged and made again: {numbers}")
+            warn(f"damaged staged blocks are quantized again: {numbers}")
             for index in damaged:
                 self.forget(index)
         return found

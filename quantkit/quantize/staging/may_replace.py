@@ -1,7 +1,8 @@
 """Check that a job replaces only files written by quantkit or another writer of checkpoints.
 
-All checks are of the path itself, not of a link's target. Only plain files and folders are replaced, never a
-device, pipe, link or mount point; a folder only if every file in it belongs to a checkpoint.
+All checks are of the path itself, not of a link's target. What is not a plain file or folder (a
+device, a pipe, a link, a mount point) is never replaced; a folder is only if every file in it is a
+checkpoint's.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def check_place(output: Path) -> None:
         with tempfile.TemporaryFile(dir=above):
             pass
     except UnicodeEncodeError as error:
-        raise QuantkitError(f"{output} is no UTF-8 name", ELSEWHERE, USAGE) from error
+        raise QuantkitError(f"{output} is not a UTF-8 name", ELSEWHERE, USAGE) from error
     except OSError as error:
         if full_disk(error) and error.errno != errno.EROFS:
             return  # how much is needed and free is said elsewhere
@@ -75,15 +76,15 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) or os.path.ismount(output):
-        raise QuantkitError(f"{output} is no plain file or folder", ELSEWHERE, USAGE)
+        raise QuantkitError(f"{output} is not a plain file or folder", ELSEWHERE, USAGE)
     if not overwrite:
         check_new([output])
     if stat.S_ISDIR(mode) == one_file:
-        wanted, found = ("a file", "a folder") if one_file else ("a folder", "a file")
-        raise QuantkitError(f"{output} is {found}, the job writes {wanted}", ELSEWHERE, USAGE)
+        expected, found = ("a file", "a folder") if one_file else ("a folder", "a file")
+        raise QuantkitError(f"{output} is {found}, the job writes {expected}", ELSEWHERE, USAGE)
     if one_file:
         with open(output, "rb") as file:
-            lost = None if file.read(len(MAGIC)) in (MAGIC, b"") else "is no GGUF file"
+            lost = None if file.read(len(MAGIC)) in (MAGIC, b"") else "is not a GGUF file"
     else:
         lost = _lost(output)
     if lost:
@@ -161,7 +162,7 @@ def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
                 USAGE,
             )
     raise QuantkitError(
-        f"{folder} is no unfinished job, and a job would be staged there",
+        f"{folder} is not an unfinished job, but the job needs this folder",
         f"move it away, or {ELSEWHERE}",
         USAGE,
     )

@@ -30,7 +30,7 @@ EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # A scale has to stay below this share of the loss: where a norm is divided (1), or rows of a linear (2). With
 # 0.98 for rows the KL divergence of the demo model is 2 percent higher in 3 bits and 5 in 2.
 ENOUGH = {1: 0.98, 2: 0.85}
-ROWS = 1024  # of a fold that are looked at
+SAMPLED_ROWS = 1024  # of a fold that are looked at
 FLOOR = 1e-3  # of the mean column: smaller ones count as this large
 
 
@@ -41,7 +41,7 @@ class FeedbackScaling(ColumnScaling):
     solver: GptqSolver
     needs = frozenset({"hessian"})
     sample = 1 / 8
-    rows = ROWS
+    rows = SAMPLED_ROWS
     plain = False
     enough = ENOUGH
 

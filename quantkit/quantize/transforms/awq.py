@@ -21,7 +21,7 @@ from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 
-SCALE_MIN = 1e-4  # least s before normalisation
+LEAST_SCALE = 1e-4  # least s before normalisation
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,6 @@ def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
 
 
 def candidate(magnitude: Tensor, alpha: float) -> Tensor:
-    """Return `s = mean|x|^α`, normalised so that `max(s) min(s) = 1`."""
-    scale = magnitude.pow(alpha).clamp(min=SCALE_MIN)
+    """Return `s = mean|x|^α`, normalised so that largest and smallest value are each other's inverse."""
+    scale = magnitude.pow(alpha).clamp(min=LEAST_SCALE)
     return scale / square_root((scale.max() * scale.min())[None])

@@ -34,12 +34,12 @@ class ExpertByExpert:
         self._away = by.skeleton.away(block.index)
         self._lent: str | None = None
         self._seen: dict[str, list[Routed]] = {}  # by layer, one for each batch
-        around = [site for site in block.wanted if self._away.isdisjoint(site.linears)]
+        around = [site for site in block.chosen if self._away.isdisjoint(site.linears)]
         with self._listening():
             gathered = by.at_once(block, around)
         pools = gathered if self._away else {}
         self._pools = {site.pool: found for site, found in pools.items() if not site.linears}
-        experts_alone = [site for site in block.wanted if not self._away.isdisjoint(site.linears)]
+        experts_alone = [site for site in block.chosen if not self._away.isdisjoint(site.linears)]
         counted = {}
         for site in experts_alone:
             layer, number = self._place(site)
@@ -56,7 +56,7 @@ class ExpertByExpert:
     def _order(self) -> list[Site]:
         """Return the sites, grouped by expert."""
         found: dict[str, list[Site]] = {}
-        for site in self._block.wanted:
+        for site in self._block.chosen:
             if site.linears:
                 found.setdefault(self._expert(site) or site.place, []).append(site)
         return [site for sites in found.values() for site in sites]
@@ -96,7 +96,7 @@ class ExpertByExpert:
         linears = [name for name in self._block.rows if name in self._away and expert_of(name) == expert]
         by.skeleton.lend(index, linears)
         self._lent = expert
-        sites = [site for site in self._block.wanted if site.linears and self._expert(site) == expert]
+        sites = [site for site in self._block.chosen if site.linears and self._expert(site) == expert]
         statistics = {site: self._gathered(site) for site in sites}
         view = replace(by.view(self._block, statistics), away=frozenset())
         with by.timings("transform"):
@@ -139,7 +139,7 @@ class ExpertByExpert:
     def _outputs(self) -> Iterator[Tensor]:
         """Scale experts that are not quantized; then return the block's outputs."""
         left = {expert_of(name) for name in self._done.pending}
-        quantized = {self._expert(site) for site in self._block.wanted if site.linears}
+        quantized = {self._expert(site) for site in self._block.chosen if site.linears}
         for expert in sorted(left - quantized):
             self._lend(expert)
         self._give_back()

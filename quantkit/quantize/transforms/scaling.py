@@ -32,7 +32,7 @@ from quantkit.quantize.transforms import expert_folds
 from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
 
-ROWS = 512  # rows looked at together, at least
+SCALED_ROWS = 512  # rows looked at together, at least
 SEARCHED = 4096  # rows that a transform looks at where several sites share a scale
 UNFOLDED = "nothing to fold scales into: kept at 1"
 
@@ -298,7 +298,7 @@ class Losses:
         lost: list[tuple[float, Reader]] = []
         for reader in readers:
             weight = reader.weight
-            parts = reader.split(max(ROWS, elements_at_once(weight.device) // weight.shape[1]))
+            parts = reader.split(max(SCALED_ROWS, elements_at_once(weight.device) // weight.shape[1]))
             found = [part.loss(None) for part in parts]
             self.plain.append(sum(found))
             lost += ((loss.item(), part) for loss, part in zip(found, parts, strict=True))

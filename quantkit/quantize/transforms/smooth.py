@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from quantkit.quantize.solvers import SiteStatistics, Solver
-from quantkit.quantize.transforms.auto import FLOOR, ROWS
+from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
 
 EXPONENTS = 0.5, 0.75, 1.0
 FLOORS = 0.3, 1.0  # of the median channel, which is added to each
-ENOUGH = 0.98  # a scale has to stay below this share of the loss
+ENOUGH_OF_LOSS = 0.98  # a scale has to stay below this share of the loss
 UNSEEN = 4.0  # factor of the weights' loss after error feedback: on another text feedback makes up for less
 TINY = torch.finfo(torch.float32).tiny
 QUIET = 0.1  # of the mean token's outputs: smaller outputs count as this large
@@ -51,8 +51,8 @@ class SmoothScaling(ColumnScaling):
     rounded: Callable[[Tensor], Tensor]
     needs = frozenset({"hessian", "inputs", "fourth"})
     sample = 1 / 8
-    rows = ROWS  # whole rows of 8 bits lose little by a range that covers them
-    enough = {1: ENOUGH, 2: ENOUGH}
+    rows = SAMPLED_ROWS  # whole rows of 8 bits lose little by a range that covers them
+    enough = {1: ENOUGH_OF_LOSS, 2: ENOUGH_OF_LOSS}
 
     def reader(self, reader: Reader) -> SmoothReader:
         """See `ColumnScaling`: returns a reader whose loss counts both roundings."""
@@ -77,7 +77,7 @@ class SmoothScaling(ColumnScaling):
         halves = sum(part.fourth * share for part, share in entering)
         column = column_size(losses.readers)
         tried = (candidates(fourth, column) for fourth in (*halves, halves.mean(0)))
-        best, least = None, ENOUGH * float(sum(losses.plain))
+        best, least = None, ENOUGH_OF_LOSS * float(sum(losses.plain))
         for scales in zip(*tried, strict=True):
             first, second, both = (in_few_digits(producer.tied(scale.log()).exp()) for scale in scales)
             loss = sum(reader.crossed(first, second) for reader in losses.readers).item()

@@ -18,7 +18,7 @@ SIDES = {"cuda": 8192}  # of the matrices that are multiplied, by type of device
 SIDE = 1024
 COLUMNS = 1024  # of the matrix that is read
 LEAST, MOST = 1 << 20, 1 << 30  # bytes that are read
-SECONDS = 0.3  # for each of both figures
+RATE_SECONDS = 0.3  # for each of both figures
 TRIALS = 5  # at least
 
 
@@ -40,7 +40,7 @@ def _fastest(device: torch.device, run: Callable[[], object]) -> float:
     """Return the seconds of the fastest of many runs; other programs slowed the rest."""
     run()
     clock = clock_of(device)
-    best, until, trials = float("inf"), clock() + SECONDS, 0
+    best, until, trials = float("inf"), clock() + RATE_SECONDS, 0
     while trials < TRIALS or clock() < until:
         began, trials = clock(), trials + 1
         run()

@@ -23,7 +23,7 @@ from quantkit.serving.bench.subjects import Job, Subject, open_subject
 from quantkit.serving.engines.choose import choose_local
 
 MODULE = "quantkit.serving.bench.worker"
-LAST = 1000  # characters of the last line of a worker that died
+LAST_CHARACTERS = 1000  # characters of the last line of a worker that died
 
 
 @dataclass
@@ -73,7 +73,7 @@ def rows(
 
     Raises QuantkitError for a source that is no checkpoint, and for an unknown engine.
     """
-    asked = runners.names(settings)
+    requested = runners.names(settings)
     subjects = [
         open_subject(source, revision if position == 0 else None, offline)
         for position, source in enumerate(sources)
@@ -81,7 +81,7 @@ def rows(
     found = []
     for subject in subjects:
         folders = [] if subject.container == "gguf" else [subject.source]
-        for name in asked:
+        for name in requested:
             try:
                 engine, note = choose_local(name, folders, settings.decoded)
                 if all(row.subject is not subject or row.engine != engine for row in found):
@@ -120,12 +120,12 @@ def events(job: Job) -> Iterator[dict[str, Any]]:
     """Run a job in a worker process and yield its events; if it dies, the last event says why."""
     paths = [str(Path(quantkit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.cores)}
-    with tempfile.TemporaryFile() as asked, tempfile.TemporaryFile() as errors:
-        pickle.dump(job, asked)
-        asked.seek(0)
+    with tempfile.TemporaryFile() as requested, tempfile.TemporaryFile() as errors:
+        pickle.dump(job, requested)
+        requested.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
-            stdin=asked,
+            stdin=requested,
             stdout=subprocess.PIPE,
             stderr=errors,
             env=os.environ | more,
@@ -150,7 +150,7 @@ def events(job: Job) -> Iterator[dict[str, Any]]:
 def death(code: int, stderr: str) -> str:
     """Return why a worker died, from its exit code and the last line of its stderr."""
     lines = [line for line in printable(stderr).splitlines() if line.strip()]
-    last = f": {lines[-1][-LAST:]}" if lines else ""
+    last = f": {lines[-1][-LAST_CHARACTERS:]}" if lines else ""
     if code == -signal.SIGKILL:
         return f"killed by the system, probably because memory ran out{last}"
     if code < 0:

@@ -20,7 +20,7 @@ import numpy as np
 
 from quantkit.capacity import devices
 
-FEWEST = 3  # batches of a fit
+FEWEST_BATCHES = 3  # batches of a fit
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class Roof:
 def fit(times: Sequence[tuple[int, float]]) -> dict[str, float] | None:
     """Fit times, given as (batch, seconds of a step); return floor (a), slope (c) and optimal_batch (b*).
 
-    Returns None for fewer than FEWEST batch sizes, or if floor or slope is not positive.
+    Returns None for fewer than FEWEST_BATCHES batch sizes, or if floor or slope is not positive.
     """
-    if len({batch for batch, _ in times}) < FEWEST:
+    if len({batch for batch, _ in times}) < FEWEST_BATCHES:
         return None
     batches, seconds = np.asarray(times, dtype=float).T
     slope, floor = np.polyfit(batches, seconds, 1, w=1 / seconds).tolist()

@@ -189,4 +189,4 @@ def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) 
     for name, values, least in rows:
         for value in values if isinstance(values, tuple) else (values,):
             if value is not None and not least <= value <= MOST:
-                raise QuantkitError(f"{name} {value} makes no sense", f"choose {least} or more", USAGE)
+                raise QuantkitError(f"{name} {value} is invalid", f"choose {least} or more", USAGE)

@@ -12,11 +12,11 @@ from quantkit.evaluation.comparison.columns import NOTHING, bits, number
 from quantkit.evaluation.comparison.figures import Axis, Figure, Line, Point, Series
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.serving.bench.roofline import Roof
-from quantkit.tables import figure, megabytes, size
+from quantkit.tables import MODEL_BITS, figure, megabytes, size
 
 Record = dict[str, Any]
 NOISY = 0.1  # median deviation from which on a note warns
-STEPS = 65  # points of a predicted curve
+CURVE_POINTS = 65  # points of a predicted curve
 DECODE = "new tokens per second, all sequences together"
 
 
@@ -49,7 +49,7 @@ def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
 MODEL = {  # columns of a model: their meaning, and the cell
     "engine": ("whose kernels multiply; decoded: the weights are codes on disk, not as they run", engine),
     "size": ("bytes of all tensors, as stored", lambda model: megabytes(model["size"]["weight_bytes"])),
-    "bits": ("bits per weight, over the whole model", lambda model: bits(model["size"]["bits_per_weight"])),
+    MODEL_BITS: ("per weight over the whole model", lambda model: bits(model["size"]["bits_per_weight"])),
     "KL div.": ("KL divergence from the first model of --quality", _at("quality.kld", number)),
     "ppl": ("perplexity of --quality", _at("quality.perplexity", bits)),
 }
@@ -69,10 +69,10 @@ POINT = {  # columns of a point that ran
 
 def report(record: Record, quiet: bool = False) -> Report:
     """Return the report: a table, notes and plots. quiet: leave out the notes on how it was measured."""
-    models, asked = record["models"], record["settings"]
+    models, given = record["models"], record["settings"]
     absent = set() if record["quality"] else {"KL div.", "ppl"}
     absent |= set() if len(models) > 1 else {"ratio"}
-    absent |= set() if asked["rounds"] * asked["repeats"] > 1 else {"±"}
+    absent |= set() if given["rounds"] * given["repeats"] > 1 else {"±"}
     columns = {name: column for name, column in (MODEL | POINT).items() if name not in absent}
     groups = []
     for index, point in enumerate(models[0]["points"]):
@@ -84,7 +84,7 @@ def report(record: Record, quiet: bool = False) -> Report:
     notes += [(f"noisy: {line}", "yellow") for line in noise(record)]
     notes += [(line, "") for line in best_batches(record)]
     notes += [] if quiet else [(line, "dim") for line in protocol(record)]
-    drawn = [by_batch(record, prompt) for prompt in asked["prompt"]] if len(asked["batch"]) > 1 else []
+    drawn = [by_batch(record, prompt) for prompt in given["prompt"]] if len(given["batch"]) > 1 else []
     drawn += [against(record)] if len(models) > 1 else []
     return Report(
         title=f"Speed and memory of {', '.join(labels) if len(labels) < 4 else f'{len(labels)} models'}",
@@ -116,13 +116,13 @@ def called(point: Record) -> str:
 
 def protocol(record: Record) -> Iterator[str]:
     """Yield the notes below the table: how all models were measured, then the conditions of each."""
-    asked = record["settings"]
-    runs = count(asked["rounds"], "round") + f" of {count(asked['repeats'], 'run')}"
-    medians = "; medians, ± is the median deviation" if asked["rounds"] * asked["repeats"] > 1 else ""
+    given = record["settings"]
+    runs = count(given["rounds"], "round") + f" of {count(given['repeats'], 'run')}"
+    medians = "; medians, ± is the median deviation" if given["rounds"] * given["repeats"] > 1 else ""
     yield (
-        f"prompts of random tokens (seed {asked['seed']}), {asked['tokens']} new tokens each, greedy, end of "
-        f"text ignored; {runs} after {asked['warmup']} to warm up, models in turn, "
-        f"{count(asked['threads'], 'thread')}{medians}"
+        f"prompts of random tokens (seed {given['seed']}), {given['tokens']} new tokens each, greedy, end of "
+        f"text ignored; {runs} after {given['warmup']} to warm up, models in turn, "
+        f"{count(given['threads'], 'thread')}{medians}"
     )
     for model in record["models"]:
         if loaded := model["load"]:
@@ -211,7 +211,7 @@ def by_batch(record: Record, prompt: int) -> Figure:
         found = next(row for row in model["roofline"] if row["prompt"] == prompt)
         if predicted := found["predicted"]:
             roof = Roof(**{key: value for key, value in predicted.items() if key != "optimal_batch"})
-            xs = np.geomspace(batches[0], batches[-1], STEPS).tolist()
+            xs = np.geomspace(batches[0], batches[-1], CURVE_POINTS).tolist()
             curve = tuple(Point(x, x / roof.seconds(x)) for x in xs)
             series.append(Series(model["label"], curve, index, joined=True, bare=True))
             roofs = " Dashed: the roofline, the most that the measured bandwidth and FLOPS allow."

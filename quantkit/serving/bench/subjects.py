@@ -86,8 +86,8 @@ class Job:
         and of a value in the cache. free: free memory in bytes."""
         subject, tokens = self.subject, self.settings.tokens
         if subject.context is not None and point.prompt + tokens > subject.context:
-            asked = f"{point.prompt} prompt + {tokens} new tokens"
-            return f"{asked} exceed the model's context of {subject.context}"
+            requested = f"{point.prompt} prompt + {tokens} new tokens"
+            return f"{requested} exceed the model's context of {subject.context}"
         own = subject.container == "gguf" and self.engine != "transformers"
         packed = own or (subject.stored not in (None, "gguf") and not self.settings.decoded)
         weights = subject.weight_bytes if packed else subject.parameters * value_bytes

@@ -16,7 +16,7 @@ from quantkit.models.files import gguf_file
 from quantkit.serving.chat.session import Answer, Facts, Prompt, Stream, written
 from quantkit.serving.engines import llamacpp
 
-STEP = 256  # tokens that llama.cpp rounds a context up to
+CONTEXT_STEP = 256  # tokens that llama.cpp rounds a context up to
 PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # its defaults cut the distribution
 
 
@@ -35,7 +35,7 @@ class LlamaCppChat:
     ):
         metadata, infos = gguf_file.read_header(path)
         self._template, self._bos = llamacpp.chat_template(metadata, template, date.today())
-        context = -(-context // STEP) * STEP
+        context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
         self._session = llamacpp.Session(
             llamacpp.parameters(path, context, threads=threads, kv_dtype=kv_dtype, device=device)
         )

@@ -113,7 +113,7 @@ class Tokens:
     def __init__(self, tokenizer: Any, template: str | None, ends: Collection[int]):
         self._tokenizer, self._ends = tokenizer, ends
         self._template = ChatTemplate(tokenizer, template, date.today())
-        self._asked = ""  # text of the prompt that was encoded last
+        self._prompt = ""  # text of the prompt that was encoded last
         self._known: list[tuple[str, list[int]]] = []  # the text after each answer, and its tokens
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -121,7 +121,7 @@ class Tokens:
 
         Raises QuantkitError if the chat template rejects it.
         """
-        text = self._asked = written(self._template, prompt)
+        text = self._prompt = written(self._template, prompt)
         ids = self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
         while self._known and not text.startswith(self._known[-1][0]):
             self._known.pop()  # retried or rewritten
@@ -139,7 +139,7 @@ class Tokens:
         text = decode(self._tokenizer, answer)
         body = answer[:-1] if answer and answer[-1] in self._ends else answer
         if self._spelled(body) == text:  # no special tokens, no half character
-            self._known.append((self._asked + text, [*ids, *body]))
+            self._known.append((self._prompt + text, [*ids, *body]))
         return text
 
     def _spelled(self, ids: list[int]) -> str:

@@ -26,7 +26,7 @@ from quantkit.models.files import untrusted
 
 MOST_BYTES = 1 << 22  # of an answer that is no stream, or of a line of one
 MOST_TOKENS = 1 << 32  # of a request: larger counts of a server are ignored
-SHOWN = 300  # characters of a server's message
+SHOWN_CHARACTERS = 300  # characters of a server's message
 NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 
@@ -91,7 +91,7 @@ class Endpoint:
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that answers `path`, relative to the base URL. Raises RequestFailed."""
-        with self._asked(self._api + path, body) as response:
+        with self._opened(self._api + path, body) as response:
             try:
                 return dict(untrusted.parse(response.read(MOST_BYTES)))
             except (ValueError, TypeError) as error:
@@ -100,7 +100,7 @@ class Endpoint:
     def healthy(self) -> bool:
         """Return whether /health answers with success. False for a server that does not listen yet."""
         try:
-            with self._asked(self._api.removesuffix("/v1") + "/health"):
+            with self._opened(self._api.removesuffix("/v1") + "/health"):
                 return True
         except RequestFailed:
             return False
@@ -117,7 +117,7 @@ class Endpoint:
 
         Raises RequestFailed, also for a stream that breaks off.
         """
-        with self._asked(self._api + path, body) as response:
+        with self._opened(self._api + path, body) as response:
             finished = False
             while line := response.readline(MOST_BYTES):
                 at = time.perf_counter()
@@ -135,7 +135,7 @@ class Endpoint:
                 raise RequestFailed("stream", "the answer broke off")
 
     @contextmanager
-    def _asked(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
+    def _opened(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
         """Yield the response if its status is 200. The connection is closed after `timeout` seconds.
 
         Raises RequestFailed for network errors and other statuses.
@@ -189,7 +189,7 @@ class Endpoint:
     def _shown(self, text: str) -> str:
         """Return the beginning of a server's message, with the API key removed."""
         text = (text.replace(self._key, "…") if self._key else text).strip()
-        return text if len(text) <= SHOWN else f"{text[:SHOWN]} …"
+        return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} …"
 
     def _piece(self, at: float, data: str) -> Piece:
         """Parse one event of a stream: a completion's text, or a chat's delta with thoughts."""

@@ -19,7 +19,7 @@ from quantkit.serving.endpoint.client import Endpoint, RequestFailed
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 FIELDS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-FEW = 16  # words of a prompt
+FEW_WORDS = 16  # words of a prompt
 ABSENT, REFUSED = (404, 405, 501), (400, 422)
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country "
@@ -68,7 +68,7 @@ def learn(endpoint: Endpoint, model: str | None = None, seed: int = 0) -> Dialec
             continue  # other fields do not make an API appear
         dialect = Dialect(path, name, dict(fields))
         try:
-            pieces = list(endpoint.stream(path, dialect.body(words(FEW, seed - 1), 1)))
+            pieces = list(endpoint.stream(path, dialect.body(words(FEW_WORDS, seed - 1), 1)))
             return replace(dialect, counts=any("prompt_tokens" in piece.usage for piece in pieces))
         except RequestFailed as error:
             if error.status not in (*ABSENT, *REFUSED, 500):

@@ -23,7 +23,7 @@ SCHEMA = "quantkit.load/2"
 USERS = (1, 2, 4, 8, 16, 32)
 PER_USER, FEWEST = 4, 8  # requests of a level by default
 MOST = 1024  # users
-SECONDS = 60.0  # after which a level begins no more requests
+ANSWER_SECONDS = 60.0  # after which a level begins no more requests
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Settings:
             ("--requests", self.requests, 1),
         )  # fmt: skip
         most = max(self.concurrency)
-        require(most <= MOST, f"--concurrency {most} makes no sense", f"choose at most {MOST}", USAGE)
+        require(most <= MOST, f"--concurrency {most} is invalid", f"choose at most {MOST}", USAGE)
 
 
 def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str, Any]:
@@ -76,7 +76,7 @@ def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str
         levels.append({"users": users} | _level(endpoint, dialect, settings, users, numbers, listen))
         if not levels[-1]["completed"]:
             who, why = count(users, "user"), failures(levels[-1])
-            listen.warn(f"with {who} nobody was answered: {why}; stopping here")
+            listen.warn(f"no request was answered with {who}: {why}; stopping here")
             break
     counted = [level["prompt_tokens"] for level in levels if level["prompt_tokens"]]
     length = f"{settings.prompt_words} words" + (f" ({counted[0]:.0f} tokens)" if counted else "")
@@ -115,7 +115,7 @@ def _level(
 ) -> dict[str, Any]:
     """Return the record of one level. Raises errors of its threads."""
     total = settings.requests or max(FEWEST, PER_USER * users)
-    left, until = iter(range(total)), time.perf_counter() + SECONDS
+    left, until = iter(range(total)), time.perf_counter() + ANSWER_SECONDS
     done: list[Timed] = []
     broken: list[BaseException] = []
 

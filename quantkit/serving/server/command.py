@@ -19,7 +19,7 @@ KEY_VARIABLE = "QUANTKIT_API_KEY"  # the variable that a shell with the printed 
 GIB = 1 << 30
 VLLM = "vllm.entrypoints.openai.api_server"
 LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # gives the xllamacpp wheel llama-server's flags
-PAGE = 256  # tokens of a block of transformers' paged cache, by default
+BLOCK_TOKENS = 256  # tokens of a block of transformers' paged cache, by default
 SHARED = (
     "with continuous batching transformers samples all requests as the first request "
     "(--parallel 1: one after the other, each with its own settings)"
@@ -117,7 +117,7 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
     if room.parallel > 1:
         argv += ["--continuous-batching"]
         if room.on_cpu:  # a share of the memory would be nearly all of it
-            argv += ["--cb-num-blocks", str(-(-room.cache_tokens // PAGE))]
+            argv += ["--cb-num-blocks", str(-(-room.cache_tokens // BLOCK_TOKENS))]
         else:
             argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
     env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # or it asks the package index before it starts

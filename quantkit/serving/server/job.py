@@ -99,7 +99,7 @@ def prepare(
         raise QuantkitError(f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(described, settings.engine, device=settings.device)
     make, *usual = SERVERS[offer.engine]
-    listen.phase("looking at the memory")
+    listen.phase("checking the memory")
     source, warnings = None, []
     try:
         source = sources.read(model, revision, offline)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from quantkit.errors import NOT_FOUND, QuantkitError, printable
 from quantkit.serving.server.command import Command
 
-LAST = 15  # lines shown of an engine that ended
+LAST_LINES = 15  # lines shown of an engine that ended
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
@@ -28,7 +28,7 @@ class Engine:
 
         Raises QuantkitError if the program is missing.
         """
-        self.last: deque[str] = deque(maxlen=LAST)
+        self.last: deque[str] = deque(maxlen=LAST_LINES)
         try:
             self._process = subprocess.Popen(
                 command.argv,
@@ -40,7 +40,7 @@ class Engine:
             )
         except OSError as error:
             message = f"{command.argv[0]} cannot be started: {error.strerror}"
-            raise QuantkitError(message, "see whether it is installed and executable", NOT_FOUND) from error
+            raise QuantkitError(message, "check that it is installed and executable", NOT_FOUND) from error
         self._reader = threading.Thread(target=self._pass_on, args=(output,), daemon=True)
         self._reader.start()
 

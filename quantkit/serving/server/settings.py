@@ -57,7 +57,7 @@ class Settings:
         require_numbers(("--parallel", self.parallel, 1), ("--start-timeout", self.start_timeout, 0.001))
         require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
         share = self.memory_fraction
-        require(0 < share <= 1, f"--memory-fraction {share:g} makes no sense", "above 0, at most 1", USAGE)
+        require(0 < share <= 1, f"--memory-fraction {share:g} is invalid", "above 0, at most 1", USAGE)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
         _ = self.cache  # which raises

@@ -35,7 +35,7 @@ def refuse_unlike(record: dict[str, Any]) -> None:
     unlike = [row["draft"] for row in record["drafts"] if row["proof"] and not row["proof"]["alike"]]
     if unlike:
         raise QuantkitError(
-            f"text drafted by {', '.join(unlike)} differs from the target's own",
+            f"text drafted by {', '.join(unlike)} differs from text of the target alone",
             "do not use this pair: the rule that accepts tokens is wrong, or a kernel",
             VERIFICATION,
             record,

@@ -148,7 +148,7 @@ def _in_theory(
 
 def _prove(pair: Pair, found: Mapping[int, Repeats]) -> dict[str, Any]:
     """Compare drafted texts with the target's own; return the numbers of texts, equal texts and equal tokens.
-    partings: first difference of each other text. alike: whether rounding explains all differences."""
+    partings: first difference of each other text. `alike`: whether rounding explains all differences."""
     partings, texts, tokens = [], 0, 0
     for k, (prompt, own) in itertools.product([*found][1:], enumerate(found[0][0])):
         for one in {tuple(runs[prompt].ids): runs[prompt] for runs in found[k]}.values():

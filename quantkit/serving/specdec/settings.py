@@ -46,7 +46,7 @@ class Settings:
             hint = "for example --k 1,2,4,8"
             raise QuantkitError(f"--k {self.k!r} is not a list of numbers", hint, USAGE) from error
         if not 1 <= found[0] <= found[-1] <= MOST:
-            raise QuantkitError(f"--k {self.k} makes no sense", f"choose numbers from 1 to {MOST}", USAGE)
+            raise QuantkitError(f"--k {self.k} is invalid", f"choose numbers from 1 to {MOST}", USAGE)
         return found
 
     def check(self) -> None:
@@ -56,4 +56,4 @@ class Settings:
             ("--tokens", self.tokens, 4), ("--repeats", self.repeats, 1),
         )  # fmt: skip
         if not 0 <= self.temperature < float("inf"):
-            raise QuantkitError(f"--temperature {self.temperature:g} makes no sense", "choose 0 to 2", USAGE)
+            raise QuantkitError(f"--temperature {self.temperature:g} is invalid", "choose 0 to 2", USAGE)

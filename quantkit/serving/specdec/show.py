@@ -10,7 +10,7 @@ from rich.console import Console
 from quantkit.errors import count
 from quantkit.tables import make_table, megabytes, print_line
 
-SHOWN = 3  # partings that are shown one by one
+SHOWN_PARTINGS = 3  # partings that are shown one by one
 LEGEND = (
     "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
     "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
@@ -107,7 +107,7 @@ def _proof(draft: Mapping[str, Any], tokenizer: Any) -> list[str]:
     return [
         f"proof: greedy text equals the target's own in {proof['equal']} of {count(proof['texts'], 'text')} "
         f"({count(proof['tokens'], 'token')} one by one){summary}",
-        *(_parted(found, tokenizer) for found in partings[:SHOWN]),
+        *(_parted(found, tokenizer) for found in partings[:SHOWN_PARTINGS]),
     ]
 
 

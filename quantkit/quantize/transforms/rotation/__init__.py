@@ -36,7 +36,7 @@ from quantkit.quantize.transforms.rotation.edits import Edit
 from quantkit.quantize.transforms.rotation.orthogonal import random
 from quantkit.quantize.transforms.rotation.stream import Heads, NotRotatable, Stream
 
-TOKENS = 8  # of the proofs
+PROOF_TOKENS = 8  # of the proofs
 SAME = 1e-3  # relative difference of a whole model's logits in float32; measured: 1e-6 to 1e-5
 SEED = 0
 
@@ -63,12 +63,12 @@ def rotate(skeleton: Skeleton, transform: str, progress: Progress, prove: bool =
             hint="start from the original checkpoint, or leave the rotation out",
             exit_code=UNSUPPORTED,
         )
-    progress.phase("looking for what can be rotated")
+    progress.phase("finding what can be rotated")
     try:
         finder = _Finder(Skeleton(checkpoint, torch.float32, skeleton.device), transform == "rotate")
         found = finder.rotated()
         if prove:
-            progress.phase("proving the rotation: the model before and after")
+            progress.phase("checking the rotation: comparing the model before and after")
             finder.refuse_unlike(found)
     except NotRotatable as reason:
         hint = "rotate attention's values alone: --transform rotate-v" if transform == "rotate" else None
@@ -95,7 +95,7 @@ class _Finder:
         skeleton.load_rest()
         config = skeleton.checkpoint.text_config
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(config.vocab_size, (1, TOKENS), generator=generator)
+        self.ids = torch.randint(config.vocab_size, (1, PROOF_TOKENS), generator=generator)
         self.turns = random(config.hidden_size, SEED)
         self.kinds = self._kinds(config.hidden_size)
         self.outside = outside.find(skeleton, self.turns) if residual else None
@@ -111,7 +111,7 @@ class _Finder:
             if kind not in known:
                 skeleton.load_block(index, decoded=True)
                 run = partial(skeleton.run_block, index)
-                if not hidden.shape == run(hidden).shape == (1, TOKENS, width):
+                if not hidden.shape == run(hidden).shape == (1, PROOF_TOKENS, width):
                     raise NotRotatable("blocks pass more than hidden states to one another")
                 known[kind] = self._look(index, run, hidden)
                 skeleton.free_block(index)

@@ -13,7 +13,7 @@ from quantkit.quantize.transforms.probe import Probe, assign
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
 from quantkit.quantize.transforms.rotation.stream import Heads, Stream
 
-AT_ONCE = 1 << 22  # weights that are turned together
+TURNED = 1 << 22  # weights that are turned together
 Get = Callable[[str], Tensor]  # a parameter's values before, float32
 
 
@@ -27,9 +27,9 @@ class Turn:
     channels: Tensor | None = None
 
     def apply(self, tensor: Tensor) -> None:
-        """Rotate a float32 tensor in place, AT_ONCE weights at a time."""
+        """Turn a float32 tensor in place, TURNED weights at a time."""
         rows = tensor.movedim(self.axis, -1)
-        step = max(1, AT_ONCE // rows.shape[-1])
+        step = max(1, TURNED // rows.shape[-1])
         for part in rows.split(step) if rows.ndim > 1 else [rows]:
             if self.channels is None:
                 part.copy_(self.by.turn(part.unflatten(-1, (-1, self.by.width))).flatten(-2))
@@ -61,7 +61,7 @@ class Edit:
         if self.gain:
             norm, one_plus = self.gain
             gain = (get(f"{norm}.weight").float() + one_plus).to(tensor.device)
-        rows = max(1, AT_ONCE // tensor.shape[-1]) if self.by_rows and tensor.ndim == 2 else len(tensor)
+        rows = max(1, TURNED // tensor.shape[-1]) if self.by_rows and tensor.ndim == 2 else len(tensor)
         found = torch.empty_like(tensor, dtype=dtype)
         for start in range(0, len(tensor), rows):
             part = tensor[start : start + rows].to(torch.float32, copy=True)
@@ -105,18 +105,18 @@ def of_heads(
         edits.setdefault(name, Edit()).turns.append(Turn(-1, by))
 
 
-EXACT = 1e-4  # relative to a block's sum for a token, in float32; wrong rotations are off by 0.1 and more
+EQUAL = 1e-4  # relative to a block's sum for a token, in float32; wrong rotations are off by 0.1 and more
 
 
 def turned_stream(
     probe: Probe, edits: Mapping[str, Edit], run: Callable[[Tensor], Tensor], hidden: Tensor, by: Orthogonal
 ) -> bool:
-    """Return whether the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
-    wanted = by.turn(run(hidden) - hidden)
+    """Return True if the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
+    expected = by.turn(run(hidden) - hidden)
     with probe.restored():
         _apply(probe, edits)
         turned = by.turn(hidden)
-        return _equal(run(turned) - turned, wanted)
+        return _equal(run(turned) - turned, expected)
 
 
 def turned_heads(probe: Probe, edits: Mapping[str, Edit], reads: Sequence[str]) -> bool:
@@ -157,9 +157,9 @@ def _returned(probe: Probe, names: Sequence[str]) -> list[Tensor]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a - b).norm(dim=-1) <= EXACT * b.norm(dim=-1)).all())
+    return a.shape == b.shape and bool(((a - b).norm(dim=-1) <= EQUAL * b.norm(dim=-1)).all())
 
 
-def difference(found: Tensor, wanted: Tensor) -> float:
-    """Return `|found - wanted| / |wanted|`; infinity if any value is not finite."""
-    return ((found - wanted).norm() / wanted.norm()).item() if torch.isfinite(found).all() else float("inf")
+def difference(found: Tensor, exact: Tensor) -> float:
+    """Return the relative difference of logits."""
+    return ((found - exact).norm() / exact.norm()).item() if torch.isfinite(found).all() else float("inf")

@@ -10,7 +10,7 @@ from torch import nn
 
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.transforms.rotation.edits import EXACT, Edit, Turn, difference, of_norm
+from quantkit.quantize.transforms.rotation.edits import EQUAL, Edit, Turn, difference, of_norm
 from quantkit.quantize.transforms.rotation.orthogonal import Orthogonal
 from quantkit.quantize.transforms.rotation.stream import NotRotatable, refuse_layer_norm
 
@@ -74,7 +74,7 @@ def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
     model = skeleton.model
     parameters = dict(model.named_parameters(remove_duplicate=False))
     hidden = torch.randn(4, by.width, generator=torch.Generator().manual_seed(0)).to(skeleton.device)
-    wanted, norms = skeleton.logits(hidden), _norms(model, by.width)
+    expected, norms = skeleton.logits(hidden), _norms(model, by.width)
     for module in norms.values():
         refuse_layer_norm(module, by.width)
     for one_plus in (False, True):
@@ -86,7 +86,7 @@ def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
         values = {name: edit.of(parameters[name], parameters.__getitem__) for name, edit in found.items()}
         with torch.no_grad():
             logits = skeleton.logits(by.turn(hidden), values)
-        if difference(logits, wanted) <= EXACT:
+        if difference(logits, expected) <= EQUAL:
             return found
     raise NotRotatable("what follows the blocks is not a norm and a head")
 

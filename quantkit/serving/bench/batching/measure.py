@@ -111,11 +111,11 @@ class _Bench:
         """Serve `requests`, the first of the trace; None if the strategy fails now or did so before."""
         if name in self.refused:
             return None
-        asked = self.model, requests, self.prompts[: len(requests)], self.size
+        arguments = self.model, requests, self.prompts[: len(requests)], self.size
         try:
             if name == "continuous":
-                return continuous.serve(*asked, self.clock)
-            return padded.serve(*asked, WAITS[name], self.clock)
+                return continuous.serve(*arguments, self.clock)
+            return padded.serve(*arguments, WAITS[name], self.clock)
         except (QuantkitError, *REFUSALS) as error:
             self.refused[name] = first_line(error)
         self.replays.pop(name, None)
