@@ -78,6 +78,6 @@ def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
     except FileExistsError as error:
         raise QuantkitError(f"{path} exists", "choose another file with --output", USAGE) from error
     except OSError as error:
-        raise QuantkitError(f"{path} cannot be written: {error.strerror}", "choose another -o") from error
+        raise QuantkitError(f"{path} cannot be written: {error.strerror}", "change --output") from error
     print_written([path])
     print(f"\nnext: quantkit run {quote(str(path))} MODEL --dry-run")
