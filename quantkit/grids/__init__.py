@@ -1,5 +1,5 @@
-"""Grids: the values a quantized weight may take. Pure tensor maths: no paths, no models, no devices chosen.
+"""Grids: the values that a quantized weight may have. Pure tensor maths without paths, models or devices.
 
-Begin with `grid.py` (what solvers ask of a grid) and `affine.py` (the plainest). `levels.py` rounds columns
-for error feedback, `parallel.py` keeps all cores busy.
+Begin with `grid.py` (the base class, with all that solvers need) and `affine.py` (the simplest grid).
+`levels.py` rounds columns for error feedback; `parallel.py` keeps all cores busy.
 """

@@ -1,6 +1,6 @@
 """Affine integer grid: `w = scale * (code - zero)`, code in 0 .. 2^bits - 1, one (scale, zero) per group.
 
-Scales are rounded to float16 before anything is rounded on them, since that is what gets stored.
+Scales are rounded to float16, as stored, before weights are rounded with them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class AffineParams:
 
 @dataclass(frozen=True)
 class AffineGrid(WholeLevels):
-    """bits: 2 to 8. symmetric: zero is fixed at 2^(bits-1). zero_min: smallest zero a layout can store.
+    """bits: 2 to 8. symmetric: zero is fixed at 2^(bits-1). zero_min: smallest zero that a layout can store.
 
-    search: choose the range that minimises the importance-weighted squared rounding error, instead
-    of covering the group's largest weight, coarse to fine. For each candidate the codes are rounded and the
-    best scale for these codes follows in closed form, s = Σ h w c / Σ h c² with c = code - zero; it saves
-    (Σ h w c)² / Σ h c² of the error Σ h w². First RANGES are tried, then both neighbours of the best.
+    search: choose each group's range by the least importance-weighted squared rounding error, instead of
+    covering the largest weight. For each candidate the codes are rounded; the best scale for them is s = Σ h
+    w c / Σ h c² with c = code - zero. It lowers the error Σ h w² by (Σ h w c)² / Σ h c². First RANGES are
+    tried, then both neighbours of the best. clip: see Grid.
     """
 
     bits: int
@@ -67,7 +67,7 @@ class AffineGrid(WholeLevels):
         return AffineParams(_storable(scale).float(), zero)
 
     def plain(self) -> AffineGrid:
-        """Return the grid that covers each group's full range."""
+        """Return the grid without search and clipping: it covers each group's full range."""
         return replace(self, search=False, clip=False)
 
     def describe(self) -> str:
@@ -75,7 +75,7 @@ class AffineGrid(WholeLevels):
         return f"{self.bits} bit, groups of {self.group_size}"
 
     def _range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scale and zero that cover `low` to `high`, where zero lies between."""
+        """Return scale and zero that cover the range from `low` <= 0 to `high` >= 0."""
         if self.symmetric:
             half = torch.maximum(-low, high)
             return half * 2 / self.max_code, torch.full_like(half, 2 ** (self.bits - 1))
@@ -84,10 +84,10 @@ class AffineGrid(WholeLevels):
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
     def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, importance: Tensor | None) -> None:
-        """Change the full range's `scale [rows]` to the best for `weight [rows, group_size]`.
+        """Replace the full range's `scale [rows]` by the best for `weight [rows, group_size]`, in place.
 
-        Never worse than the full range, one of RANGES: of all float16 scales the one nearest to the best has
-        the least error for given codes, and rounding anew can only lessen it.
+        The result is never worse than the full range, which is one of RANGES: the float16 scale nearest to
+        the best has the least error for given codes, and rounding again can only lower the error.
         """
         rows = max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
         space = weight.new_empty(TEMPORARIES + 2, min(rows, len(weight)), weight.shape[1])
@@ -122,7 +122,7 @@ class AffineGrid(WholeLevels):
         return torch.where(scale > 0, scale, 1)
 
     def _clamp(self, steps: Tensor, zero: Tensor) -> Tensor:
-        """Clamp code - zero `[..., rows, group_size]` to valid codes, in place."""
+        """Clamp code - zero, `[..., rows, group_size]`, so that codes are valid, in place."""
         if self.symmetric:
             half = 2 ** (self.bits - 1)
             return steps.clamp_(-half, self.max_code - half)
@@ -131,17 +131,17 @@ class AffineGrid(WholeLevels):
         return torch.minimum(steps, lowest + self.max_code, out=steps)
 
     def clipped(self, params: AffineParams) -> int:
-        """Count scales at the ends of float16's range, where weights may be lost."""
+        """Return the number of scales at the limits of float16's range, where weights may be lost."""
         ends = (params.scale <= SCALE_MIN) | (params.scale >= SCALE_MAX)
         return int(ends.sum())
 
     def round(self, weight: Tensor, params: AffineParams) -> Tensor:
-        """Return nearest codes (half to even), uint8, for `weight [rows, group_size]`."""
+        """Return the nearest codes, uint8, for `weight [rows, group_size]`; ties go to even."""
         codes = (weight / params.scale[:, None]).round_().add_(params.zero[:, None])
         return codes.clamp_(0, self.max_code).to(torch.uint8)
 
     def steps(self, params: AffineParams) -> tuple[Tensor, Tensor]:
-        """Return the scale, and the code that stands for 0 times it, both `[1, rows]`."""
+        """Return step = scale and low = scale * zero, both `[1, rows]`."""
         return params.scale[None], (params.scale * params.zero)[None]
 
     def decode(self, codes: Tensor, params: AffineParams) -> Tensor:
@@ -149,7 +149,7 @@ class AffineGrid(WholeLevels):
         return (codes.float() - params.zero[:, None]) * params.scale[:, None]
 
     def nearest(self, weight: Tensor, params: AffineParams) -> Tensor:
-        """Return `decode(round(weight, params), params)`, `[rows, group_size]`; in place of `weight`."""
+        """Replace `weight [rows, group_size]` by `decode(round(weight, params), params)`; return it."""
         scale = params.scale[:, None]
         return self._clamp(weight.div_(scale).round_(), params.zero).mul_(scale)
 
@@ -158,29 +158,29 @@ class AffineGrid(WholeLevels):
         return AffineParams(_storable(params.scale * factor), params.zero)
 
     def floats(self, params: AffineParams) -> dict[str, Tensor]:
-        """Return the scales; zero points are stored as codes."""
+        """Return the scales; zero points are stored as integers."""
         return {"scale": params.scale.float()}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round scales to float16 above 0."""
+        """Return scales rounded to float16 above 0."""
         return {name: _storable(scale) for name, scale in floats.items()}
 
 
 @cache
 def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return shares of the full range, then what is added to the best of them, `[candidates, 1]` each."""
+    """Return shares of the full range, then offsets from the best share, `[candidates, 1]` each."""
     step = STEP[bits]
     stages = [1 - k * step for k in RANGES], [step, -step]
     return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
 
 
 def _power(steps: Tensor, importance: Tensor | None) -> Tensor:
-    """Return Σ h c² over the last dimension; `steps` are used up."""
+    """Return Σ h c² over the last dimension; changes `steps` in place."""
     if importance is None:
         return torch.linalg.vector_norm(steps, dim=2).square_()
     return steps.square_() @ importance
 
 
 def _storable(scale: Tensor) -> Tensor:
-    """Return the nearest float16 scale that loses no weight; an all-zero group gets 1 (any would do)."""
+    """Return the nearest float16 scale within its range; 1 for an all-zero group."""
     return torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX)).half().to(scale.dtype)

@@ -1,4 +1,4 @@
-"""Distances between a decoded weight and its original, measured without any text."""
+"""Distances between a decoded weight and the original, measured without text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIT_ROUNDS = 6  # of fitting rows and columns in turn
 
 
 def relative_distance(found: Tensor, expected: Tensor) -> float:
-    """Return `|found - expected| / |expected|` of tensors of one shape; 0 where both are zeros alone."""
+    """Return `|found - expected| / |expected|` of tensors of the same shape; 0 if both are all zeros."""
     lost, whole = (found.float() - expected.float()).norm(), expected.float().norm()
     return 0.0 if not (lost.any() or whole.any()) else (lost / whole).item()
 
@@ -33,10 +33,10 @@ def weight_error(weight: Tensor, values: Tensor) -> float:
 
 
 def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
-    """Return `|V - Ŵ|² / |V|²` for the `V = diag(r) W diag(c)` nearest to `Ŵ [out, in]`: the same, whatever a
-    transform that folds scales into neighbours multiplied the rows and columns of W with.
+    """Return `|V - Ŵ|² / |V|²` for the `V = diag(r) W diag(c)` nearest to `Ŵ [out, in]`. So the error does
+    not depend on scales that a transform folded into rows and columns of W.
 
-    Least squares for r and for c in turn; each leaves an error some 1/√width of the one before.
+    r and c are fitted by least squares in turn; each fit leaves about 1/√width of the previous error.
     """
     pairs = list(zip(*(part.split(_rows(weight)) for part in (weight, values)), strict=True))
     columns = weight.new_ones(weight.shape[1])

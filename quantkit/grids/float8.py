@@ -1,7 +1,7 @@
 """8-bit floats: e4m3 of the OCP 8-bit Floating Point Specification (OFP8) 1.0, section 5, without infinities.
 
-`w = scale * float8(code)`; codes are the bytes themselves. A scale belongs to one group of columns (a whole
-row, or the columns of a block) and to one row, or to the rows of a block, over which it is repeated. Formats
+`w = scale * float8(code)`; codes are the stored bytes. A scale belongs to a group of columns (a whole row, or
+the columns of a square block) in one row, or in all rows of a square block, for which it is repeated. Formats
 of serving engines: Micikevicius et al. 2022, arXiv:2209.05433; blocks: DeepSeek-V3, arXiv:2412.19437, 3.3.2.
 """
 
@@ -33,11 +33,11 @@ class Float8Params:
 
 @dataclass(frozen=True)
 class Float8Grid(Grid):
-    """The 254 finite values of e4m3 times a scale.
+    """The 254 finite values of e4m3, times a scale.
 
-    rows: so many share a scale, and are fitted together; 0 where it is not known, of weights that are read.
-    search: of scales that let the largest weight reach 448 or less, the one of least error is taken.
-    scale_dtype: the precision in which scales are stored.
+    rows: number of rows that share a scale; 0 if unknown, for decoded weights. search: try scales by which
+    the largest weight becomes 448 or less, and use the one with the least error. scale_dtype: dtype in which
+    scales are stored.
     """
 
     group_size: int
@@ -48,7 +48,7 @@ class Float8Grid(Grid):
 
     @property
     def stored(self) -> torch.dtype:
-        """`scale_dtype` for torch."""
+        """`scale_dtype` as a torch.dtype."""
         return getattr(torch, self.scale_dtype)
 
     @property
@@ -56,7 +56,7 @@ class Float8Grid(Grid):
         return self.rows > 1
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
-        """Return scales `[rows]` of `weight [rows, group_size]`, a row each."""
+        """Return scales `[rows]`, one for each row of `weight [rows, group_size]`."""
         if not self.search:
             peak = by_rows(lambda part: part.abs().amax(1), weight.new_empty(len(weight)), weight)
             return Float8Params(self._scale(peak))
@@ -64,7 +64,7 @@ class Float8Grid(Grid):
         return Float8Params(by_rows(lambda part: self._searched(part[:, None], importance), scale, weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
-        """Return scales `[out, groups]` for `weight [out, in]`, one for the rows of a block."""
+        """Return scales `[out, groups]` for `weight [out, in]`; the rows of a block have the same scale."""
         if self.rows == 1:
             return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
         blocks = pad(weight, (0, 0, 0, -len(weight) % self.rows)).unflatten(0, (-1, self.rows))
@@ -76,12 +76,11 @@ class Float8Grid(Grid):
         return Float8Params(self._over_rows(scale, len(weight)))
 
     def _over_rows(self, scale: Tensor, out_features: int) -> Tensor:
-        """Return scales of blocks, repeated for each row."""
+        """Return the scales of blocks, repeated for each of their rows."""
         return scale.repeat_interleave(self.rows, 0)[:out_features]
 
     def _scale(self, peak: Tensor) -> Tensor:
-        """Return the scale with which `peak` becomes 448, as it will be stored; that of nothing but zeros is
-        any."""
+        """Return the stored scale by which `peak` becomes 448; epsilon for a peak of 0."""
         scale = self._stored(peak / LARGEST_FLOAT8)
         return torch.where(scale == 0, torch.finfo(self.stored).eps, scale)
 
@@ -89,7 +88,7 @@ class Float8Grid(Grid):
         return scale.to(self.stored).float()
 
     def _searched(self, blocks: Tensor, importance: Tensor | None) -> Tensor:
-        """Return the scale of least squared error of each of `blocks [n, rows, columns]`, `[n]`."""
+        """Return the scales `[n]` with the least squared error for `blocks [n, rows, columns]`."""
         base = self._scale(blocks.abs().amax((1, 2)))
         best, least = base, None
         for stretch in STRETCHES:
@@ -102,11 +101,11 @@ class Float8Grid(Grid):
         return best
 
     def plain(self) -> Float8Grid:
-        """Return the grid with scales by the largest weight."""
+        """Return the grid without search: scales fit the largest weight."""
         return replace(self, search=False)
 
     def round(self, weight: Tensor, params: Float8Params) -> Tensor:
-        """Return codes of the nearest values, half to even, uint8 `[rows, group_size]`."""
+        """Return the nearest codes, uint8 `[rows, group_size]`; ties go to even."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         return by_rows(
             lambda part, scale: to_float8(part / scale[:, None]).view(torch.uint8),
@@ -116,7 +115,7 @@ class Float8Grid(Grid):
         )
 
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
-        """Return the nearest values; `weight` is used up."""
+        """Return the nearest values; changes `weight` in place."""
 
         def work(part: Tensor, scale: Tensor, out: Tensor) -> None:
             torch.mul(nearest(part / scale[:, None]), scale[:, None], out=out)
@@ -124,7 +123,7 @@ class Float8Grid(Grid):
         return fill_rows(work, weight, weight, params.scale)
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
-        """Return values, float32 `[rows, group_size]`, of bytes `[rows, group_size]`."""
+        """Return the values of codes `[rows, group_size]`, float32."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         return fill_rows(
             lambda part, scale, out: torch.mul(from_float8(part), scale[:, None], out=out),
@@ -134,11 +133,11 @@ class Float8Grid(Grid):
         )
 
     def steps(self, params: Float8Params) -> tuple[Tensor, Tensor]:
-        """Return the scale, and 0, both `[1, rows]`."""
+        """Return step = scale and low = 0, both `[1, rows]`."""
         return params.scale[None], torch.zeros_like(params.scale)[None]
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """Write the nearest levels, into `out`."""
+        """Write the nearest levels into `out`."""
         out.copy_(nearest(target))
 
     def levels(self, codes: Tensor) -> Tensor:
@@ -146,42 +145,42 @@ class Float8Grid(Grid):
         return from_float8(codes)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write codes of levels, into `out`."""
+        """Write the codes of levels into `out`."""
         out.copy_(to_float8(levels).view(torch.uint8))
 
     def scaled(self, params: Float8Params, factor: Tensor) -> Float8Params:
-        """Return scales times `factor [rows]`; the rows of a block keep the one they share."""
+        """Return scales times `factor [rows]`; unchanged if the rows of a block share a scale."""
         if self.rows > 1:
             return params
         return Float8Params(self._stored(params.scale * factor))
 
     def floats(self, params: Float8Params) -> dict[str, Tensor]:
-        """Return scales `[out / rows, groups]`."""
+        """Return the scales `[out / rows, groups]`."""
         return {"scale": params.scale[:: self.rows]} if self.rows else super().floats(params)
 
     def with_floats(self, params: Float8Params, floats: Mapping[str, Tensor]) -> Float8Params:
-        """Repeat the scales of a block over its rows."""
+        """Return parameters with the scale of each block repeated over its rows."""
         return Float8Params(self._over_rows(floats["scale"], len(params.scale)))
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round scales to the stored precision."""
+        """Return scales rounded to the stored dtype."""
         return {name: self._stored(scale) for name, scale in floats.items()}
 
     def describe(self) -> str:
-        """Return `float8 e4m3, groups of 768`, or blocks."""
+        """Return `float8 e4m3, groups of 768`, or `blocks of 128 × 128` if rows share a scale."""
         if self.rows > 1:
             return f"float8 e4m3, blocks of {self.rows} × {self.group_size}"
         return f"float8 e4m3, groups of {self.group_size}"
 
 
 def to_float8(values: Tensor) -> Tensor:
-    """Return the nearest values of e4m3, half to even; what is larger than all becomes the largest."""
+    """Return the nearest values of e4m3, ties to even; values beyond the largest become the largest."""
     return values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
 
 
 def from_float8(codes: Tensor) -> Tensor:
-    """Return the values of bytes, float32. On a CPU in a fifth of torch's time: the digits of e4m3 are the
-    upper ones of a float16 with an exponent larger by 8. Codes of NaN go through torch."""
+    """Return the values of bytes, float32. On a CPU this takes a fifth of torch's time: the bits of e4m3 are
+    the upper bits of a float16 with an exponent larger by 8. Codes of NaN are decoded by torch."""
     if codes.device.type != "cpu" or not codes.numel() or (codes & 127).amax() == NAN:
         return codes.view(FLOAT8).float()
     halves = (codes.view(torch.int8).short() << 7).bitwise_and_(~UPPER_EXPONENT)
@@ -189,8 +188,8 @@ def from_float8(codes: Tensor) -> Tensor:
 
 
 def nearest(values: Tensor) -> Tensor:
-    """Round to the nearest values of e4m3 in float32, on a CPU faster than two conversions: added to a number
-    2^20 times as large, a value keeps three binary digits after the first."""
+    """Return the nearest values of e4m3 in float32. On a CPU this is faster than two conversions: adding a
+    number 2^20 times as large leaves three binary digits after the first."""
     values = values.clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8)
     large = ((values.abs().clamp_(min=SMALLEST_NORMAL).view(torch.int32) & EXPONENT) + SHIFT | HALF).view(
         torch.float32

@@ -1,17 +1,17 @@
-"""4-bit floats (e2m1) with a scale for each 16 or 32 of them: NVFP4 and MXFP4.
+"""4-bit floats (e2m1) of which 16 or 32 share a scale: NVFP4 and MXFP4.
 
 A code is a sign, two bits of exponent and one of mantissa: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
 MXFP4: `w = 2^e * value`, a power of two for 32 weights (OCP Microscaling Formats 1.0, sections 5.3.3, 5.4.1).
-NVFP4: `w = scale / divisor * value`, an e4m3 scale for 16 weights, and one divisor, which lifts the scales of
-the whole matrix to where e4m3 has all its digits (NVIDIA 2025, arXiv:2509.25149, appendix A).
+NVFP4: `w = scale / divisor * value`, an e4m3 scale for 16 weights and one divisor per matrix, which moves the
+scales to where e4m3 has full precision (NVIDIA 2025, arXiv:2509.25149, appendix A).
 
-The largest weight of a group need not become 6. Between 4 and 6 the values lie far apart, so a group may do
-better where it becomes 4 (Four over Six, arXiv:2512.02010), or where it is cut off: what e4m3 can store about
-`largest / 6` is tried, all of it (as in ScaleSweep, arXiv:2606.07618), and the least squared error taken,
-weighted by what an error costs. For a power of two there are three candidates.
+The largest weight of a group need not become 6. Between 4 and 6 the values are far apart, so the error may be
+lower if the largest weight becomes 4 (Four over Six, arXiv:2512.02010) or is cut off. All e4m3 scales around
+`largest / 6` are tried (as in ScaleSweep, arXiv:2606.07618); the one with the least squared error, weighted
+by importance, is used. For a power of two there are three candidates.
 
-Divisors are powers of two here. Nothing is lost by that, a scale's digits being relative; and a decoded
-weight then has five significant bits, so that bfloat16 holds it exactly, whatever the client computes in.
+Divisors are powers of two here, which costs no precision because scales are floats. A decoded weight then has
+five significant bits, so bfloat16 holds it exactly, whatever dtype the client computes in.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ MX_LIMITS = -126, 127  # 2^-127 is read, but no normal float32
 
 @dataclass(frozen=True)
 class Fp4Params:
-    """scale: float32 and storable, `[rows]` for one group or `[out, groups]` for a matrix. What it is divided
-    by, in the same shape: for MXFP4 1."""
+    """scale: float32, a storable value, `[rows]` for one group or `[out, groups]` for a matrix. divisor: of
+    the scale, in the same shape; 1 for MXFP4."""
 
     scale: Tensor
     divisor: Tensor
 
     @property
     def step(self) -> Tensor:
-        """The weight that a value of 1 represents."""
+        """The weight that corresponds to the value 1."""
         return self.scale / self.divisor
 
 
 class Fp4Levels(TableLevels):
-    """e2m1 in UNITS, for error feedback; codes are their bits."""
+    """Levels of error feedback: the values of e2m1 in UNITS. Codes are the bits of e2m1."""
 
     level_table = tuple(-value for value in POSITIVE[:0:-1]) + POSITIVE
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return values of codes in UNITS."""
+        """Return the values of codes in UNITS."""
         return torch.take(values_by_code(codes.device), codes.long()).mul_(UNITS)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write codes of levels, into `out`."""
+        """Write the codes of levels into `out`."""
         torch.take(_codes_by_place(levels.device), self._places(levels), out=out)
 
 
@@ -77,16 +77,16 @@ class Fp4Levels(TableLevels):
 class Fp4Grid(Fp4Levels):
     """Base of MXFP4 and NVFP4. search: try other scales than the one that fits the largest weight.
 
-    A subclass has `_candidates(largest)`, scales `[candidates, rows]` for groups whose largest weights, times
-    the divisor, are `[rows]`, the best one without a search first; and `_storable(scale)`, the nearest scale
-    above 0 that can be stored.
+    A subclass defines `_candidates(largest)`, which returns scales `[candidates, rows]` for groups whose
+    largest weights, times the divisor, are `largest [rows]`, first the best one without search; and
+    `_storable(scale)`, which returns the nearest storable scale above 0.
     """
 
     search: bool = True
     bits = 4
 
     def plain(self) -> Fp4Grid:
-        """Return the grid whose scales fit the largest weight of a group."""
+        """Return the grid without search: scales fit the largest weight of a group."""
         return replace(self, search=False)
 
     def _divisor(self, weight: Tensor) -> float:
@@ -98,7 +98,7 @@ class Fp4Grid(Fp4Levels):
         return self.fit_columns(weight.t().contiguous(), importance)
 
     def fit_columns(self, columns: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Return `fit` for groups `columns [group_size, rows]`; `importance` may have the same shape."""
+        """Return `fit` for groups `columns [group_size, rows]`; `importance` may have this shape too."""
         divisor = self._divisor(columns)
         candidates = self._candidates(columns.abs().amax(0).mul_(divisor))
         scale = candidates[0].clone()
@@ -111,8 +111,8 @@ class Fp4Grid(Fp4Levels):
         return Fp4Params(scale, torch.full_like(scale, divisor))
 
     def _best(self, x: Tensor, candidates: Tensor, weights: Tensor, out: Tensor, divisor: float) -> None:
-        """Put the scales of least error among `candidates [candidates, rows]` into `out`, for groups
-        `x [group_size, rows]` and `weights` of that shape."""
+        """Write into `out` the scales of least error among `candidates [candidates, rows]`, for groups
+        `x [group_size, rows]` with error weights of that shape."""
         step = candidates[:, None] / (divisor * UNITS)
         levels = x / step
         self.snap(levels, levels)
@@ -120,7 +120,7 @@ class Fp4Grid(Fp4Levels):
         out.copy_(candidates.gather(0, lost.argmin(0, keepdim=True))[0])
 
     def round(self, weight: Tensor, params: Fp4Params) -> Tensor:
-        """Return codes of the nearest values, uint8 `[rows, group_size]`; halfway away from zero."""
+        """Return the nearest codes, uint8 `[rows, group_size]`; ties go away from zero."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
@@ -142,18 +142,18 @@ class Fp4Grid(Fp4Levels):
         return torch.take(values_by_code(codes.device), codes.long()) * params.step[:, None]
 
     def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
-        """Return the step in UNITS, and 0, both `[1, rows]`."""
+        """Return the step in UNITS, and low = 0, both `[1, rows]`."""
         step = params.step / UNITS
         return step[None], torch.zeros_like(step)[None]
 
     def scaled(self, params: Fp4Params, factor: Tensor) -> Fp4Params:
-        """Return scales times `factor [rows]`, rounded to what can be stored."""
+        """Return scales times `factor [rows]`, rounded to storable values."""
         return replace(params, scale=self._storable(params.scale * factor))
 
 
 @dataclass(frozen=True)
 class MxFp4Grid(Fp4Grid):
-    """Groups of 32 with a power of two."""
+    """Groups of 32 weights that share a power of two."""
 
     group_size = 32
 
@@ -162,7 +162,7 @@ class MxFp4Grid(Fp4Grid):
         return "mxfp4, groups of 32"
 
     def floats(self, params: Fp4Params) -> dict[str, Tensor]:
-        """Raise QuantkitError: a power of two can only be doubled."""
+        """Raise QuantkitError: powers of two are too far apart to be trained."""
         raise QuantkitError(
             f"{self.describe()}: its scales are powers of two, too far apart to be trained",
             "compress the teacher in another format, such as nvfp4",
@@ -170,8 +170,8 @@ class MxFp4Grid(Fp4Grid):
         )
 
     def _candidates(self, largest: Tensor) -> Tensor:
-        """Return the scale of the specification, by which the largest weight lies between 4 and 8 and may be
-        cut off; then half and twice as much."""
+        """Return the scale of the specification, which brings the largest weight to between 4 and 8 and may
+        cut it off; with search, also half and twice that scale."""
         exponent = torch.frexp(largest).exponent - 3  # floor(log2) - 2
         exponent = torch.where(largest > 0, exponent, 0)
         steps = torch.tensor([0, -1, 1], device=largest.device)[: 3 if self.search else 1]
@@ -186,8 +186,8 @@ class MxFp4Grid(Fp4Grid):
 
 @dataclass(frozen=True)
 class NvFp4Grid(Fp4Grid):
-    """Groups of 16 with an e4m3 scale. divisor: of all of them; None: each matrix has its own. Linears that
-    an engine makes one of have to have the same one (`together`)."""
+    """Groups of 16 weights that share an e4m3 scale. divisor: of all matrices; None: each matrix has its own.
+    Linears that engines fuse need the same divisor (`together`)."""
 
     divisor: float | None = None
     group_size = 16
@@ -205,13 +205,13 @@ class NvFp4Grid(Fp4Grid):
         return "nvfp4, groups of 16"
 
     def together(self, weights: Sequence[Tensor]) -> NvFp4Grid:
-        """Return a copy with a divisor that suits all of `weights [out_k, in]`."""
+        """Return a copy with one divisor for all of `weights [out_k, in]`."""
         if self.divisor is not None:
             return self
         return replace(self, divisor=divisor_of(max(_largest(weight) for weight in weights)))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Return parameters `[out, in / 16]`, with one divisor."""
+        """Return parameters `[out, in / 16]` with one divisor."""
         grid = self.together([weight])
         return super(NvFp4Grid, grid).fit_matrix(weight, importance)
 
@@ -229,20 +229,20 @@ class NvFp4Grid(Fp4Grid):
         return scale.clamp(E4M3_MIN, E4M3_MAX).to(FLOAT8).float()
 
     def clipped(self, params: Fp4Params) -> int:
-        """Count scales at the upper end of e4m3."""
+        """Return the number of scales at the upper limit of e4m3."""
         return int((params.scale >= E4M3_MAX).sum())
 
     def floats(self, params: Fp4Params) -> dict[str, Tensor]:
-        """Return the scales, as they are before the division."""
+        """Return the stored scales, not divided by the divisor."""
         return {"scale": params.scale}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round scales to e4m3 above 0."""
+        """Return scales rounded to e4m3 above 0."""
         return {name: self._storable(scale) for name, scale in floats.items()}
 
 
 def divisor_of(largest: float) -> float:
-    """Return a power of two by which the scales of a matrix with this largest weight are multiplied."""
+    """Return the divisor, a power of two, for a matrix whose largest weight is `largest`."""
     if not 0 < largest < torch.inf:
         return 1.0
     _, exponent = torch.frexp(torch.tensor(E4M3_TOP * LARGEST_FP4 / largest))
@@ -263,7 +263,7 @@ def values_by_code(device: torch.device) -> Tensor:
 
 @cache
 def _codes_by_place(device: torch.device) -> Tensor:
-    """Return code of what lies between a whole number of UNITS and the next one away from zero (see
+    """Return the code of the values between each multiple of UNITS and the next one away from zero (see
     TableLevels)."""
     positive = torch.tensor(POSITIVE)
     places = torch.arange(POSITIVE[-1] + 1) + 0.5
@@ -273,8 +273,8 @@ def _codes_by_place(device: torch.device) -> Tensor:
 
 
 def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return bfloat16 `[..., groups * 32]`, exactly, of gpt-oss's experts: `blocks [..., groups, 16]`, the
-    first of two codes in the low bits, and exponents `scales [..., groups]`, both uint8."""
+    """Return gpt-oss's experts, decoded exactly to bfloat16 `[..., groups * 32]`. blocks: uint8
+    `[..., groups, 16]`, the first of two codes in the low bits; scales: exponents, uint8 `[..., groups]`."""
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
     exponents = scales.to(torch.int32)[..., None] - MX_BIAS
     return torch.ldexp(values_by_code(blocks.device)[codes.long()], exponents).flatten(-2).to(torch.bfloat16)

@@ -20,15 +20,15 @@ Params = TypeVar("Params", bound=Any)
 
 class Grid:
     """The quantization of groups of `group_size` neighbouring columns of `W [out, in]`, for solvers and
-    transforms. A grid overrides the methods that raise here.
+    transforms. A subclass overrides the methods that raise here.
 
     Error feedback rounds single columns: in every grid `value = step * level - low`, with one step and low
     for `sub_size` columns of a row, and the same levels for all rows. In units of steps, rounding a column
     needs no parameters and no extra pass.
-    spans_matrix: parameters depend on all groups of a matrix (double quantization) and are fitted before any
-    column is chosen. vector_size: columns chosen together from a code book (`ggml.iquants.CodeBookGrid`).
-    weighted: round to nearest uses the importance of input columns, as llama.cpp's encoders do with an
-    importance matrix. joint: linears that engines fuse share parameters (`together`). clip: with second
+    bits: of a code. spans_matrix: parameters depend on all groups of a matrix (double quantization) and are
+    fitted before any column is chosen. vector_size: columns chosen together from a code book
+    (`ggml.iquants.CodeBookGrid`). weighted: round to nearest uses the importance of input columns, like
+    llama.cpp's encoders. joint: linears that engines fuse share parameters (`together`). clip: with second
     moments, round to nearest clips each group's range by AWQ's search.
     """
 
@@ -42,39 +42,39 @@ class Grid:
 
     @property
     def sub_size(self) -> int:
-        """Columns of a group that share one step; group_size where parameters are one for the group."""
+        """Number of columns in a group that share one step; group_size if the group has one step."""
         return self.group_size
 
     def describe(self) -> str:
-        """Return the name in plans: `4 bit, groups of 128`."""
+        """Return the grid's name in plans, such as `4 bit, groups of 128`."""
         raise NotImplementedError
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Return parameters for groups `weight [rows, group_size]` (float32); `importance [group_size]`: the
-        cost of a squared error in each place. Searches work on columns: a transposed view costs them nothing.
+        """Return parameters for groups `weight [rows, group_size]` (float32). importance: `[group_size]`,
+        cost of a squared error in each column. Searches work on columns, so a transposed view is free.
 
-        Raises QuantkitError for a grid that is only read.
+        Raises QuantkitError if the grid can only be decoded.
         """
         raise QuantkitError(
             f"{self.describe()}: quantkit only reads such weights", "choose another grid", UNSUPPORTED
         )
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
-        """Return parameters `[out, groups]` for `weight [out, in]`, every group fitted by itself.
-        `importance` is `[in]`, for grids that are weighted."""
+        """Return parameters `[out, groups]` for `weight [out, in]`; every group is fitted alone. importance:
+        `[in]`, for grids that are weighted."""
         return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
 
     def together(self, weights: Sequence[Tensor]) -> Grid:
-        """Return the grid of linears `weights [out_k, in]` that read the same input, and of which engines may
-        make one: with parameters of the whole matrix that suit all of them."""
+        """Return the grid for linears `weights [out_k, in]` with the same input, which engines may fuse:
+        parameters of the whole matrix suit all of them."""
         return self
 
     def plain(self) -> Grid:
-        """Return the grid with the same values, fitted without a search of the range."""
+        """Return a grid with the same values but without a search of the range."""
         return self
 
     def round(self, weight: Tensor, params: Params) -> Tensor:
-        """Return codes of the nearest values, uint8 `[rows, group_size]`."""
+        """Return the nearest codes, uint8 `[rows, group_size]`."""
         raise NotImplementedError
 
     def decode(self, codes: Tensor, params: Params) -> Tensor:
@@ -82,44 +82,44 @@ class Grid:
         raise NotImplementedError
 
     def nearest(self, weight: Tensor, params: Params) -> Tensor:
-        """Return `decode(round(weight, params), params)`; `weight` is used up."""
+        """Return `decode(round(weight, params), params)`; may change `weight` in place."""
         return self.decode(self.round(weight, params), params)
 
     def steps(self, params: Params) -> tuple[Tensor, Tensor]:
-        """Return step and low of every sub-block of a group, `[sub-blocks, rows]`. Where all codes have one
-        value the step is so large (NO_STEP) that level 0, which every grid has, is nearest to any weight."""
+        """Return step and low of every sub-block of a group, `[sub-blocks, rows]`. If all codes have the same
+        value, the step is NO_STEP, so large that every weight is nearest to level 0."""
         raise NotImplementedError
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """Write the level nearest to each `target` into `out`, without waiting for a device."""
+        """Write the level nearest to each `target` into `out`; does not wait for the device."""
         raise NotImplementedError
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return levels, float32, of codes of any shape."""
+        """Return the levels of codes of any shape, float32."""
         raise NotImplementedError
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Invert `levels`, into `out` (uint8)."""
+        """Write the codes of levels into `out` (uint8): the inverse of `levels`."""
         raise NotImplementedError
 
     def refit(self, weight: Tensor, params: Params, k: int, importance: Tensor) -> Params:
-        """Return parameters whose sub-block k suits its columns as they now are, `weight [sub_size, rows]`,
-        the others' kept; `importance` is `[sub_size]`. Only for sub_size < group_size."""
+        """Return parameters with sub-block k fitted again to `weight [sub_size, rows]`; all others stay.
+        importance: `[sub_size]`. Only for sub_size < group_size."""
         raise NotImplementedError
 
     def scaled(self, params: Params, factor: Tensor) -> Params:
-        """Return parameters whose values are `factor [rows]` times as large, as nearly as can be stored."""
+        """Return parameters whose values are `factor [rows]` times as large, rounded to storable ones."""
         raise NotImplementedError
 
     def clipped(self, params: Params) -> int:
-        """Count parameters at the limits of their storage type, where weights may be lost."""
+        """Return how many parameters are at the limits of their stored dtype, where weights may be lost."""
         return 0
 
     def floats(self, params: Params) -> dict[str, Tensor]:
-        """Return the parameters of a matrix that are stored in floating point, float32 by name, every stored
-        number once: distillation trains these while codes stay.
+        """Return the floating-point parameters of a matrix, float32 by name, every stored number once.
+        Distillation trains these; codes stay the same.
 
-        Raises QuantkitError for a grid that does not say.
+        Raises QuantkitError if the grid does not define them.
         """
         raise QuantkitError(
             f"{self.describe()}: which of its values are floating point is unknown",
@@ -128,21 +128,21 @@ class Grid:
         )
 
     def with_floats(self, params: Params, floats: Mapping[str, Tensor]) -> Params:
-        """Return parameters with these floats in place of theirs; autograd follows."""
+        """Return parameters with these floats instead; autograd tracks them."""
         return dataclasses.replace(params, **floats)
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return floats as they are once they have been stored: the nearest that can be."""
+        """Return the floats rounded to the nearest values that can be stored."""
         raise NotImplementedError
 
     def traced(self, codes: Tensor, params: Params) -> Tensor:
-        """Return `decode` by operations that autograd follows into the parameters; the same values but for
+        """Return `decode` by operations through which autograd tracks the parameters; values are equal up to
         the last bit of a product."""
         return self.decode(codes, params)
 
 
 def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
-    """Return parameters whose every tensor is `change` of the corresponding tensors."""
+    """Return parameters in which `change` was applied to the corresponding tensors of all arguments."""
     names = [field.name for field in dataclasses.fields(first)]
     return dataclasses.replace(
         first, **{name: change(*(getattr(part, name) for part in (first, *others))) for name in names}
@@ -150,12 +150,12 @@ def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Para
 
 
 def join(groups: Sequence[Params]) -> Params:
-    """Return parameters of a matrix from those of its groups, in order."""
+    """Return the parameters of a matrix, from those of its groups in order."""
     return _each(lambda *parts: torch.stack(parts, 1), *groups)
 
 
 def stack(matrices: Sequence[Params]) -> Params:
-    """Return parameters of matrices put below one another."""
+    """Return the parameters of matrices that are concatenated along rows."""
     return _each(lambda *parts: torch.cat(parts), *matrices)
 
 
@@ -165,17 +165,17 @@ def group(params: Params, index: int) -> Params:
 
 
 def rows(params: Params, rows: slice) -> Params:
-    """Return the parameters of some rows, of a group or a matrix."""
+    """Return the parameters of some rows, for a group or a matrix."""
     return _each(lambda part: part[rows], params)
 
 
 def select(choice: Tensor, yes: Params, no: Params) -> Params:
-    """Return, row by row, the parameters of `yes` where `choice [rows]` holds, else those of `no`."""
+    """Return, row by row, the parameters of `yes` if `choice [rows]` is True, else those of `no`."""
     return _each(lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
 
 
 def flat(params: Params) -> Params:
-    """Return `[out, groups, ...]` as `[out * groups, ...]`: every group a row of its own."""
+    """Return parameters `[out, groups, ...]` as `[out * groups, ...]`: every group becomes a row."""
     return _each(lambda part: part.flatten(0, 1), params)
 
 
@@ -185,8 +185,8 @@ def matrix(params: Params, out_features: int) -> Params:
 
 
 def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
-    """Set `out[rows] = work(*(part[rows] for part in parts))`, a cacheful of rows at a time on every
-    thread.
+    """Set `out[rows] = work(*(part[rows] for part in parts))`, on all threads, as many rows at a time as fit
+    the cache. Returns `out`.
 
     Temporaries as large as a weight would cost more in page faults than the work itself.
     """
@@ -194,7 +194,7 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
 
 
 def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
-    """Run `by_rows` for work that puts its result into a given tensor: `work(*parts, out=...)`."""
+    """Do the same as `by_rows` for work that writes into a given tensor: `work(*parts, out=...)`."""
     widest = max(part[:1].numel() for part in (out, *parts))
     rows = max(1, elements_at_once(out.device) // max(1, widest))
     pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
@@ -213,14 +213,14 @@ def is_finite(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A solved weight: a solver returns it and a layout encodes it.
+    """A quantized weight: a solver returns it and a layout encodes it.
 
     codes: uint8 `[out, in]`, columns in the order of the original weight.
     params: the grid's own, for `[out, groups]`.
-    column_group: int64 `[in]`, the group of each column, where columns were reordered across groups
-    (desc_act); None stands for `arange(in) // group_size`.
-    input_peak: the largest |input| of the linear in calibration text, one float32, where its layout stores
-    a scale of activations; else None.
+    column_group: int64 `[in]`, the group of each column, if columns were reordered across groups (desc_act);
+    None means `arange(in) // group_size`.
+    input_peak: the linear's largest |input| in calibration text, a float32 scalar, if the layout stores a
+    scale of activations; else None.
     """
 
     grid: Grid
@@ -230,7 +230,7 @@ class QuantizedWeight:
     input_peak: Tensor | None = None
 
     def group_of_columns(self) -> Tensor:
-        """Return `column_group`, spelled out where it is trivial."""
+        """Return the group of each column, int64 `[in]`, even if `column_group` is None."""
         if self.column_group is not None:
             return self.column_group
         return torch.arange(self.codes.shape[1], device=self.codes.device) // self.grid.group_size
@@ -251,11 +251,11 @@ class QuantizedWeight:
         return self.grid.floats(self.params)
 
     def with_floats(self, floats: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Return the weight with the same codes and other floats."""
+        """Return the weight with the same codes and other floating-point parameters."""
         return dataclasses.replace(self, params=self.grid.with_floats(self.params, floats))
 
     def traced(self) -> Tensor:
-        """Return `values` by operations that autograd follows into the floats."""
+        """Return `values` by operations through which autograd tracks the floats."""
         if self.column_group is None:
             grouped = self.codes.reshape(-1, self.grid.group_size)
             return self.grid.traced(grouped, flat(self.params)).view(self.codes.shape)

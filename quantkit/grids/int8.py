@@ -1,8 +1,8 @@
-"""LLM.int8: row-wise int8 weights, row-wise int8 activations, outlier columns apart.
+"""LLM.int8: row-wise int8 weights and activations, with outlier columns computed separately.
 
 Dettmers et al. 2022, arXiv:2208.07339, section 3: `X W ≈ Σ_{h∈O} X_h W_h + s_X s_W Σ_{h∉O} X̂_h Ŵ_h`, where O
-are the columns of X in which some value reaches the threshold. Activations are rounded when the model
-runs, so what a weight costs is only known together with its inputs: `int8_matmul` is that computation.
+are the columns of X with a value that reaches the threshold. Activations are rounded at run time, so the
+error of a weight depends on its inputs. `int8_matmul` is that computation.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ class Int8Params:
 
 @dataclass(frozen=True)
 class Int8Grid(WholeLevels):
-    """`w = absmax / 127 * q`, q in -127 .. 127, one absmax a row. Codes are stored unsigned, q + 128.
+    """`w = absmax / 127 * q`, q in -127 .. 127, one absmax per row. Codes are stored unsigned, q + 128.
 
-    As bitsandbytes does, weights are rounded to float16 first, then to `round(w * (127 / absmax))`; error
-    feedback rounds once, on `absmax / 127`.
-    group_size is the length of a row.
+    As in bitsandbytes, weights are rounded to float16 and then to `round(w * (127 / absmax))`; error feedback
+    rounds once, to multiples of `absmax / 127`. group_size: length of a row.
     """
 
     group_size: int
@@ -44,7 +43,7 @@ class Int8Grid(WholeLevels):
     first_code = 1  # -127
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
-        """Return absmax `[rows]` of `weight [rows, in]`; importance is ignored."""
+        """Return the absmax `[rows]` of `weight [rows, in]`; importance is ignored."""
         absmax = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
         return Int8Params(absmax.clamp_(max=HALF_MAX).half().float())
 
@@ -53,7 +52,7 @@ class Int8Grid(WholeLevels):
         return "int8 rows"
 
     def round(self, weight: Tensor, params: Int8Params) -> Tensor:
-        """Return codes, uint8 `[rows, in]`."""
+        """Return the nearest codes, uint8 `[rows, in]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         return by_rows(
             lambda rows, absmax: _codes(rows.half().float(), absmax).to(torch.int8).view(torch.uint8) ^ 128,
@@ -63,7 +62,7 @@ class Int8Grid(WholeLevels):
         )
 
     def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
-        """Return `absmax / 127`, and 128 of it, both `[1, rows]`."""
+        """Return step = absmax / 127 and low = 128 steps, both `[1, rows]`."""
         step = usable(params.absmax * INVERSE)[None]
         return step, step * 128
 
@@ -82,15 +81,15 @@ class Int8Grid(WholeLevels):
         return Int8Params(params.absmax * factor)
 
     def clipped(self, params: Int8Params) -> int:
-        """Count rows at the end of float16's range."""
+        """Return the number of rows whose absmax is at the limit of float16."""
         return int((params.absmax >= HALF_MAX).sum())
 
     def floats(self, params: Int8Params) -> dict[str, Tensor]:
-        """Return absmax of every row."""
+        """Return the absmax of every row."""
         return {"absmax": params.absmax}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Clamp to the range of float16, in which clients restore weights; float32 is stored."""
+        """Return absmax within float16's range, because clients decode to float16; float32 is stored."""
         return {name: absmax.clamp(0, HALF_MAX) for name, absmax in floats.items()}
 
     def traced(self, codes: Tensor, params: Int8Params) -> Tensor:
@@ -99,7 +98,7 @@ class Int8Grid(WholeLevels):
 
 
 def restored(codes: Tensor, absmax: Tensor) -> Tensor:
-    """Return values, float32 `[rows, in]`, of codes as they are stored, int8, and absmax `[rows]`."""
+    """Return values, float32 `[rows, in]`, of stored codes int8 `[rows, in]` and absmax `[rows]`."""
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
     return fill_rows(_restore, values, codes, absmax)
 
@@ -109,7 +108,7 @@ def _restore(codes: Tensor, absmax: Tensor, out: Tensor) -> Tensor:
 
 
 def _codes(rows: Tensor, absmax: Tensor) -> Tensor:
-    """Return `round(127 x / absmax)`, float32 in -127 .. 127; zero where a row is zero."""
+    """Return `round(127 x / absmax)`, float32 in -127 .. 127; 0 in rows of zeros."""
     factor = torch.where(absmax > 0, LEVELS / absmax, 0.0)
     return (rows * factor[:, None]).round_().clamp_(-LEVELS, LEVELS)
 
@@ -119,11 +118,11 @@ def int8_matmul(
     products: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return `inputs [sequences, tokens, in]` times a stored weight: codes int8 `[out, in]`, absmax float32
-    `[out]`. products: whether the processor multiplies int8 fast and exactly; the result is the same.
+    `[out]`. products: the processor multiplies int8 fast and exactly; the result is the same.
 
-    The result has the dtype of `inputs`. Outliers are decided sequence by sequence, so that what a sequence
-    computes does not depend on what else is in its batch. As the clients of such a checkpoint do, outlier
-    columns are multiplied by the dequantized weight, since the original one is not stored.
+    The result has the dtype of `inputs`. Outliers are determined for each sequence, so that results do not
+    depend on other sequences in the batch. Outlier columns are multiplied by the dequantized weight, as
+    clients do, because the original weight is not stored.
     """
     outliers = outlier_columns(inputs.half(), threshold)
     result = _quantized_part(inputs, outliers, codes, absmax, threshold, products)
@@ -136,7 +135,7 @@ def int8_matmul(
 
 
 class Int8Linear(nn.Module):
-    """`int8_matmul` as a module. products: whether the processor multiplies int8 fast and exactly."""
+    """`int8_matmul` as a module. products: the processor multiplies int8 fast and exactly."""
 
     def __init__(
         self, codes: Tensor, absmax: Tensor, bias: Tensor | None, threshold: float, products: bool = False
@@ -157,8 +156,8 @@ class Int8Linear(nn.Module):
 
 
 def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
-    """Return the columns of `inputs [sequences, tokens, in]` with a value of at least `threshold` (0: none),
-    bool `[sequences, in]`."""
+    """Return which columns of `inputs [sequences, tokens, in]` have a value of at least `threshold` (0:
+    none), bool `[sequences, in]`."""
     peaks = inputs.abs().amax(1)
     return peaks >= threshold if threshold > 0 else torch.zeros_like(peaks, dtype=torch.bool)
 
@@ -166,9 +165,9 @@ def outlier_columns(inputs: Tensor, threshold: float) -> Tensor:
 def _quantized_part(
     inputs: Tensor, outliers: Tensor, codes: Tensor, absmax: Tensor, threshold: float, products: bool
 ) -> Tensor:
-    """Multiply both factors in int8 with sums in int32, dequantized by the outer product of their scales.
+    """Multiply int8 inputs and codes with sums in int32; dequantize with both scales.
 
-    A row's scale covers its values below the threshold; as in bitsandbytes, also those in outlier columns.
+    A scale covers an input row's values below the threshold, also in outlier columns, as in bitsandbytes.
     """
     rows = inputs.half().float().flatten(0, 1)
     if threshold > 0:
@@ -182,8 +181,8 @@ def _quantized_part(
 def _int_matmul(a: Tensor, b: Tensor, products: bool = False) -> Tensor:
     """Return `a [n, k] @ b [m, k].T` for int8 factors, in int32.
 
-    CUDA wants n > 16 and multiples of 8: padded with zeros. On a CPU without integer dot products torch
-    falls back to scalar code, a hundred times slower than float32, which is exact in pieces.
+    CUDA needs n > 16 and multiples of 8, so factors are padded with zeros. On a CPU without integer dot
+    products torch uses scalar code, a hundred times slower than float32 products, which are exact in pieces.
     """
     if a.device.type == "cpu":
         # oneDNN takes the length of a row from strides, which say nothing where a row or column is the only
@@ -200,7 +199,7 @@ def _int_matmul(a: Tensor, b: Tensor, products: bool = False) -> Tensor:
 
 
 def _pieces_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return `a @ b.T` in int32 by float32 products over EXACT columns at a time."""
+    """Return `a @ b.T` in int32, by float32 products of EXACT columns at a time."""
     sums = torch.zeros(len(b), len(a), dtype=torch.int32, device=a.device)
     for left, right in zip(a.split(EXACT, 1), b.split(EXACT, 1), strict=True):
         left = left.float().t()

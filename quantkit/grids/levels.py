@@ -1,4 +1,4 @@
-"""Rounding in units of a group's step: the levels of a grid are the same numbers for every row and group."""
+"""Rounding in units of a group's step: every row and group has the same levels."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ NO_STEP = 1e30  # stands for a step of 0: any weight is nearest to level 0
 
 
 def usable(step: Tensor) -> Tensor:
-    """Return `step` to divide by and to multiply with: NO_STEP for 0."""
+    """Return `step` with NO_STEP in place of 0, so that division by it works."""
     return torch.where(step == 0, NO_STEP, step)
 
 
 class WholeLevels(Grid):
-    """Levels are the codes, `first_code` to `2^bits - 1`."""
+    """Grids whose levels are their codes, `first_code` to `2^bits - 1`."""
 
     first_code = 0
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """Write the nearest levels (half to even), into `out`."""
+        """Write the nearest levels into `out`; ties go to even."""
         torch.round(target, out=out).clamp_(self.first_code, 2**self.bits - 1)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return levels of codes."""
+        """Return the levels of codes."""
         return codes.float()
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write codes of levels, into `out`."""
+        """Write the codes of levels into `out`."""
         out.copy_(levels)
 
 
 class TableLevels(Grid):
-    """Levels are numbers from a table, ascending, 0 among them; the distance of neighbours is several units.
+    """Grids whose levels are in an ascending table that contains 0. Neighbours are several units apart.
 
-    Rounded by look-up, without a search: a table tells the nearest level for each interval between two whole
-    numbers. One with a midpoint inside leaves what lies about it to either side.
+    Rounding is a look-up, without a search: a second table gives the nearest level for each interval between
+    two integers. If a midpoint lies inside an interval, values near it may get either level.
     """
 
     level_table: tuple[float, ...]
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """Write the nearest levels, into `out`."""
+        """Write the nearest levels into `out`."""
         torch.take(_nearest_levels(self.level_table, target.device), self._places(target), out=out)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return levels of codes."""
+        """Return the levels of codes."""
         return torch.take(_ascending(self.level_table, codes.device), codes.long())
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write codes of levels, into `out`."""
+        """Write the codes of levels into `out`."""
         torch.take(_nearest_codes(self.level_table, levels.device), self._places(levels), out=out)
 
     def _places(self, target: Tensor) -> Tensor:
-        """Return places in the table, rounded towards zero; negative places count from its end."""
+        """Return indices of the intervals, rounded towards zero; negative ones count from the end."""
         return target.long().clamp_(int(self.level_table[0]), int(self.level_table[-1]))
 
 
@@ -68,7 +68,7 @@ def _ascending(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 @cache
 def _nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return codes, uint8, of what lies between a whole number and the next one away from zero."""
+    """Return the code, uint8, of each interval between an integer and the next one away from zero."""
     levels = torch.tensor(table)
     places = torch.cat([torch.arange(int(table[-1]) + 1.0) + 0.5, torch.arange(int(table[0]), 0.0) - 0.5])
     return torch.bucketize(places, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).to(device)

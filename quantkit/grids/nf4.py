@@ -1,7 +1,7 @@
 """NF4, the 4-bit NormalFloat of QLoRA (Dettmers et al. 2023, arXiv:2305.14314, section 3 and appendix E).
 
-`w = absmax * table[code]`, one absmax for 64 weights of a row. With double quantization the absmax
-themselves are stored in 8 bits, in blocks of 256 across the whole matrix.
+`w = absmax * table[code]`, one absmax for 64 weights of a row. With double quantization the absmax values are
+stored in 8 bits, in blocks of 256 across the whole matrix.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Nf4Params:
 class NestedParams:
     """Double-quantized absmax: `absmax = dynamic_map[code] * nested + offset`.
 
-    code: uint8. nested: float32, the largest |absmax - offset| of the block of 256 that each absmax
-    belongs to. offset: float32, the matrix's mean absmax. All have the shape of absmax.
+    code: uint8. nested: float32, the largest |absmax - offset| in each absmax's block of 256. offset:
+    float32, mean absmax of the matrix. All three have the shape of absmax.
     """
 
     code: Tensor
@@ -57,7 +57,7 @@ class NestedParams:
 
 @dataclass(frozen=True)
 class Nf4Grid(TableLevels):
-    """double_quant: store absmax in 8 bits. Weights are rounded on the absmax as it will be decoded."""
+    """double_quant: store absmax in 8 bits. Weights are rounded with the absmax as it will be decoded."""
 
     double_quant: bool = True
     group_size = BLOCK
@@ -69,7 +69,7 @@ class Nf4Grid(TableLevels):
         return self.double_quant
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params:
-        """Return absmax `[rows]` of `weight [rows, 64]`; importance is ignored."""
+        """Return the absmax `[rows]` of `weight [rows, 64]`; importance is ignored."""
         return Nf4Params(by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params | NestedParams:
@@ -82,13 +82,13 @@ class Nf4Grid(TableLevels):
         return "nf4, double quantization" if self.double_quant else "nf4"
 
     def round(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Return codes of the nearest values, uint8 `[rows, 64]`."""
+        """Return the nearest codes, uint8 `[rows, 64]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         inverse = _inverse(params.absmax)
         return by_rows(lambda rows, factor: nearest(rows * factor[:, None], TABLE), codes, weight, inverse)
 
     def steps(self, params: Nf4Params | NestedParams) -> tuple[Tensor, Tensor]:
-        """Return absmax in UNITS, and 0, both `[1, rows]`. A group without absmax takes code 7, the 0."""
+        """Return step = absmax / UNITS and low = 0, both `[1, rows]`. If absmax is 0, all codes are 7."""
         absmax = params.absmax
         return usable(absmax.clamp(min=0) / UNITS)[None], torch.zeros_like(absmax)[None]
 
@@ -97,15 +97,15 @@ class Nf4Grid(TableLevels):
         return unpack(pack(codes), params.absmax)
 
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
-        """Return absmax times `factor [rows]`; double-quantized, the nearest that its block can store."""
+        """Return absmax times `factor [rows]`; if double-quantized, the nearest that its block can store."""
         if not self.double_quant:
             return Nf4Params(params.absmax * factor)
         exact = (params.absmax * factor - params.offset) * _inverse(params.nested)
         return NestedParams(_nearest_dynamic(exact), params.nested, params.offset)
 
     def floats(self, params: Nf4Params | NestedParams) -> dict[str, Tensor]:
-        """Return absmax `[out, groups]`; double-quantized, whose absmax are codes, nested absmax `[blocks]`
-        and the offset `[1]`."""
+        """Return absmax `[out, groups]`; if double-quantized, nested absmax `[blocks]` and offset `[1]`
+        instead."""
         if isinstance(params, Nf4Params):
             return {"absmax": params.absmax}
         return {"nested": params.nested.flatten()[::NESTED_BLOCK], "offset": params.offset.flatten()[:1]}
@@ -113,7 +113,7 @@ class Nf4Grid(TableLevels):
     def with_floats(
         self, params: Nf4Params | NestedParams, floats: Mapping[str, Tensor]
     ) -> Nf4Params | NestedParams:
-        """Repeat nested absmax over their blocks, and the offset over the matrix."""
+        """Return parameters with nested absmax repeated in each block, and the offset over the matrix."""
         if isinstance(params, Nf4Params):
             return Nf4Params(floats["absmax"])
         shape = params.code.shape
@@ -121,7 +121,7 @@ class Nf4Grid(TableLevels):
         return NestedParams(params.code, nested, floats["offset"].expand(shape))
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the floats unchanged: float32 is stored."""
+        """Return the floats unchanged, because float32 is stored."""
         return dict(floats)
 
     def traced(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
@@ -131,7 +131,7 @@ class Nf4Grid(TableLevels):
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Pack two codes of `[rows, columns]` into a byte, uint8 `[rows, columns / 2]`, the first in the high
+    """Pack codes `[rows, columns]` to uint8 `[rows, columns / 2]`, two in a byte, the first in the high
     nibble."""
     packed = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8, device=codes.device)
     pairs = codes.contiguous().view(torch.int16)  # little-endian: the first is the low byte
@@ -139,8 +139,8 @@ def pack(codes: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
-    """Return values, float32 `[rows, 64]`, of `pack`ed codes `[rows, 32]` and absmax `[rows]`: both of a
-    byte's in one look-up."""
+    """Return values, float32 `[rows, 64]`, of packed codes `[rows, 32]` and absmax `[rows]`. One look-up
+    decodes both codes of a byte."""
     values = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
 
     def decode(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
@@ -150,7 +150,7 @@ def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
 
 
 def double_quantize(absmax: Tensor) -> NestedParams:
-    """Return absmax `[out, groups]` in 8 bits: blocks of 256 in row-major order, minus the mean of all."""
+    """Return absmax `[out, groups]` in 8 bits: the mean is subtracted, blocks are 256 in row-major order."""
     offset = absmax.mean()
     centred = (absmax - offset).flatten()
     count = len(centred)
@@ -166,7 +166,7 @@ def double_quantize(absmax: Tensor) -> NestedParams:
 
 @cache
 def table() -> Tensor:
-    """Return the 16 values, float32, ascending."""
+    """Return the 16 values of NF4, float32, ascending."""
     return torch.tensor(TABLE)
 
 
@@ -174,8 +174,8 @@ def table() -> Tensor:
 def dynamic_map() -> Tensor:
     """Return the 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
 
-    Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary, the bits that are
-    left divide [0.1, 1] evenly and stand for the middles; 0 and 1 take the two codes that remain.
+    Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary; the remaining bits
+    divide [0.1, 1] evenly and stand for the middles. The two codes that remain are 0 and 1.
     """
     return torch.tensor(_dynamic_values())
 
@@ -191,7 +191,7 @@ def _dynamic_values() -> tuple[float, ...]:
 
 
 def _nearest_dynamic(scaled: Tensor) -> Tensor:
-    """Return codes, uint8, of the nearest values of `dynamic_map`."""
+    """Return the codes, uint8, of the nearest values of `dynamic_map`."""
     return nearest(scaled, _dynamic_values())
 
 
@@ -204,10 +204,10 @@ def _inverse(absmax: Tensor) -> Tensor:
 
 
 def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
-    """Return codes, uint8, of the values nearest to `scaled` of any shape; halfway goes to the lower one.
+    """Return codes, uint8, of the values nearest to `scaled` of any shape; ties go to the lower value.
 
-    Found by the upper bits of each number; by a binary search for the few that this leaves in doubt, looked
-    for four at a time.
+    Most are found by the upper bits of the number. The few that these leave open are found by a binary
+    search.
     """
     known, midpoints = (part.to(scaled.device) for part in _by_upper_bits(values))
     flat = scaled.flatten()
@@ -223,8 +223,8 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
 
 @cache
 def _by_upper_bits(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Return the code of all float32 with the same upper UPPER bits, int16 `[2 ** UPPER]`, plus DOUBT where
-    there are several codes; and the midpoints."""
+    """Return the code of all float32 with the same upper UPPER bits, int16 `[2 ** UPPER]`, plus DOUBT if they
+    have several codes; and the midpoints."""
     ascending = torch.tensor(values)
     midpoints = (ascending[1:] + ascending[:-1]) / 2
     lower = 32 - UPPER
@@ -235,13 +235,13 @@ def _by_upper_bits(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
 
 
 def both(packed: Tensor, values: tuple[float, ...]) -> Tensor:
-    """Return the values of both codes of every byte, high nibble first, float32 `[2 * bytes]`."""
+    """Return the values of both codes in every byte, high nibble first, float32 `[2 * bytes]`."""
     found = _by_byte(values).to(packed.device).index_select(0, packed.flatten().int())
     return found.view(torch.float32)
 
 
 @cache
 def _by_byte(values: tuple[float, ...]) -> Tensor:
-    """Return both values of every byte, two float32 in the bits of one int64, `[256]`."""
+    """Return both values of every byte, as two float32 in the bits of one int64, `[256]`."""
     codes = torch.arange(256)
     return torch.tensor(values)[torch.stack([codes >> 4, codes & 15], 1)].view(torch.int64)[:, 0]

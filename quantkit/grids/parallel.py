@@ -1,9 +1,9 @@
-"""Pieces of a tensor through a chain of operations, as many pieces at a time as torch has threads.
+"""Run pieces of a tensor through a chain of operations, one piece per torch thread at a time.
 
-torch itself splits one operation over its threads: a hand-over for every operation, and a chain of them
-leaves the cache between any two. Here a thread takes its piece through the whole chain. Operations
-release the interpreter's lock, so threads of Python are enough. What comes out does not depend on how
-many there are, since each piece is computed by one.
+torch splits each operation over its threads. Every operation then has a hand-over, and the data leaves the
+cache between two operations. Here a thread takes one piece through the whole chain. Operations release the
+interpreter's lock, so Python threads suffice. Results do not depend on the number of threads, because one
+thread computes each piece.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _worker = threading.local()
 
 
 def elements_at_once(device: torch.device, temporaries: int = 1) -> int:
-    """Return the number of elements that go through a chain of operations at once.
+    """Return how many elements go through a chain of operations at once.
 
-    temporaries: tensors of that size which the chain keeps going at once, where they are many.
+    temporaries: number of tensors of that size that the chain uses at the same time.
     """
     return max(1, (CACHEFUL if device.type == "cpu" else WHOLE) // temporaries)
 
 
 def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
-    """Run `work(*piece)` for every piece, in any order; the first exception is raised, the rest is not
-    begun."""
+    """Run `work(*piece)` for every piece, in any order. After an exception no further piece is started, and
+    the first exception is raised."""
     inference = torch.is_inference_mode_enabled()
     threads = min(torch.get_num_threads(), len(pieces))
     if threads < 2 or getattr(_worker, "busy", False):
@@ -62,7 +62,8 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 
 
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
-    """Return results of `work` on slices of the rows of `weight [rows, in]`, a cacheful each, in order."""
+    """Return the results of `work` on slices of the rows of `weight [rows, in]` that fit the cache, in
+    order."""
     rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
     parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     found: list = [None] * len(parts)

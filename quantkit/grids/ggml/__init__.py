@@ -1,14 +1,14 @@
-"""Grids of ggml's block types (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c), the types of GGUF files.
+"""Grids of the types in GGUF files (llama.cpp, ggml/src/ggml-common.h and ggml-quants.c).
 
-A block of 32 weights has one scale; a super-block of 256 has a float16 scale for the small integer scales
-of its sub-blocks. `quantize` chooses what ggml's own encoder does; `fit` and `round` serve error feedback.
+A ggml block of 32 weights has one scale; a super-block of 256 weights has a float16 scale for the small
+integer scales of its sub-blocks. `quantize` makes the same choice as ggml's own encoder; `fit` and `round`
+serve error feedback.
 
-Begin with `params.py` (what is stored) and `block.py` (what a block type is, but for its encoder). Then the
-encoders: `legacy.py`, the plainest, `kquants.py`, `iq4.py`. They choose scales with `search.py`, ggml's own
-searches to the bit.
+Begin with `params.py` (stored parameters) and `block.py` (base class of the types). Encoders: `legacy.py`
+(the simplest), `kquants.py`, `iq4.py`; they choose scales with `search.py`, bit for bit as ggml does.
 
-`iquants.py` takes vectors from a `codebook.py`, by way of their neighbours as ggml does;
-`nearest.py` is what error feedback looks for them with. `fp4.py` has 4-bit floats.
+`iquants.py` takes vectors from a `codebook.py` by ggml's search among neighbours; error feedback finds
+vectors with `nearest.py`. `fp4.py` has 4-bit floats.
 """
 
 from __future__ import annotations

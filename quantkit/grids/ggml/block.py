@@ -1,4 +1,4 @@
-"""The base of ggml's block types: stored parameters, rounding on them, the walk over a matrix."""
+"""The base class of ggml's types: stored parameters, rounding with them, the walk over a matrix."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SPAN = 1  # neighbours of a scale on either side that `refit` tries
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks on their way through an encoder, each a column, so that a pass over memory serves them all.
+    """ggml blocks in an encoder. Each block is a column, so that one pass over memory handles all of them.
 
-    x: float32 `[group_size, blocks]`, row by row of the matrix. importance: the same shape, or None.
-    per_row: blocks in a row of the matrix.
+    x: float32 `[group_size, blocks]`, row by row of the matrix. importance: the same shape, or None. per_row:
+    number of ggml blocks in a row of the matrix.
     """
 
     x: Tensor
@@ -31,8 +31,8 @@ class Blocks:
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """Convert `[group_size, blocks]` to `[size, sub-blocks * blocks]`: sub-blocks of `size` weights as
-    columns."""
+    """Convert `[group_size, blocks]` to `[size, sub-blocks * blocks]`: each sub-block of `size` weights
+    becomes a column."""
     return x.unflatten(0, (-1, size)).transpose(0, 1).reshape(size, -1)
 
 
@@ -43,11 +43,9 @@ def join(x: Tensor, blocks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockGrid(WholeLevels):
-    """A ggml type: sub-blocks of `sub_size` weights, values `step * (code - offset) - low`, codes of `bits`
-    bits. scale_range: the least and the largest scale of
-    a sub-block, for types whose sub-blocks have their own. weighted: whether importance changes anything.
-    (What is a field here stands in manifests.)
-    """
+    """A ggml type: sub-blocks of `sub_size` weights with values `step * (code - offset) - low`. bits: of a
+    code. scale_range: smallest and largest scale of a sub-block, for types with such scales. weighted:
+    importance changes the result. (All dataclass fields are written into manifests.)"""
 
     name: str
     bits: int
@@ -58,22 +56,22 @@ class BlockGrid(WholeLevels):
     scale_range = 0, 0
 
     def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
-        """Return parameters, blocks first, and codes `[group_size, blocks]`."""
+        """Return the parameters of each ggml block, and codes `[group_size, blocks]`."""
         raise NotImplementedError
 
     def _level(self, codes: Tensor) -> Tensor:
-        """Return the levels of codes (float32): `value = step * level - low`."""
+        """Return the levels of codes, float32, with `value = step * level - low`."""
         return codes - self.offset
 
     def _nearest(self, level: Tensor) -> Tensor:
-        """Return codes (float32) of the nearest levels; `level` is used up."""
+        """Return the codes (float32) of the nearest levels; changes `level` in place."""
         return level.round_().add_(self.offset).clamp_(0, 2**self.bits - 1)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Any]:
         """Return codes uint8 `[out, in]` and parameters `[out, in / group_size]` for `weight [out, in]`
-        (float32), byte for byte ggml's (quantize_row_*_ref, and *_impl with importance).
+        (float32), byte for byte as ggml does (quantize_row_*_ref, and *_impl with importance).
 
-        importance: `[in]` or `[out, in]`, what a squared error costs in each column; llama.cpp's imatrix.
+        importance: cost of a squared error in each column, `[in]` or `[out, in]`; llama.cpp's imatrix.
         """
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         if importance is not None:
@@ -95,8 +93,8 @@ class BlockGrid(WholeLevels):
         return weight.reshape(-1, self.group_size).t().contiguous()
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Any:
-        """Return parameters for blocks `weight [rows, group_size]`, found as ggml does; every block is taken
-        for a row of its own where ggml looks at the mean square of a row."""
+        """Return parameters for ggml blocks `weight [rows, group_size]`, found as ggml does. Where ggml uses
+        the mean square of a row, each block counts as a row."""
         return group(self.fit_matrix(weight, importance), 0)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
@@ -108,7 +106,7 @@ class BlockGrid(WholeLevels):
         return f"{self.name}, blocks of {self.group_size}"
 
     def round(self, weight: Tensor, params: Any) -> Tensor:
-        """Return codes of the nearest values, uint8 `[rows, group_size]`."""
+        """Return the nearest codes, uint8 `[rows, group_size]`."""
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor, low: Tensor) -> Tensor:
@@ -119,19 +117,19 @@ class BlockGrid(WholeLevels):
         return by_rows(work, codes, weight, torch.where(step == 0, torch.inf, step), low)
 
     def steps(self, params: Any) -> tuple[Tensor, Tensor]:
-        """Return step, and what is subtracted from its multiples by a code, `[sub-blocks, rows]`."""
+        """Return step and low of each sub-block, `[sub-blocks, rows]`: `value = step * level - low`."""
         return self.in_levels(*(part.t() for part in params.steps()))
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Return step and low in levels for values `step * (code - offset) - low`."""
+        """Return step and low for levels, from those for values `step * (code - offset) - low`."""
         return usable(step), low + step * self.offset
 
     def refit(self, weight: Tensor, params: Any, k: int, importance: Tensor) -> Any:
-        """Return `params` of blocks `[rows]` with the integers of sub-block k chosen for `weight [sub_size,
-        rows]`.
+        """Return `params` of ggml blocks `[rows]` with the integers of sub-block k chosen again for
+        `weight [sub_size, rows]`.
 
-        Of the present scale and its neighbours the one with the least squared error, by importance
-        `[sub_size]`; with each goes the min that suits its codes. All are tried in the same passes.
+        The present scale and its neighbours are tried in one pass, each with the min that suits its codes;
+        the one with the least squared error, weighted by importance `[sub_size]`, is used.
         """
         lowest, highest = self.scale_range
         present = params.scales[:, k]
@@ -153,7 +151,7 @@ class BlockGrid(WholeLevels):
         return replace(params, **fields)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
-        """Return values, float32 `[rows, group_size]`, bit for bit ggml's (dequantize_row_*)."""
+        """Return values, float32 `[rows, group_size]`, bit for bit as ggml does (dequantize_row_*)."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
 
         def work(rows: Tensor, step: Tensor, low: Tensor) -> Tensor:
@@ -163,20 +161,20 @@ class BlockGrid(WholeLevels):
         return by_rows(work, values, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
-        """Return float16 parameters times `factor [rows]`."""
+        """Return parameters with the float16 ones multiplied by `factor [rows]`."""
         return replace(params, **{n: stored.half(part * factor) for n, part in stored.halves(params).items()})
 
     def clipped(self, params: Any) -> int:
-        """Count values of d, dmin and m at the ends of float16's range."""
+        """Return how many of d, dmin and m are at the limits of float16's range."""
         sizes = [part.abs() for part in stored.halves(params).values()]
         return sum(int(((size >= stored.HALF_MAX) | (size == stored.HALF_MIN)).sum()) for size in sizes)
 
     def floats(self, params: Any) -> dict[str, Tensor]:
-        """Return d, dmin and m of every block; the scales and mins of sub-blocks are integers."""
+        """Return d, dmin and m of every ggml block; scales and mins of sub-blocks are integers."""
         return stored.halves(params)
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round to float16."""
+        """Return the floats rounded to float16."""
         return {
             name: stored.half(part.clamp(-stored.HALF_MAX, stored.HALF_MAX)) for name, part in floats.items()
         }

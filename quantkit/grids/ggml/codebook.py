@@ -1,8 +1,8 @@
-"""Code books of the i-quants: the vectors of 8 or 4 magnitudes that a block may hold (llama.cpp,
-ggml/src/ggml-common.h), as the gguf package has them, and each vector's neighbours (iq2xs_init_impl).
+"""Code books of the i-quants: the vectors of 8 or 4 magnitudes that a ggml block may contain (llama.cpp,
+ggml/src/ggml-common.h), taken from the gguf package, and each vector's neighbours (iq2xs_init_impl).
 
-A vector is counted in places: digits 0, 1, 2 … of its magnitudes in ascending order. Digits make one number,
-the first the lowest, which finds a vector in the book.
+A vector is represented by digits: the indices 0, 1, 2 … of its magnitudes in ascending order. The digits form
+one number, the first digit being the lowest, by which the vector is found in the book.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ DISTANCES_AT_ONCE = 1 << 20  # distances that are looked at together
 
 @dataclass(frozen=True)
 class Neighbours:
-    """Neighbours of points that are not in the book: those of point p are `ids[start[p]:][:count[p]]`,
-    near ones first and of equals the first in the book. int64 `[points]` and `[all]`."""
+    """Neighbours of points that are not in the book. Point p has the neighbours `ids[start[p]:][:count[p]]`,
+    nearest first; of equally near ones, in the order of the book. int64 `[points]` and `[all]`."""
 
     start: Tensor
     count: Tensor
@@ -32,9 +32,9 @@ class Neighbours:
 
 @dataclass(frozen=True)
 class CodeBook:
-    """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, those of
-    the digits. found: int64 `[base ** vector_size]`, by its number a vector's place in the book, -1 where it
-    is not there. reach: at how many distances a point's neighbours are looked for."""
+    """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, of the
+    digits. found: int64 `[base ** vector_size]`, index in the book by a vector's number, -1 if it is not in
+    the book. reach: number of distances; a point's neighbours are the vectors at the `reach` smallest."""
 
     digits: Tensor
     magnitudes: Tensor
@@ -43,12 +43,12 @@ class CodeBook:
 
     @property
     def size(self) -> int:
-        """Numbers in a vector."""
+        """Number of magnitudes in a vector."""
         return len(self.digits)
 
     @property
     def base(self) -> int:
-        """Number of magnitudes."""
+        """Number of different magnitudes."""
         return len(self.magnitudes)
 
     def to(self, device: torch.device) -> CodeBook:
@@ -56,14 +56,14 @@ class CodeBook:
         return _on_device(self, device) if device.type != "cpu" else self
 
     def number(self, digits: Tensor) -> Tensor:
-        """Return numbers `[...]` of vectors `[vector_size, ...]`."""
+        """Return the numbers `[...]` of vectors given by digits `[vector_size, ...]`."""
         number = digits[-1].clone()
         for digit in reversed(digits[:-1].unbind()):
             number.mul_(self.base).add_(digit)
         return number
 
     def neighbours(self) -> Neighbours:
-        """Return for every point the vectors in the book at the `reach` smallest distances."""
+        """Return for every point the book's vectors at the `reach` smallest distances."""
         return _neighbours(self)
 
     def __hash__(self) -> int:
@@ -123,11 +123,11 @@ def _neighbours(book: CodeBook) -> Neighbours:
 def nearest_neighbour(
     book: CodeBook, values: Tensor, points: Tensor, x: Tensor, weights: Tensor, scale: Tensor
 ) -> Tensor:
-    """Return places in the book, int64 `[n]`, of those neighbours of `points [n]`, their numbers, that are
-    nearest to `x [vector_size, n]`: `Σ weights (scale value - x)²` is least, and of equals the first counts.
+    """Return for each of `points [n]` (numbers of vectors) the index in the book, int64 `[n]`, of the
+    neighbour with the least `Σ weights (scale value - x)²`; of equal ones the first. x: `[vector_size, n]`.
 
-    values: `[vector_size, vectors]`, what the book's vectors stand for, in units of `scale [n]`. Points go in
-    order of how many neighbours they have, so that at each rank those that have one more stand first.
+    values: `[vector_size, vectors]`, values of the book's vectors, in units of `scale [n]`. Points are sorted
+    by their number of neighbours, so that at each rank the points that have one more come first.
     """
     around = book.neighbours()
     count, order = around.count[points].sort(descending=True)
@@ -156,7 +156,7 @@ def _compare_rest(
     ids: Tensor, start: Tensor, count: Tensor, rank: int, best: Tensor, place: Tensor,
     x: Tensor, weights: Tensor, scale: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Compare neighbours from `rank` on of the few points that have so many; `best` and `place` change in
+    """Compare neighbours from `rank` on, for the few points that have so many. Changes `best` and `place` in
     place."""
     n, ranks = len(start), torch.arange(rank, int(count[0]), device=start.device)
     there = ranks < count[:, None]

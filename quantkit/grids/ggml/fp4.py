@@ -1,10 +1,10 @@
-"""MXFP4 and NVFP4 as ggml has them (quantize_row_mxfp4_ref, quantize_row_nvfp4_ref): 4-bit floats in blocks
-of 32 with a power of two, of 64 with four e4m3 scales.
+"""MXFP4 and NVFP4 as in ggml (quantize_row_mxfp4_ref, quantize_row_nvfp4_ref): 4-bit floats in ggml blocks of
+32 with a power of two, or of 64 with four e4m3 scales.
 
 ggml counts in halves: values are 0, 1, 2, 3, 4, 6, 8 and 12 times half a scale. Its own encoders fit the
-largest weight and take no notice of importance; a search is what `grids/fp4.py` does. Scales of NVFP4 are
-those of a matrix times a divisor, which lies in a separate tensor, `NAME.scale` (its reciprocal):
-without one most of a language model's scales would be smaller than e4m3 has digits for.
+largest weight and ignore importance; `grids/fp4.py` searches. Scales of NVFP4 are those of the matrix times a
+divisor, whose reciprocal is stored in a separate tensor, `NAME.scale`: without a divisor most scales of a
+language model would be too small for e4m3.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # of values in halves; there g
 
 @dataclass(frozen=True)
 class E4m3Scales:
-    """The step is half a scale by the divisor. scales: e4m3 in float32, `[..., 4]`; divisor: `[...]`."""
+    """The step is half a scale, divided by divisor. scales: e4m3 in float32, `[..., 4]`; divisor: `[...]`."""
 
     scales: Tensor
     divisor: Tensor
@@ -40,10 +40,10 @@ class E4m3Scales:
 
 
 class Fp4Blocks(Fp4Levels, BlockGrid):
-    """Base of MXFP4 and NVFP4: codes are e2m1's bits, a step is half a scale."""
+    """Base of MXFP4 and NVFP4. Codes are the bits of e2m1; a step is half a scale."""
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Return step and low in levels: a step is two UNITS."""
+        """Return step and low for levels: a step is two UNITS."""
         return usable(step / (fp4.UNITS * HALF)), low
 
     def _level(self, codes: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Fp4Blocks(Fp4Levels, BlockGrid):
         return _codes(level, level.new_ones(1))
 
     def clipped(self, params: Any) -> int:
-        """Return 0: the search chooses to cut off."""
+        """Return 0: the search cuts off weights on purpose."""
         return 0
 
 
@@ -61,11 +61,11 @@ class Mxfp4Blocks(Fp4Blocks):
     """MXFP4: d is half of a power of two."""
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Scale:
-        """Return the best of three powers of two for each block."""
+        """Return the best of three powers of two for each ggml block."""
         return Scale(MxFp4Grid().fit(weight, importance).scale * HALF)
 
     def floats(self, params: Scale) -> dict[str, Tensor]:
-        """Raise QuantkitError: a power of two can only be doubled."""
+        """Raise QuantkitError: powers of two are too far apart to be trained."""
         raise QuantkitError(
             f"{self.describe()}: its scales are powers of two, too far apart to be trained",
             "choose another type for what is to be distilled",
@@ -73,7 +73,7 @@ class Mxfp4Blocks(Fp4Blocks):
         )
 
     def scaled(self, params: Scale, factor: Tensor) -> Scale:
-        """Return the nearest power of two."""
+        """Return scales times `factor [rows]`, rounded to powers of two."""
         found = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
         return Scale(found.scale * HALF)
 
@@ -87,7 +87,7 @@ class Mxfp4Blocks(Fp4Blocks):
 
 @dataclass(frozen=True)
 class Nvfp4Blocks(Fp4Blocks):
-    """NVFP4. divisor: of a whole matrix; None: each has its own."""
+    """NVFP4. divisor: of all matrices; None: each matrix has its own."""
 
     divisor: float | None = None
 
@@ -100,11 +100,11 @@ class Nvfp4Blocks(Fp4Blocks):
         return self.divisor is None
 
     def together(self, weights: Sequence[Tensor]) -> Nvfp4Blocks:
-        """Return a copy with a divisor that suits all of `weights`."""
+        """Return a copy with one divisor for all of `weights`."""
         return replace(self, divisor=NvFp4Grid(divisor=self.divisor).together(weights).divisor)
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
-        """Return for every 16 weights the best scale near the one that fits the largest."""
+        """Return for every 16 weights the best of the scales around the one that fits the largest weight."""
         grid = NvFp4Grid(divisor=self.together([weight]).divisor)
         weights = [None] * 4 if importance is None else importance.split(self.sub_size)
         parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
@@ -112,29 +112,29 @@ class Nvfp4Blocks(Fp4Blocks):
         return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
-        """Return parameters `[out, in / 64]`, with one divisor."""
+        """Return parameters `[out, in / 64]` with one divisor."""
         return super(Nvfp4Blocks, self.together([weight])).fit_matrix(weight, importance)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
-        """See BlockGrid; as ggml encodes `weight` times the divisor."""
+        """See BlockGrid; encodes `weight` times the divisor as ggml does."""
         return super(Nvfp4Blocks, self.together([weight])).quantize(weight, importance)
 
     def refit(self, weight: Tensor, params: E4m3Scales, k: int, importance: Tensor) -> E4m3Scales:
-        """Return parameters whose k-th scale suits `weight [16, rows]`."""
+        """Return parameters whose k-th scale is fitted to `weight [16, rows]`."""
         scales = params.scales.clone()
         scales[:, k] = NvFp4Grid(divisor=self.divisor).fit_columns(weight.contiguous(), importance).scale
         return replace(params, scales=scales)
 
     def scaled(self, params: E4m3Scales, factor: Tensor) -> E4m3Scales:
-        """Return all four scales times `factor [rows]`, the nearest of e4m3."""
+        """Return all four scales times `factor [rows]`, rounded to e4m3."""
         return replace(params, **self.storable({"scales": params.scales * factor[:, None]}))
 
     def floats(self, params: E4m3Scales) -> dict[str, Tensor]:
-        """Return the scales, as they are before the division."""
+        """Return the stored scales, not divided by the divisor."""
         return {"scales": params.scales}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Round scales to e4m3 above 0."""
+        """Return scales rounded to e4m3 above 0."""
         limits = E4M3_MIN, fp4.E4M3_MAX
         return {name: scales.clamp(*limits).to(FLOAT8).float() for name, scales in floats.items()}
 
@@ -148,8 +148,8 @@ class Nvfp4Blocks(Fp4Blocks):
 
 
 def _codes(x: Tensor, d: Tensor) -> Tensor:
-    """Return codes (float32) of the values nearest to `x` in units of `d`, which have few digits: compared
-    exactly, as if by all sixteen distances, of which the first of equals counts."""
+    """Return the codes (float32) of the values nearest to `x` in units of `d`, compared exactly: the same as
+    by all sixteen distances, of which the first of equals counts."""
     codes, size = torch.zeros_like(x), x.abs()
     for midpoint in MIDPOINTS:
         codes += size > midpoint * d
@@ -157,7 +157,7 @@ def _codes(x: Tensor, d: Tensor) -> Tensor:
 
 
 def _ue4m3(scale: Tensor) -> Tensor:
-    """Return the nearest of e4m3 without a sign, halves going up; 0 below half of the least."""
+    """Return the nearest unsigned e4m3, ties up; 0 below half of the smallest."""
     _, exponent = torch.frexp(scale)
     unit = torch.ldexp(torch.ones_like(scale), (exponent - 4).clamp(min=-9))
     found = (scale / unit + 0.5).floor_().mul_(unit)

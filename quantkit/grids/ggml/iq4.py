@@ -20,28 +20,28 @@ TRIES = 7
 
 @cache
 def _codes_by_half() -> Tensor:
-    """Return code of the nearest value for every `floor(2 x)`, -256 to 255: midpoints lie on halves, and go
-    up."""
+    """Return the code of the nearest value for each `floor(2 x)` from -256 to 255: midpoints are multiples of
+    1/2 and round up."""
     values = torch.tensor(VALUES)
     twice = torch.arange(-256, 256)
     return torch.bucketize(twice, values[1:] + values[:-1], right=True).to(torch.float32)
 
 
 def nearest_codes(x: Tensor) -> Tensor:
-    """Return codes (float32) of the nearest of VALUES; `x` is used up. NaN gets the last, as in C."""
+    """Return the codes (float32) of the nearest of VALUES; changes `x`. NaN gets the last code, as in C."""
     halves = x.mul_(2).floor_().clamp_(-256, 255).add_(256).nan_to_num_(nan=511.0).to(torch.int32)
     return _codes_by_half().to(x.device).index_select(0, halves.flatten()).view(x.shape)
 
 
 def levels(codes: Tensor) -> Tensor:
-    """Return VALUES of codes, float32."""
+    """Return the VALUES of codes, float32."""
     values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
     return values.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
 def search(x: Tensor, weights: Tensor) -> Tensor:
-    """Return scale of every column of `x [32, groups]`: of sixteen around the one that just holds the largest
-    weight, that whose values q have the largest `(Σ weights q x)² / Σ weights q²`, refitted to them."""
+    """Return the scale of every column of `x [32, groups]`: of sixteen around the one that fits the largest
+    weight, the one whose values q have the largest `(Σ weights q x)² / Σ weights q²`, refitted to q."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -64,13 +64,13 @@ def search(x: Tensor, weights: Tensor) -> Tensor:
 
 
 class TableGrid(TableLevels, BlockGrid):
-    """`step * VALUES[code]`. Levels are counted in half steps from the value 1: the midpoints are whole."""
+    """Values `step * VALUES[code]`. Levels count half steps from the value 1: midpoints are integers."""
 
     level_table = tuple(2.0 * (value - 1) for value in VALUES)
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Return half a step, and what lies from the value 1 down to 0, for values `step * VALUES[code] -
-        low`."""
+        """Return half a step, and low with level 0 at the value 1, from those for values
+        `step * VALUES[code] - low`."""
         return usable(step / 2), low - step
 
     def _level(self, codes: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class TableGrid(TableLevels, BlockGrid):
         return nearest_codes(level)
 
     def _weights(self, blocks: Blocks) -> Tensor:
-        """Return error weights: x², or importance times the root of x² plus twice the block's mean square."""
+        """Return error weights: x²; with importance, times the root of x² plus twice the mean square."""
         if blocks.importance is None:
             return blocks.x * blocks.x
         power = total(blocks.x * blocks.x) * (2 / self.group_size)
@@ -88,7 +88,7 @@ class TableGrid(TableLevels, BlockGrid):
 
 
 class Iq4NlGrid(TableGrid):
-    """IQ4_NL: one scale for 32 weights."""
+    """IQ4_NL: 32 weights share one scale."""
 
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         d = search(blocks.x, self._weights(blocks))
@@ -97,7 +97,7 @@ class Iq4NlGrid(TableGrid):
 
 
 class Iq4XsGrid(TableGrid):
-    """IQ4_XS: eight signed 6-bit scales for 256 weights. C rounds on d before that becomes a float16."""
+    """IQ4_XS: eight signed 6-bit scales for 256 weights. As in C, d becomes a float16 after rounding."""
 
     scale_range = -32, 31
 

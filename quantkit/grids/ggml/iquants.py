@@ -1,8 +1,8 @@
-"""The i-quants of 2 and 3 bits: magnitudes from a code book, eight or four weights at a time, and their signs
+"""The i-quants of 2 and 3 bits: magnitudes from a code book, eight or four weights at a time, and signs
 (quantize_row_iq2_xxs_impl to quantize_row_iq3_s_impl).
 
-A code is twice the digit of a magnitude, and one more where the weight is negative. Of eight signs in a row
-some types store seven: an even number of them is negative.
+A code is twice the digit of a magnitude, plus one if the weight is negative. Some types store seven signs of
+eight weights: then an even number of the eight is negative.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ RANGES = (0.6, 0.75, 0.9, 1.05, 1.2)  # shares of the largest level that the lar
 
 @dataclass(frozen=True)
 class Search:
-    """Settings of C's search for the scale of a sub-block, whose magnitudes are 1, 3, 5 … scales.
+    """Settings of C's search for the scale of a sub-block with magnitudes of 1, 3, 5 … times the scale.
 
-    tries, step: scales with which the largest weight is `2 base - 1 + step k`, k = -tries .. tries. epsilon:
-    a sub-block without a larger weight is zero. fitted: what make_qp finds stands for the largest weight.
-    again: which vectors are chosen anew for the best scale: `all`, all where `any` was outside the book, or
-    `each` that was. power: factor of the mean square in the weights. fudge: d is stored times this.
+    tries, step: try scales by which the largest weight becomes `2 base - 1 + step k`, k = -tries .. tries.
+    epsilon: sub-blocks with smaller weights become zero. fitted: make_qp's result replaces the largest
+    weight. again: vectors to choose again for the best scale: `all`, all if `any` was not in the book, or
+    `each` that was not. power: factor of the mean square in error weights. fudge: factor of the stored d.
     """
 
     tries: int
@@ -47,8 +47,8 @@ class Search:
 
 @dataclass(frozen=True)
 class CodeBookGrid(BlockGrid):
-    """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: see CodeBook. even: of eight
-    signs an even number is negative. unweighted: ggml also encodes it without importance."""
+    """Values `d (scale + 1/2) unit magnitude`, each with a sign. distances: `reach` of the CodeBook. even: of
+    eight signs an even number is negative. unweighted: ggml can also encode without importance."""
 
     distances: int = 2
     unit: float = 0.25
@@ -59,7 +59,7 @@ class CodeBookGrid(BlockGrid):
 
     @property
     def book(self) -> CodeBook:
-        """The code book of the type."""
+        """The code book of this type."""
         return codebook.named(self.name, self.distances)
 
     def _level(self, codes: Tensor) -> Tensor:
@@ -70,19 +70,19 @@ class CodeBookGrid(BlockGrid):
     vector_size = SIGNS
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return signed magnitudes of codes."""
+        """Return the signed magnitudes of codes."""
         return self._level(codes)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write codes of signed magnitudes, into `out`."""
+        """Write the codes of signed magnitudes into `out`."""
         book = self.book.to(levels.device)
         middles = (book.magnitudes[1:] + book.magnitudes[:-1]) * (self.unit / 2)
         out.copy_(torch.bucketize(levels.abs(), middles).mul_(2).add_(levels < 0))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> SubHalves:
-        """Return parameters `[out, groups]` for `weight [out, in]`, found faster than ggml does: scales that
-        suit the magnitudes, whatever vectors the book has. (With the encoder's own scales, which take ten
-        times as long, error feedback ends with the same loss.)"""
+        """Return parameters `[out, groups]` for `weight [out, in]`, found faster than by ggml: scales suit
+        the magnitudes, whether or not the vectors are in the book. (With the encoder's own scales, which take
+        ten times as long, error feedback reaches the same loss.)"""
         blocks = weight.reshape(-1, self.sub_size).abs()
         weights = torch.ones_like(blocks[:1]) if importance is None else importance.reshape(-1, self.sub_size)
         weights = weights.repeat(len(blocks) // len(weights), 1)
@@ -94,7 +94,7 @@ class CodeBookGrid(BlockGrid):
         return SubHalves(d, scales)
 
     def _steps_of(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return for every row the best step for rounding magnitudes one by one, `[rows]`."""
+        """Return each row's best step, `[rows]`, if every magnitude is rounded on its own."""
         table = (self.book.magnitudes * self.unit).to(x.device)
         middles = (table[1:] + table[:-1]) / 2
         largest = x.amax(1)
@@ -110,12 +110,12 @@ class CodeBookGrid(BlockGrid):
         return found
 
     def search_in(self, metric: Tensor) -> VectorSearch:
-        """Return the search for the nearest vectors in the metric `[vector_size, vector_size]`: `nearest(y,
-        start)` and `cost(missed)`, all `[vector_size, n]` in levels."""
+        """Return a search for the nearest vectors in `metric [vector_size, vector_size]`. Its methods
+        `nearest(y, start)` and `cost(missed)` take levels `[vector_size, n]`."""
         return VectorSearch(self.book.to(metric.device), self.unit, self.even, metric)
 
     def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
-        """Return parameters whose sub-block k has the present scale, or one within `reach` of it."""
+        """Return parameters for each scale of sub-block k at most `reach` away from the present scale."""
         found = []
         for change in range(-reach, reach + 1):
             scales = params.scales.clone()
@@ -124,20 +124,20 @@ class CodeBookGrid(BlockGrid):
         return found
 
     def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
-        """Return parameters whose sub-block k has the scale that comes nearest to `step [rows]`."""
+        """Return parameters in which the step of sub-block k is as near as possible to `step [rows]`."""
         scales = params.scales.clone()
         unit = torch.where(params.d == 0, torch.inf, params.d)
         scales[:, k] = (step / unit).sub_(0.5).round_().clamp_(*self.scale_range).nan_to_num_(0.0)
         return SubHalves(params.d, scales)
 
     def chosen(self, candidates: list[SubHalves], which: Tensor) -> SubHalves:
-        """Return for every row the candidate `which [rows]`."""
+        """Return for every row the parameters of candidate number `which [rows]`."""
         scales = torch.stack([each.scales for each in candidates])
         index = which[None, :, None].expand(1, -1, scales.shape[2])
         return SubHalves(candidates[0].d, scales.gather(0, index)[0])
 
     def round(self, weight: Tensor, params: SubHalves) -> Tensor:
-        """Return codes of vectors nearest by squared error, uint8 `[rows, group_size]`."""
+        """Return codes of the vectors with the least squared error, uint8 `[rows, group_size]`."""
         search = self.search_in(torch.eye(SIGNS, device=weight.device))
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
@@ -166,7 +166,7 @@ class CodeBookGrid(BlockGrid):
         return SubHalves(half(d * self.search.fudge), scales.t()), join(digits.mul_(2).add_(negative), n)
 
     def _weights(self, blocks: Blocks) -> Tensor:
-        """Return error weights: x², or importance times the root of x² plus the block's mean square."""
+        """Return error weights: x²; with importance, times the root of x² plus the mean square."""
         x, importance = blocks.x, blocks.importance
         power = total(x * x).mul_(self.search.power / SUPER_BLOCK)
         if importance is None and self.unweighted:
@@ -175,8 +175,8 @@ class CodeBookGrid(BlockGrid):
 
 
 def _make_even(size: Tensor, negative: Tensor, cost: Tensor) -> None:
-    """Flip the sign of the cheapest of every eight weights with an odd number of negative ones: its `size`
-    goes below 0; in place."""
+    """Flip the cheapest sign of every eight weights of which an odd number is negative, in place; the flipped
+    weight's `size` becomes negative."""
     cost, signs, sizes = (part.unflatten(0, (-1, SIGNS)) for part in (cost, negative, size))
     odd = signs.sum(1, keepdim=True) % 2 == 1
     cheapest = (cost == cost.amin(1, keepdim=True)).cumsum(1)
@@ -186,7 +186,7 @@ def _make_even(size: Tensor, negative: Tensor, cost: Tensor) -> None:
 
 
 class _SubBlocks:
-    """Sub-blocks on their way through the search, as columns: `size` and `weights [sub_size, n]`."""
+    """Sub-blocks in the search, as columns: `size` and `weights`, both `[sub_size, n]`."""
 
     def __init__(self, grid: CodeBookGrid, size: Tensor, weights: Tensor):
         self.search, self.book = grid.search, grid.book.to(size.device)
@@ -198,8 +198,8 @@ class _SubBlocks:
         self.weighted = weights * size
 
     def fit(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return signed scale `[n]` and digits `[sub_size, n]`, and which sub-blocks are zero: both are 0
-        there."""
+        """Return signed scale `[n]`, digits `[sub_size, n]` and which sub-blocks are zero; their scale and
+        digits are 0."""
         search, book = self.search, self.book
         largest = self.size.amax(0)
         empty = largest < search.epsilon
@@ -240,8 +240,8 @@ class _SubBlocks:
         return x.new_empty(len(x) // self.book.size, x.shape[1], dtype=torch.bool)
 
     def _choose(self, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Return digits for sizes `factor` times as large, and which vectors are not in the book if rounded,
-        `[vectors, n]`; a neighbour in it is taken for them, at `scale`."""
+        """Return the digits of sizes times `factor`, and which rounded vectors are not in the book,
+        `[vectors, n]`; these are replaced by a neighbour in the book, chosen at `scale`."""
         book, count = self.book, len(self.size) // self.book.size
         digits = (self.size * finite(factor)).sub_(1).mul_(0.5).round_().clamp_(0, book.base - 1)
         digits = self._as_vectors(digits)

@@ -36,7 +36,7 @@ def error_weights(x: Tensor, importance: Tensor, power: Tensor) -> Tensor:
 
 
 class SuperBlockGrid(BlockGrid):
-    """256 weights a block."""
+    """Base of the types with super-blocks of 256 weights."""
 
     def _mean_square(self, x: Tensor, factor: float) -> Tensor:
         """Return `factor` times the mean square of every super-block of `x [256, blocks]`."""
@@ -47,7 +47,7 @@ class SuperBlockGrid(BlockGrid):
 class MinGrid(SuperBlockGrid):
     """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
 
-    plan: of the search without importance. power: factor of the mean square in the weights with importance.
+    plan: of the search without importance. power: with importance, factor of the mean square.
     """
 
     scale_max: int = 63
@@ -91,8 +91,8 @@ class MinGrid(SuperBlockGrid):
         return x.abs().add_(square_root(total(x * x) / self.sub_size))
 
     def _multiples(self, parts: Tensor) -> tuple[Tensor, Tensor]:
-        """Return unit and integers for `parts [sub-blocks, blocks]`; the largest part gets the largest
-        integer."""
+        """Return the unit and the integers of which `parts [sub-blocks, blocks]` are multiples, rounded. The
+        largest part gets the largest integer."""
         largest = parts.amax(0).clamp_(min=0).add_(0.0)  # never -0
         factor = finite(over(self.scale_max, largest))
         return largest / self.scale_max, (parts * factor).round_().clamp_(max=self.scale_max).add_(0.0)
@@ -100,13 +100,13 @@ class MinGrid(SuperBlockGrid):
 
 @dataclass(frozen=True)
 class SignedGrid(SuperBlockGrid):
-    """Q3_K and Q6_K: signed scales and no mins."""
+    """Q3_K and Q6_K: signed scales, no mins."""
 
     def _finish(
         self, x: Tensor, d: Tensor, scales: Tensor, searched: Callable[[Tensor], Tensor]
     ) -> tuple[SubScales, Tensor]:
-        """Return codes rounded on the parameters as stored. Where every code has the same value C keeps what
-        the search had: `searched(columns)`."""
+        """Return parameters, and codes rounded with them as stored. Columns whose step is 0 keep the codes of
+        the search, `searched(columns)`, as in C."""
         d = half(d)
         step = (d * scales).flatten()
         codes = (x / step).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
@@ -116,7 +116,7 @@ class SignedGrid(SuperBlockGrid):
         return SubScales(d, scales.t()), join(codes, len(d))
 
     def _make_qx(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the scale of every column, and how to compute the codes that the search found for some."""
+        """Return the scale of every column, and a function that returns the search's codes of columns."""
 
         def searched(columns: Tensor) -> Tensor:
             return make_qx(x[:, columns], weights[:, columns], self.offset, codes=True)[1]
@@ -125,8 +125,8 @@ class SignedGrid(SuperBlockGrid):
 
 
 def signed_multiples(parts: Tensor, lowest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit and integers for `parts [sub-blocks, blocks]`, that of largest magnitude being `lowest`
-    units; and that part."""
+    """Return the unit and the integers of which `parts [sub-blocks, blocks]` are multiples, rounded, and the
+    part of largest magnitude, which becomes `lowest` units."""
     largest = extreme(parts)
     factor = over(lowest, largest.masked_fill(largest == 0, 1))
     return over(1, factor), (parts * factor).round_().clamp_(lowest, -lowest - 1).add_(0.0), largest

@@ -1,6 +1,5 @@
-"""The block types of 32 weights with one scale: Q4_0, Q5_0, Q8_0, and with a min Q4_1, Q5_1
-(quantize_row_q4_0_ref to quantize_row_q5_1_impl).
-"""
+"""The types with ggml blocks of 32 weights and one scale: Q4_0, Q5_0, Q8_0, and Q4_1, Q5_1 with a min
+(quantize_row_q4_0_ref to quantize_row_q5_1_impl)."""
 
 from __future__ import annotations
 
@@ -17,20 +16,20 @@ BELOW_HALF = 0.5 - 2.0**-25  # the float32 before 0.5: with that itself, the one
 
 
 def row_weights(blocks: Blocks) -> Tensor:
-    """Return error weights from the mean square of the whole row of each block."""
+    """Return error weights with importance; they use the mean square of each block's whole row."""
     rows = (blocks.x * blocks.x).unflatten(1, (-1, blocks.per_row)).permute(2, 0, 1).flatten(0, 1)
     power = total(rows.contiguous()) / len(rows)
     return error_weights(blocks.x, blocks.importance, power.repeat_interleave(blocks.per_row))
 
 
 def inverse(d: Tensor) -> Tensor:
-    """Return `1 / d`; 0 for a block of zeros."""
+    """Return `1 / d`; 0 where d is 0."""
     return torch.where(d == 0, 0.0, over(1, d))
 
 
 def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
-    """Return `x / d` as C has it, by the inverse; `overflow` where that is infinite: C's codes are 0 there
-    (x86)."""
+    """Return `x * (1 / d)` as in C. If the inverse is infinite, the result is `overflow`: C's codes are then
+    0 (x86)."""
     factor = inverse(d)
     product = x * factor
     if factor.isinf().any():
@@ -39,12 +38,12 @@ def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
 
 
 def halves_away(x: Tensor) -> Tensor:
-    """Return the nearest whole numbers, halves away from zero; `x` is used up."""
+    """Return the nearest integers, ties away from zero; changes `x` in place."""
     return x.add_(torch.full((), BELOW_HALF, device=x.device).copysign(x)).trunc_()
 
 
 class ScaleGrid(BlockGrid):
-    """Q4_0, Q5_0: `d * (code - offset)`; d takes the sign that gives the largest weight the lowest code."""
+    """Q4_0, Q5_0: `d * (code - offset)`. d has the sign that gives the largest weight the lowest code."""
 
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         if blocks.importance is None:
@@ -73,7 +72,7 @@ class ScaleAndMinGrid(BlockGrid):
 
 
 class Q8Grid(BlockGrid):
-    """Q8_0: `d * (code - 128)`; no code is chosen by importance."""
+    """Q8_0: `d * (code - 128)`. Importance does not change codes."""
 
     weighted = False
 

@@ -1,11 +1,12 @@
-"""The vector of signs and magnitudes that is nearest in a metric: what error feedback asks of a code book.
+"""Search for the vector of signs and magnitudes that is nearest in a metric, for error feedback.
 
-Eight weights, y in steps of their scale, become q at the cost `(y - q) M (y - q)ᵀ`, where M is what the
-Hessian leaves for them. Magnitudes and signs are chosen in turn, each the best of all there are for the
-other: some hundred vectors are compared, of up to a quarter of a million that a book and its signs make.
+Eight weights y, in units of their scale's step, become q at the cost `(y - q) M (y - q)ᵀ`, with the metric M
+that follows from the Hessian. Magnitudes and signs are chosen in turn, each the best possible for the other.
+About a hundred vectors are compared, out of up to a quarter of a million combinations.
 
-For `q = s g`, signs times magnitudes, the cost is `g (s M s) gᵀ - 2 (s h) gᵀ` with `h = M y`, but for a
-constant. The first term is the same for all rows of these signs: a table. The second is a matrix product.
+For `q = s g`, signs times magnitudes, the cost is `g (s M s) gᵀ - 2 (s h) gᵀ` with `h = M y`, up to a
+constant. The first term is the same for all rows with these signs, so it is a table. The second is a matrix
+product.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ TURNS = 2  # in which magnitudes are chosen
 
 
 class VectorSearch:
-    """For one metric `M [8, 8]`. unit: of the book's magnitudes. even: an even number of signs is negative.
+    """Search in one metric `M [8, 8]`. unit: of the book's magnitudes. even: an even number of signs is
+    negative.
 
-    A book of vectors of four is asked twice, for the first half with what the second one could still make up
-    for taken into account.
+    A book with vectors of four is searched twice. The first search takes into account how far the second half
+    can compensate.
     """
 
     def __init__(self, book: CodeBook, unit: float, even: bool, metric: Tensor):
@@ -44,7 +46,7 @@ class VectorSearch:
             self.squares_alone = self.both.flatten(1) * self.alone.flatten() @ outer
 
     def nearest(self, y: Tensor, start: Tensor | None = None) -> Tensor:
-        """Return levels `[8, n]` near `y [8, n]`, and no farther than those of `start`."""
+        """Return levels `[8, n]` near `y [8, n]`, at least as near as `start` if given."""
         out = torch.empty_like(y)
         width = max(1, elements_at_once(y.device) // max(len(self.magnitudes), len(self.patterns)))
         for low in range(0, y.shape[1], width):
@@ -55,7 +57,7 @@ class VectorSearch:
         return torch.where(self.cost(y - out) < self.cost(y - start), out, start)
 
     def cost(self, missed: Tensor) -> Tensor:
-        """Return `e M eᵀ` of `missed [8, n]`."""
+        """Return `e M eᵀ` for each column e of `missed [8, n]`."""
         return (self.metric @ missed).mul_(missed).sum(0)
 
     def _nearest(self, y: Tensor) -> Tensor:
@@ -75,7 +77,7 @@ class VectorSearch:
         return q
 
     def _choose(self, k: int, q: Tensor, pull: Tensor, signs: Tensor) -> None:
-        """Return the best magnitudes of part k for these signs and the other part of q, into q."""
+        """Write the best magnitudes of part k into q, given the signs and the other part of q."""
         part = self.parts[k]
         h = pull[:, part]
         for other in self.parts[:k] + self.parts[k + 1 :]:
@@ -83,7 +85,7 @@ class VectorSearch:
         q[:, part] = self._magnitudes(h, signs[:, part], self.squares[k])
 
     def _magnitudes(self, h: Tensor, signs: Tensor, squares: Tensor) -> Tensor:
-        """Return the best magnitudes for these signs, with them `[n, size]`."""
+        """Return the best magnitudes for these signs, multiplied by the signs, `[n, size]`."""
         pattern = ((signs < 0) * self.bits).sum(1)
         cost = squares.index_select(0, pattern).addmm_(h * signs, self.magnitudes.t(), alpha=-2)
         return self.magnitudes.index_select(0, least(cost)).mul_(signs)
@@ -96,7 +98,7 @@ class VectorSearch:
         return self.patterns.index_select(0, least(cost))
 
     def _signs_of(self, y: Tensor) -> Tensor:
-        """Return the signs of y; where they have to be even and are not, the cheapest is another."""
+        """Return the signs of y; if an even number must be negative and is not, the cheapest is flipped."""
         signs = torch.where(y < 0, -1.0, 1.0)
         if self.even:
             cheapest = least(self.metric.diagonal() * y * y)[:, None]
@@ -107,7 +109,7 @@ class VectorSearch:
 
 
 def least(cost: Tensor) -> Tensor:
-    """Return the place of the least cost in each row of `cost [n, m]`, int64 `[n]`. (torch on a CPU takes
+    """Return the index of the least cost in each row of `cost [n, m]`, int64 `[n]`. (On a CPU torch takes
     twenty times as long.)"""
     if cost.device.type == "cpu":
         return torch.from_numpy(cost.numpy().argmin(1))
@@ -116,8 +118,8 @@ def least(cost: Tensor) -> Tensor:
 
 @cache
 def _tables(book: CodeBook, unit: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return magnitudes `[vectors, size]`, their products with one another `[size * size, vectors]`, and
-    those of signs `[2 ** size, size, size]`."""
+    """Return magnitudes `[vectors, size]`, their products with each other `[size * size, vectors]`, and the
+    products of signs `[2 ** size, size, size]`."""
     magnitudes = (book.magnitudes * unit)[book.digits].t().contiguous()
     outer = (magnitudes[:, :, None] * magnitudes[:, None]).flatten(1).t().contiguous()
     signs = _all_signs(book.size, magnitudes.device)
@@ -126,7 +128,7 @@ def _tables(book: CodeBook, unit: float) -> tuple[Tensor, Tensor, Tensor]:
 
 @cache
 def _patterns(even: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return signs of eight weights, `[patterns, 8]`, and their products `[patterns, 64]`."""
+    """Return the signs of eight weights, `[patterns, 8]`, and their products, `[patterns, 64]`."""
     signs = _all_signs(SIGNS, device)
     signs = signs[signs.prod(1) > 0] if even else signs
     return signs, (signs[:, :, None] * signs[:, None]).flatten(1)

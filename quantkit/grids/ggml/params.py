@@ -1,7 +1,7 @@
-"""Parameters of ggml's block types, as they are stored: what `value = step * level - low` is made of.
+"""Parameters of ggml's types as they are stored; they define step and low in `value = step * level - low`.
 
-d, dmin, m: float16 values in float32, `[rows]` for one block or `[out, blocks]` for a matrix. scales, mins:
-integers in float32, `[..., sub-blocks]`. `steps` of any of them: step and low of every sub-block.
+d, dmin, m: float16 values in float32, `[rows]` for one ggml block or `[out, blocks]` for a matrix. scales,
+mins: integers in float32, `[..., sub-blocks]`. Method `steps`: step and low of every sub-block.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SubScales:
 
 @dataclass(frozen=True)
 class SubHalves:
-    """The step is d times an unsigned scale and a half."""
+    """The step is d times (an unsigned scale + 1/2)."""
 
     d: Tensor
     scales: Tensor
@@ -73,10 +73,10 @@ class SubScalesAndMins:
 
 
 def half(x: Tensor) -> Tensor:
-    """Round to float16, in float32."""
+    """Return x rounded to float16, as float32."""
     return x.half().float()
 
 
 def halves(params: Any) -> dict[str, Tensor]:
-    """Return d, dmin and m, those there are."""
+    """Return the parameters among d, dmin and m that exist, by name."""
     return {name: getattr(params, name) for name in ("d", "dmin", "m") if hasattr(params, name)}

@@ -1,10 +1,10 @@
-"""ggml's searches for the scales of groups of weights, to the last bit (llama.cpp, ggml/src/ggml-quants.c).
+"""ggml's searches for the scales of groups of weights, bit for bit (llama.cpp, ggml/src/ggml-quants.c).
 
-Groups are columns of `x [size, groups]` (float32), so that one pass over memory serves all groups and sums
-over a group run in C's order, one weight after another. Every product keeps C's association. Constants are
-float32 as in C, and no multiply-add is fused.
+Groups are columns of `x [size, groups]` (float32), so one pass over memory handles all groups, and sums over
+a group run in C's order, one weight after another. Every product is associated as in C. Constants are float32
+as in C, and no multiply-add is fused.
 
-`scale` and `low` mean `x ≈ scale * code - low`; signed searches have no `low` and codes in -nmax .. nmax - 1.
+`scale` and `low`: `x ≈ scale * code - low`. Signed searches have no `low`, and codes in -nmax .. nmax - 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FEW = 8  # columns below which numpy may not sum row by row
 
 
 def total(terms: Tensor) -> Tensor:
-    """Return sum over dimension 0 of `[size, ...]`, term after term."""
+    """Return the sum over dimension 0 of `[size, ...]`, one term after another."""
     if terms.device.type == "cpu" and terms[0].numel() >= FEW:
         return torch.from_numpy(np.add.reduce(terms.numpy(), axis=0))
     result = terms[0].clone()
@@ -31,17 +31,17 @@ def total(terms: Tensor) -> Tensor:
 
 
 def square_root(x: Tensor) -> Tensor:
-    """Return the correctly rounded root; torch.sqrt on a CPU is less exact."""
+    """Return the correctly rounded square root; torch.sqrt on a CPU is less exact."""
     return torch.from_numpy(np.sqrt(x.numpy())) if x.device.type == "cpu" else x.sqrt()
 
 
 def over(numerator: float, x: Tensor) -> Tensor:
-    """Return `numerator / x`, correctly rounded; torch takes a number over a tensor times the reciprocal."""
+    """Return `numerator / x`, correctly rounded; for a number torch would multiply by the reciprocal."""
     return torch.full_like(x, numerator).div_(x)
 
 
 def single(*terms: float) -> float:
-    """Return the sum of constants as C adds them in float."""
+    """Return the sum of constants, rounded to float32 after each addition as in C."""
     result = np.float32(terms[0])
     for term in terms[1:]:
         result = np.float32(result + np.float32(term))
@@ -49,12 +49,12 @@ def single(*terms: float) -> float:
 
 
 def times(a: float, b: float) -> float:
-    """Return the product of constants in float."""
+    """Return the product of two constants in float32."""
     return float(np.float32(a) * np.float32(b))
 
 
 def extreme(x: Tensor) -> Tensor:
-    """Return the value of largest magnitude of each column; of equals the first."""
+    """Return the value of largest magnitude in each column; of equal magnitudes the first."""
     high, low = x.amax(0), x.amin(0)
     found = torch.where(high > -low, high, low).add_(0.0)  # never -0
     tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
@@ -62,13 +62,13 @@ def extreme(x: Tensor) -> Tensor:
 
 
 def lowest(x: Tensor) -> Tensor:
-    """Return the least value of each column; of both zeros the first."""
+    """Return the smallest value of each column; of 0 and -0 the first."""
     found = x.amin(0)
     return _first_of_equals(x, found, (found == 0).nonzero()[:, 0])
 
 
 def _first_of_equals(x: Tensor, found: Tensor, tied: Tensor) -> Tensor:
-    """Return `found`, in the columns `tied` the first value of x that has its magnitude."""
+    """Return `found`; in the columns `tied`, the first value of x with the same magnitude."""
     if len(tied):
         columns = x[:, tied]
         places = (columns.abs() == found[tied].abs()).to(torch.uint8).argmax(0)
@@ -77,8 +77,8 @@ def _first_of_equals(x: Tensor, found: Tensor, tied: Tensor) -> Tensor:
 
 
 class Plan(NamedTuple):
-    """Scales that make_qkx tries: ranges of `nmax + start + step k` codes, k = 0 .. count. absolute: errors
-    count by magnitude, not squared."""
+    """Scales that make_qkx tries: ranges of `nmax + start + step k` codes, k = 0 .. count. absolute: minimise
+    absolute instead of squared errors."""
 
     start: float
     step: float
@@ -94,9 +94,9 @@ def make_qkx(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return scale and low `[groups]` for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
 
-    Beginning with the range of x, finer and coarser scales round x; for the codes of each the scale and
-    low of least `Σ weights (x - scale code + low)²` follow in closed form, and the best are kept.
-    codes: also return the codes of the best.
+    Starting with the range of x, finer and coarser scales are tried. For the codes of each, scale and low
+    with the least `Σ weights (x - scale code + low)²` are computed; the best are kept. codes: also return the
+    best codes.
     """
     low = lowest(x).clamp_(max=0)
     high = x.amax(0)
@@ -140,7 +140,7 @@ def make_qkx(
 
 
 def finite(factor: Tensor) -> Tensor:
-    """Return 0 for infinite or undefined factors: C rounds their products to 0."""
+    """Return factors with infinite and undefined ones replaced by 0, as C rounds their products."""
     return factor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -157,9 +157,9 @@ def _error(
 
 
 def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor, Tensor | None]:
-    """Return signed scale `[groups]` (make_qx_quants): of 19 scales around the one that just holds the
-    largest weight, that whose codes l have the largest `(Σ weights x l)² / Σ weights l²`, refitted to them.
-    Codes come as they are stored, `l + nmax`, and 0 in a group of zeros."""
+    """Return the signed scale `[groups]` (make_qx_quants): of 19 scales around the one that fits the largest
+    weight, the one whose codes l have the largest `(Σ weights x l)² / Σ weights l²`, refitted to l. Also
+    returns the stored codes, `l + nmax`, or 0 in a group of zeros."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -191,7 +191,7 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor,
 
 
 def clear(code: Tensor, columns: Tensor) -> Tensor:
-    """Return `code` with 0 in some columns, `[groups]` bool; seldom any, so a look at them first saves a
+    """Return `code` with 0 in some columns, `[groups]` bool. Usually there are none, so a check first saves a
     pass."""
     if columns.any():
         code[:, columns] = 0
@@ -199,9 +199,9 @@ def clear(code: Tensor, columns: Tensor) -> Tensor:
 
 
 def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
-    """Return signed scale and codes (make_q3_quants): rounds of choosing each code again, given the others,
-    so that `(Σ w x l)² / Σ w l²` grows; w = x². Codes come as they are stored, `l + nmax`, and 0 in a group
-    of zeros."""
+    """Return signed scale and codes (make_q3_quants). In rounds, each code is chosen again, given the others,
+    so that `(Σ w x l)² / Σ w l²` grows, with w = x². The stored codes are `l + nmax`, or 0 in a group of
+    zeros."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     weights = x * x
@@ -211,9 +211,8 @@ def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
 
 
 def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
-    """Return scale `[groups]` and codes 0 .. nmax (make_qp_quants): the best of nine scales, then rounds
-    as in make_q3. x is not negative, but for a few values; C has bytes for codes, so -1 is taken for 255
-    there."""
+    """Return scale `[groups]` and codes 0 .. nmax (make_qp_quants): the best of nine scales, then rounds as
+    in make_q3. x has few negative values; C stores codes in bytes, so it reads -1 as 255."""
     largest = x.amax(0)
     zero = largest < EPSILON
     largest = largest.masked_fill(zero, 1)
@@ -236,10 +235,9 @@ def make_qp(x: Tensor, weights: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
 
 
 def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_positive: bool) -> Tensor:
-    """Run the rounds of make_q3 and make_qp on `code`, in place; return the scale `[groups]` of what they end
-    with.
+    """Run the rounds of make_q3 and make_qp on `code`, in place; return the final scale `[groups]`.
 
-    squares_positive: a move needs `Σ w l²` of the other codes positive beforehand, not only with the new one.
+    squares_positive: a move requires a positive `Σ w l²` of the other codes before it, not only after it.
     """
     weighted = weights * x
     parts = [x, weights, weighted, code, total(weighted * code), total(weights * code * code)]
@@ -269,7 +267,7 @@ def _choose_again(
     bounds: tuple,
     squares_positive: bool,
 ) -> Tensor:
-    """Run one round: change `code`, `Σ w x l` and `Σ w l²` in place; return the changed groups, bool."""
+    """Run one round; change `code`, `Σ w x l` and `Σ w l²` in place. Returns which groups changed."""
     changed = torch.zeros_like(sum_lx, dtype=torch.bool)
     for x_i, w_i, wx_i, l_i in zip(x, weights, weighted, code, strict=True):
         rest_lx = sum_lx - wx_i * l_i
