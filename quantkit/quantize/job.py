@@ -294,7 +294,7 @@ def base_name(source: str) -> str:
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:
-    """Return one sequence of seeded random ids to verify a data-free job with."""
+    """Return one sequence of seeded random ids, by which a data-free job verifies its output."""
     length = min(DATA_FREE_TOKENS, checkpoint.context or DATA_FREE_TOKENS)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(checkpoint.text_config.vocab_size, (1, length), generator=generator)

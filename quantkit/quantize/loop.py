@@ -269,7 +269,7 @@ class _Loop:
         return measuring.in_order(block)
 
     def _transformed_first(self, measuring: Measuring, block: Block, transform: ColumnScaling) -> Measured:
-        """Transform a block by a sample of the tokens; then measure it in order, by all tokens."""
+        """Transform a block by statistics of sampled tokens; then measure it in order with all tokens."""
         around = [site for site in block.chosen if site.linears and not site.pool]
         if not around:
             return measuring.in_order(block)

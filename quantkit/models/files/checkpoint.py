@@ -1,7 +1,7 @@
 """A checkpoint on disk: configuration, tokenizer, and tensors read one at a time, whatever their layout.
 
 `Checkpoint.read("model.layers.0.mlp.up_proj.weight", ...)` also decodes packed codes, so evaluation and
-inspection treat quantized and original models equally.
+inspection need not distinguish quantized and original models.
 """
 
 from __future__ import annotations

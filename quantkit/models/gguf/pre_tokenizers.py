@@ -63,7 +63,7 @@ def by_name() -> dict[str, PreTokenizer]:
 
 
 def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
-    """Return the steps of a pre-tokenizer in a canonical form: equal if two split text equally.
+    """Return the steps of a pre-tokenizer in a canonical form: equal if two split text in the same way.
 
     None if no byte-level BPE of llama.cpp does the same, for example adds a space before the text.
     """

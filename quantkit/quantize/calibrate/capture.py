@@ -135,7 +135,7 @@ class Statistics:
         return distributed.sum_(sums) if width else None
 
     def _keep(self, rows: Tensor) -> None:
-        """Keep one of `every` rows, at most KEPT_INPUTS in all."""
+        """Keep every `every`-th row, at most KEPT_INPUTS rows in all."""
         self.inputs = torch.cat([self.inputs, rows[:: self.every]])
         self._thin()
 

@@ -68,9 +68,9 @@ def gather(
     progress: Progress,
     place: Place | None = None,
 ) -> Curvatures:
-    """Compute the curvatures of the linears `chosen`, by block, unless an earlier run has computed them all.
-    The skeleton is loaded, its blocks are not. folder: of the staged job; place: where states and gradients
-    wait.
+    """Compute the curvatures of the linears `chosen`, by block, unless an earlier run has computed all of
+    them. The skeleton is loaded without its blocks. folder: staging folder; place: where hidden states and
+    gradients are kept.
 
     Raises QuantkitError if gradients do not flow back through the model.
     """
@@ -104,7 +104,7 @@ def _pass(
     staged: StagedBlocks,
     progress: Progress,
 ) -> None:
-    """Run forward, then back to the first block that is chosen, and write the curvatures of each block."""
+    """Run forward, then backward to the first chosen block, and write the curvatures of each block."""
     depth, first = len(skeleton.blocks), min(chosen)
     total = depth + BACK * (depth - first)
     entered: dict[int, Spill] = {}

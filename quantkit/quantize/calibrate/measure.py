@@ -108,7 +108,7 @@ class Measuring:
         )
 
     def in_order(self, block: Block) -> Measured:
-        """Measure each site after the sites before were quantized."""
+        """Return statistics that measure each site after the earlier sites are quantized."""
         reached = [site for site in block.chosen if site.calls]
         repeats = self.execution.sequential == "repeat" or any(site.whole for site in reached)
         layers: dict[str, SiteStatistics] = {}

@@ -85,7 +85,7 @@ def shared(name: str, default: Any = None) -> Any:
 
 
 def check(options: Any) -> None:
-    """Raise QuantkitError for options of a method with error feedback that make no sense."""
+    """Raise QuantkitError if options of a method with error feedback are invalid."""
     require(options.refine >= 0, f"--refine {options.refine} is invalid", "choose 0 or more", USAGE)
     require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}

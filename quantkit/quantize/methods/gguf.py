@@ -232,7 +232,7 @@ def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) ->
 
 
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:
-    """Return notes on tensors with another type than the mixture's, by reason, with the cost in bytes."""
+    """Return notes on tensors that did not get the file type's choice, with reasons and cost in bytes."""
     equal: dict[tuple, list[Choice]] = {}
     for choice in choices:
         if choice.reason:

@@ -57,7 +57,7 @@ class Material:
 
     @property
     def _spared(self) -> list[str]:
-        """Unquantized modules that clients may take for quantized linears."""
+        """Names of unquantized modules that clients might take for quantized linears."""
         names = [name for module in self.outside for name in module.spellings]
         if self.layout.takes_matrices:
             kept = (row["name"] for row in kept_parameters(self.skeleton) if len(row["shape"]) == 2)
@@ -95,13 +95,13 @@ class ExpertTokens:
 
 @dataclass(frozen=True)
 class Summary:
-    """Report of a finished job. Sizes: bytes of all tensors. matrices: quantized ones, to which
-    bits_per_weight refers, those outside the blocks included. fallbacks: linear -> reason. kept_parameters:
-    name, shape and bytes of other parameters. left_out: modules that were not written, in bytes. copied:
-    bytes of modules next to the language model, by name. steps_down: changes of the plan to use less memory.
-    scaled: what a transform did to columns of a linear: `into`, what was divided, None where nothing can be;
-    `spread`, the largest scale over the smallest; `loss`, what is left of the loss, as estimated; None
-    without a transform. activations: how clients quantize them as the model runs; None where they do not."""
+    """Report of a finished job. Sizes are bytes of all tensors. matrices: number of quantized matrices, also
+    outside the blocks; bits_per_weight refers to these. fallbacks: linear -> reason. kept_parameters: name,
+    shape and bytes of matrices that are not linears. left_out: bytes of each module that was not written.
+    copied: bytes of each copied module outside the language model. steps_down: changes to the plan that saved
+    memory. scaled: by linear, how a transform scaled its columns: `into`, the divided producer, None if there
+    is none; `spread`, largest over smallest scale; `loss`, estimated share of the loss that remains; None
+    without a transform. activations: how clients quantize activations; None if they do not."""
 
     source: str
     output: str
@@ -129,7 +129,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of all tensors and of the quantized matrices among them. weights: number of quantized weights."""
+    """Bytes of all tensors and of the quantized matrices. weights, matrices: numbers of quantized ones."""
 
     total: int
     quantized: int
@@ -138,7 +138,7 @@ class Sizes:
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Bits per weight of the quantized matrices, scales included; None without such a matrix."""
+        """Bits per weight of the quantized matrices, scales included; None if there are none."""
         return 8 * self.quantized / self.weights if self.weights else None
 
 

@@ -112,8 +112,8 @@ def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
-    """Raise QuantkitError (exit code 6) if the values computed from the files at `place`, the first of each
-    pair, differ from the expected ones."""
+    """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
+    expected. pairs: name -> (computed, expected)."""
     for what, (found, reference) in pairs.items():
         difference = relative_distance(found, reference)
         if not difference <= VERIFY_TOLERANCE[dtype]:

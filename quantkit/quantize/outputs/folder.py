@@ -67,7 +67,7 @@ class Output:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """Return modules next to the language model, copied byte for byte: name -> bytes."""
+        """Return the bytes of each module outside the language model, which is copied byte for byte."""
         return {one.name: one.nbytes for one in material.outside}
 
     def install_rest(

@@ -93,7 +93,7 @@ class GgufOutput(Output):
         return found
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
-        """Return sizes from the types of all tensors."""
+        """Return the exact sizes of the output, computed from the types of all tensors."""
         entries = self._entries(self.types(checkpoint, specs))
         packed = {entry.name: math.prod(entry.shape) for entry in entries if entry.type not in PLAIN}
         coded = packed.keys() | {f"{name.removesuffix('.weight')}.scale" for name in packed}
@@ -246,7 +246,7 @@ class GgufOutput(Output):
         return entries
 
     def _staged(self, material: Material, part_name: str = "ggml") -> dict[str, TensorInfo]:
-        """Return places of encoded tensors by stored name; or of another part of them."""
+        """Return file and offset of staged tensors, by stored name. part_name: `ggml` or `ggml_scale`."""
         rest = material.staging.rest()
         infos = {target.stored[0]: rest[target.name] for target in self.targets if target.name in rest}
         for name, info in material.staging.tensors().items():

@@ -43,9 +43,9 @@ LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples o
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Predicted peaks in bytes of each rank, and sizes of the output: bytes of all its tensors, bits per
-    weight of its quantized matrices. memory_bytes: on the computing device; host_bytes: on the host above the
-    interpreter, equal for a CPU."""
+    """Predicted peak bytes of each rank, and sizes of the output: bytes of all tensors, bits per weight of
+    its quantized matrices. memory_bytes: on the computing device. host_bytes: on the host, in addition to the
+    interpreter; both are equal for a CPU."""
 
     execution: Execution
     memory_bytes: int
@@ -65,8 +65,8 @@ def default_batch_size(seqlen: int) -> int:
 
 
 def sequences_at_once(requested: int | None, shape: tuple[int, int]) -> int:
-    """Return the sequences per forward pass over tokens of `shape`, by default few enough for every rank to
-    have some.
+    """Return the number of sequences per forward pass. shape: `[samples, seqlen]` of the calibration tokens.
+    By default every rank gets some.
 
     Raises QuantkitError if a rank would get none.
     """

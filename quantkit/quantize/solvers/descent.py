@@ -119,7 +119,7 @@ def _descend(
 ) -> Tensor:
     """Choose the columns of a run again, one after another; return their moves in levels, `[run, rows]`.
 
-    ideal: the best moves off the grid, `[run, rows]`; used up. levels: `[run, rows]`, changed in place.
+    ideal: the best moves without rounding, `[run, rows]`. levels: `[run, rows]`. Both change in place.
     others: effect of one row's move on another row, `[rows, rows]`, diagonal 0. weight: of a row's loss.
     """
     moved, shifted = torch.zeros_like(ideal), torch.zeros_like(ideal)

@@ -23,7 +23,7 @@ WORDS = {  # entries that are no option's value, in the words of a user
 
 
 def differences(stored: dict, requested: dict, prefix: str = "") -> list[str]:
-    """Return the entries in which two fingerprints differ, with both values."""
+    """Return a text with both values for each entry in which two fingerprints differ."""
     found = []
     for key in sorted(stored.keys() | requested.keys()):
         left, right = stored.get(key), requested.get(key)

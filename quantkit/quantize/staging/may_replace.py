@@ -1,8 +1,7 @@
 """Check that a job replaces only files written by quantkit or another writer of checkpoints.
 
-All checks are of the path itself, not of a link's target. What is not a plain file or folder (a
-device, a pipe, a link, a mount point) is never replaced; a folder is only if every file in it is a
-checkpoint's.
+All checks are of the path itself, not of a link's target. Only plain files and folders are replaced, never a
+device, pipe, link or mount point; a folder only if every file in it belongs to a checkpoint.
 """
 
 from __future__ import annotations

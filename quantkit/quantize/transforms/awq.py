@@ -57,6 +57,6 @@ def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
 
 
 def candidate(magnitude: Tensor, alpha: float) -> Tensor:
-    """Return `s = mean|x|^α`, normalised so that largest and smallest value are each other's inverse."""
+    """Return `s = mean|x|^α`, normalised so that `max(s) min(s) = 1`."""
     scale = magnitude.pow(alpha).clamp(min=LEAST_SCALE)
     return scale / square_root((scale.max() * scale.min())[None])

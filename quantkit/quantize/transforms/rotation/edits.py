@@ -27,7 +27,7 @@ class Turn:
     channels: Tensor | None = None
 
     def apply(self, tensor: Tensor) -> None:
-        """Turn a float32 tensor in place, TURNED weights at a time."""
+        """Rotate a float32 tensor in place, TURNED weights at a time."""
         rows = tensor.movedim(self.axis, -1)
         step = max(1, TURNED // rows.shape[-1])
         for part in rows.split(step) if rows.ndim > 1 else [rows]:
@@ -111,7 +111,7 @@ EQUAL = 1e-4  # relative to a block's sum for a token, in float32; wrong rotatio
 def turned_stream(
     probe: Probe, edits: Mapping[str, Edit], run: Callable[[Tensor], Tensor], hidden: Tensor, by: Orthogonal
 ) -> bool:
-    """Return True if the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
+    """Return whether the edited block computes `f(hidden Q) = f(hidden) Q`, with f the block before."""
     expected = by.turn(run(hidden) - hidden)
     with probe.restored():
         _apply(probe, edits)
@@ -161,5 +161,5 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def difference(found: Tensor, exact: Tensor) -> float:
-    """Return the relative difference of logits."""
+    """Return `|found - exact| / |exact|`; infinity if any value of `found` is not finite."""
     return ((found - exact).norm() / exact.norm()).item() if torch.isfinite(found).all() else float("inf")
