@@ -16,7 +16,7 @@ VERIFICATION = 6
 GATE = 7
 INTERRUPTED = 130
 TERMINATED = 143
-EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/jobs.md
+EXIT_CODES = {  # as help, `quantkit doctor` and docs/jobs.md describe them
     0: "done",
     RUNTIME: "failed while running",
     USAGE: "wrong usage",
@@ -28,7 +28,7 @@ EXIT_CODES = {  # in the words of the help, of `quantkit doctor` and of docs/job
     INTERRUPTED: "interrupted",
     TERMINATED: "terminated",
 }
-TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # right to left, and back
+TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # marks of text direction
 FREE = "free some space"
 DISK = {  # error number -> what is wrong with the disk, and what to do
     errno.ENOSPC: ("is full", FREE),

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from quantkit.errors import USAGE, QuantkitError
 
-MOST = 1 << 32  # tokens
-BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # of tokens
+MOST = 1 << 32  # maximum of numbers of tokens
+BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # units of token numbers
 DEVICES = r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:\d+)?"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from quantkit.auto.units import Unit
 
 TINY = 1e-30
-SPREAD = 0.1  # relative natural spread of the factors of a unit's candidates
-LEAST = 0.01  # of a unit's overall factor: noise must not make a larger error better
+SPREAD = 0.1  # relative spread of the slopes of a unit's candidates
+LEAST = 0.01  # share of the mean slope: noise must not make a larger error look better
 
 
 @dataclass

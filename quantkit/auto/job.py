@@ -30,12 +30,12 @@ from quantkit.quantize.staging import may_replace
 from quantkit.text.calibration import hold_out
 
 DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
-STATISTICS_TOKENS = 32768  # of second moments
+STATISTICS_TOKENS = 32768  # tokens for Hessians
 # Hidden states rounded to 16 bit add a divergence to that of every unit: on the demo model as much as 4 bit
 # weights, which hides the gain of more bits.
 MEASURED_IN = "float32"
 TABLE = "sensitivities.json"
-STREAMS_SHARE = 0.25  # of the free memory, for streams
+STREAMS_SHARE = 0.25  # share of the free memory for streams
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
 
 Save = Callable[["Sensitivities"], None]
-USUAL = "usual"  # folder of blocks as they are while units are replaced
+USUAL = "usual"  # folder of the usual weights of blocks
 SCHEMA = "quantkit.sensitivities/2"
 ANEW = "leave out --sensitivities to measure anew"
 

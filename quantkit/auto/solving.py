@@ -30,8 +30,8 @@ from quantkit.quantize.timings import Timings
 
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
 Values = Mapping[str, Tensor]  # weights `[out, in]` by the names of linears inside a block
-KEPT_IN = torch.bfloat16  # usual values: their own rounding is far below that of the candidates
-HESSIAN_BYTES = 1 << 30  # second moments in memory at a time: many experts are measured in parts
+KEPT_IN = torch.bfloat16  # for usual weights; much finer than the candidates' rounding
+HESSIAN_BYTES = 1 << 30  # maximum of Hessians in memory: many experts are measured in parts
 # The loaded block; its scales; statistics of its sites after the transform, without experts.
 Known = tuple[Block, Scales, dict[Site, SiteStatistics]]
 

@@ -20,7 +20,7 @@ SCHEMA = "quantkit.capacity/1"
 USUAL_TOKENS = 4096  # of a sequence by default
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"
-GROUPED_HEADS = 8  # of the what-if for models without shared heads
+GROUPED_HEADS = 8  # key/value heads to assume for models without grouped heads
 
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:

@@ -32,10 +32,10 @@ Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every te
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
 POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
-FEWEST_OF_LARGE = 20_000_000_000  # parameters
+FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
-STORED = "stored"  # the files themselves, for models with headers
+STORED = "stored"  # the format of the given files
 ALIASES = {
     "as stored": STORED, "fp16": "bf16", "bfloat16": "bf16", "float16": "bf16", "gguf": "q4_k_m",
 }  # fmt: skip

@@ -34,8 +34,8 @@ NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
 START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text
 A100_TFLOPS = 312
-BYTES_PER_SECOND = (1e9, 1e8)  # read, hashed, encoded and written, where calibration is not needed
-OVERHEAD = 1.7  # of a block's forward pass over its linears' products: attention, norms, activations
+BYTES_PER_SECOND = (1e9, 1e8)  # reading to writing, without calibration
+OVERHEAD = 1.7  # time of a block's forward pass / time of its linears' products
 
 
 def of_model(

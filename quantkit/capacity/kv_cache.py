@@ -19,7 +19,7 @@ from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import Parameters
 from quantkit.capacity.settings import Settings
 
-CONV_BYTES, STATE_BYTES = 2, 4  # of recurrent layers: last inputs in 16 bit, states in float32
+CONV_BYTES, STATE_BYTES = 2, 4  # bytes per value: convolution inputs 16 bit, recurrent states float32
 PAGE = 16  # tokens per block of a paged cache, vLLM's default
 # Families with a known cache: all layers are equal, unless config.json names their types.
 FULL = (

@@ -26,9 +26,9 @@ LAYERS = (
     "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",
 )  # fmt: skip
-IRRELEVANT = re.compile("quantization_config|attn_implementation")  # their packages may be absent
+IRRELEVANT = re.compile("quantization_config|attn_implementation")  # may need missing packages
 Layer = tuple[str, int, int | None, int, int]  # fields of kv_cache.LayerCache
-KEPT = ("keys", "values", "indexer_keys")  # of every token
+KEPT = ("keys", "values", "indexer_keys")  # tensors with an entry per token
 
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,8 +25,8 @@ AS_IF_PACKED = (
     "sizes as if every parameter were packed: embeddings that stay in 16 bit come on top (GGUF file types: "
     "at the bits per weight of a Llama's file)"
 )
-MOST_MODULES = 300_000  # layers times experts; above this config.json is damaged
-FEWEST = 1000  # parameters; fewer lack their unit
+MOST_MODULES = 300_000  # layers times experts; more mean a damaged config.json
+FEWEST = 1000  # parameters; with fewer, the user forgot the unit
 NUMBER = r"(\d{1,16}(?:\.\d{0,16})?(?:E\+?\d{1,2})?)\s*([KMBT]?)"
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 

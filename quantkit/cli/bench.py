@@ -30,7 +30,7 @@ EPILOGS = {
   quantkit bench server http://127.0.0.1:8000
   quantkit bench server https://example.com --allow-remote --concurrency 1,8""",
 }
-PANELS = {  # of every command those that it has
+PANELS = {  # panels of the help; each command shows those it has
     "options": (
         "implementations", "policies", "requests", "rate", "concurrency", "served_model", "api_key",
         "allow_remote", "quality",

@@ -18,7 +18,7 @@ from quantkit.serving.chat.session import Answer, Session
 from quantkit.tables import megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
-STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # the others are noted, or usual
+STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # others have a note or need none
 
 
 class Terminal:

@@ -18,7 +18,7 @@ from quantkit.quantize import methods
 
 COMPRESS, BEFORE, MEASURE = "Compress", "Before you start", "Measure"  # panels of the help
 RUN, HOUSEKEEPING = "Run", "Housekeeping"
-OTHERS = {  # every other command than the methods: the panel of the help that lists it, and its summary
+OTHERS = {  # all commands except methods: (panel of the help, summary)
     "auto": (COMPRESS, "Search the bits of every linear for the least loss within a size or a loss."),
     "run": (COMPRESS, "Run a job from a recipe: options in a YAML file."),
     "distill": (COMPRESS, "Train scales and norms of a compressed model to predict what the original does."),
@@ -43,14 +43,14 @@ PARTS = {  # subcommands: the help of the command before them lists them
     "bench batching": "Throughput and latency of one model that answers many requests, by way of batching.",
     "bench server": "Throughput and latency of an OpenAI-compatible server under load.",
 }
-SHOWN = {  # what --help of a job shows; --help-all shows the rest
+SHOWN = {  # options that --help of a job shows; --help-all shows all
     *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),
     *("solver", "target", "transform", "layout", "format", "type", "double_quant"),
     *("calibration", "samples", "seqlen", "override", "device", "max_memory", "recipe_name"),
     *("activations", "kv_cache", "threshold", "help_all"),
 }
 MODULES = {"eval": "evaluate", "run": "quantize"}  # commands whose module has another name
-SHARED = ("run", "imatrix", "eval")  # commands besides the methods that several processes share
+SHARED = ("run", "imatrix", "eval")  # commands, besides methods, that run as several processes
 
 
 def names() -> list[str]:

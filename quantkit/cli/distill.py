@@ -30,7 +30,7 @@ STUDENT = Annotated[
         help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
     ),
 ]
-FORWARD = ("dtype", "device", "batch_size", "threads")  # options of a run that training has
+FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
     "calibration": "Training text, an eighth of which is held out: a .txt, .jsonl or .parquet file, or a hub "
     "dataset as for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
     from quantkit.quantize.solvers import Solved
 
-SILENCE = 30.0  # seconds after which a log hears that the job is alive
+SILENCE = 30.0  # seconds without output after which a log line is printed
 
 
 class Quiet(Progress):

@@ -35,8 +35,8 @@ from quantkit.errors import (
 )
 
 REPORT = "this is a bug: please report it with the lines above and the output of `quantkit doctor`"
-UsageError = typer.BadParameter.__base__  # of click, or of the copy that newer Typers carry
-CLOSED_PIPE = 141  # as of a program that SIGPIPE ended
+UsageError = typer.BadParameter.__base__  # click's class, or its copy in newer Typers
+CLOSED_PIPE = 141  # exit code of a program ended by SIGPIPE
 STOPS = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: TERMINATED,
@@ -102,7 +102,7 @@ def run(app: typer.Typer) -> NoReturn:
     """Run the command line and exit; every error is printed as `error:` and `hint:` on stderr."""
     streams.prepare()
     state = SimpleNamespace(verbose=False)
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it retries ends in an error of ours
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # if its retries fail, quantkit prints an error
     try:  # standalone, Typer would print the parser's errors its own way
         code = app(prog_name="quantkit", standalone_mode=False, obj=state)
         sys.stdout.flush()
@@ -112,7 +112,7 @@ def run(app: typer.Typer) -> NoReturn:
         if not error.format_message():  # no arguments: the help is the answer, and is printed
             sys.exit(error.exit_code)
         _fail(_parser_error(error))
-    except BrokenPipeError:  # the reader of what we print went away: not an error of ours
+    except BrokenPipeError:  # the reader of stdout ended, which is no error
         _give_up_unread()
         ranks.end(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
@@ -125,7 +125,7 @@ def run(app: typer.Typer) -> NoReturn:
     except Exception as error:
         failed = _unexpected(error)
         _fail(failed, error if state.verbose or failed.hint == REPORT else None)
-    if code == INTERRUPTED:  # what Typer makes of a KeyboardInterrupt
+    if code == INTERRUPTED:  # Typer turns KeyboardInterrupt into this code
         _fail(QuantkitError("interrupted", f"begin again with: {_typed()}", INTERRUPTED))
     ranks.end(code or 0)
     sys.exit(code)

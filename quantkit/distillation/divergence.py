@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.quantize.calibrate.backward import chunk_tokens
 
-Logits = Callable[[Tensor], Tensor]  # of hidden states `[tokens, hidden]`
+Logits = Callable[[Tensor], Tensor]  # from hidden states `[tokens, hidden]`
 
 
 def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]], vocabulary: int) -> float:

@@ -31,7 +31,7 @@ SAVE_SECONDS = 60.0  # between two states that --resume could go on from; when t
 SAVE_SHARE = 20  # of a run at most a twentieth goes into saving
 BEST = "best.safetensors"
 
-Curve = dict[int, float]  # divergence on held-out text, by the steps before it
+Curve = dict[int, float]  # {steps done: divergence on held-out text}
 
 
 class Learner(Protocol):

@@ -34,7 +34,7 @@ from quantkit.quantize.prepare.memory import BATCH_TOKENS
 from quantkit.quantize.staging.folder import disk_errors
 
 Measured = tuple[StreamedModel, States]  # a model that has run, and its final hidden states
-FLOOR_TOKENS = 1024  # of the noise floor: a CPU without bfloat16 takes eight times as long for each
+FLOOR_TOKENS = 1024  # for the noise floor: a CPU without bfloat16 takes eight times as long
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from quantkit.grids.grid import group
 from quantkit.models.kv_types import BLOCK, TYPES
 from quantkit.quantize.transforms.rotation.orthogonal import sylvester
 
-ROTATED = 64  # least size of llama.cpp's rotations
+ROTATED = 64  # smallest rotation in llama.cpp
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTE
 from quantkit.quantize.prepare.plan import TENTH, check_disk, check_memory, shapes_of
 
 CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, per model
-CHUNKS = 5  # of them: logits and log-probabilities of one model, those of the other, and the difference
+CHUNKS = 5  # in memory: two models' logits and log-probabilities, and their difference
 
 
 def need(

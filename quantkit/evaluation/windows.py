@@ -18,7 +18,7 @@ from quantkit.text import sources
 from quantkit.text.calibration import Provenance, begins_with_bos
 
 DEFAULT_CONTEXT = 2048
-NOTED = 0.05  # share of a text that may be left out unsaid
+NOTED = 0.05  # share of a text that may remain unmeasured without a warning
 
 
 @dataclass(frozen=True)

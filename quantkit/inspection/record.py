@@ -289,7 +289,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        rows = [row for row in _written(contents) if not row.get("tower")]  # whose inputs nobody knows
+        rows = [row for row in _written(contents) if not row.get("tower")]  # their inputs are unknown
         errors = [row["error"] for row in rows if isinstance(row.get("error"), (int, float))]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",

@@ -25,8 +25,8 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 GGUF_KINDS = {"gpt2": "BPE", "llama": "SentencePiece", "bert": "WordPiece", "t5": "Unigram"}
 PLAIN = re.compile(r"(F|BF|I)\d+$")  # types of GGUF files whose values are not coded
 OF_CACHE = (".k_scale", ".v_scale")  # scales of keys and values belong to no linear
-TENSOR_BYTES = 1 << 12  # no larger tensor is read for what it says of another
-UNPACKED = {"U8": "B", "I64": "q"}  # of small tensors that say something of others
+TENSOR_BYTES = 1 << 12  # maximum size of tensors that are read to describe others
+UNPACKED = {"U8": "B", "I64": "q"}  # format codes for `memoryview.cast`
 
 
 @dataclass(frozen=True)

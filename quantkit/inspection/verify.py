@@ -27,7 +27,7 @@ ERROR_TOLERANCE = 1e-3  # relative: what rounding of folded scales, or another d
 LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
 WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the sums
 CPU = torch.device("cpu")
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # that jobs compute in, besides float32
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of jobs, besides float32
 
 
 def verify(
@@ -60,7 +60,7 @@ def verify(
         for problem in made["integrity"]["problems"]
         if not any(row["name"] in problem for row in odd)  # consequences of a file reported already
     ]
-    if found["problems"]:  # what is known to be damaged is not decoded
+    if found["problems"]:  # do not decode damaged files
         found["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
         return found | {"linears": []}
     checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)

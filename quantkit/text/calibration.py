@@ -20,8 +20,8 @@ from quantkit.text.sources import Document, open_source
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
-HELD_OUT = 8  # one sequence of so many is held out of training
-MOST_HELD_OUT = 32  # sequences: enough to decide on
+HELD_OUT = 8  # one of eight sequences is held out
+MOST_HELD_OUT = 32  # maximum of held-out sequences
 
 
 @dataclass(frozen=True)

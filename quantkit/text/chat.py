@@ -12,9 +12,9 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions
 from quantkit.text import template_worker
 
-COLUMNS = ("messages", "conversations")  # where chat datasets keep their conversations
-SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # {"from", "value"}: other names mean themselves
-TODAY = datetime.date(2024, 7, 26)  # always, or no job could be resumed tomorrow; Llama 3 falls back to it
+COLUMNS = ("messages", "conversations")  # columns of conversations in chat datasets
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names stay as they are
+TODAY = datetime.date(2024, 7, 26)  # fixed, so that jobs can be resumed later; Llama 3's default date
 
 
 @dataclass(frozen=True)

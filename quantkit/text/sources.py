@@ -19,10 +19,10 @@ from quantkit.text.chat import Conversation, column_of
 from quantkit.text.hub_datasets import Dataset
 from quantkit.text.shipped import shipped_folder
 
-PIECE_CHARS = 1 << 14  # a long text is taken in pieces of about this size, in seeded order
-BUFFER = 1024  # rows of parquet and hub datasets are shuffled through a buffer of so many documents
+PIECE_CHARS = 1 << 14  # long texts are cut into pieces of about this size and shuffled
+BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets
 JSON_LINES = (".jsonl", ".json", ".ndjson")
-FILES = (".txt", ".parquet", *JSON_LINES)  # a name that ends so is never taken for a hub id
+FILES = (".txt", ".parquet", *JSON_LINES)  # names with these endings are never hub ids
 ELSEWHERE = (
     "give a file, a dataset of the form ORG/NAME, or one of "
     f"{', '.join(hub_datasets.ALIASES)} to --calibration"

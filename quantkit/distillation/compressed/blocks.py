@@ -26,7 +26,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging
 from quantkit.quantize.timings import Timings
 
-SMALLEST = 1e-12  # mean square of a token's states below which its error is not magnified
+SMALLEST = 1e-12  # least mean square of a token's states that errors are divided by
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from quantkit.quantize.outputs.folder import TIMINGS
 CARD = "README.md"
 MANIFEST_HINT = "copy or download it again"
 IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
-Patch = tuple[Path, int, bytes]  # of a file of the student: place and bytes
+Patch = tuple[Path, int, bytes]  # file, offset, new bytes
 
 
 def write(student: Student, floats: Floats | None, record: dict, place: Path, name: str) -> None:

@@ -41,7 +41,7 @@ BYTES_TRAINED = 16  # of a parameter: itself, its gradient and AdamW's two momen
 LOGITS_IN_MEMORY = 6  # tensors of logits that a step holds: both models', their logarithms and gradients
 CHOSEN = frozenset({"ppl", "dppl", "kld", "top1"})  # metrics by which students are judged
 
-Students = list[Checkpoint]  # as cut, and trained
+Students = list[Checkpoint]  # [untrained, trained]
 
 
 @dataclass(frozen=True)

@@ -28,15 +28,15 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.prepare import plan
 
-GROUP_TOKENS = 1 << 18  # whose states are in memory at a time: weights are read once for each group
+GROUP_TOKENS = 1 << 18  # tokens whose states are in memory at a time; weights are read once per group
 
 Prediction = tuple[Tensor, Tensor]  # logits [batch, tokens, vocabulary]; inputs of the head, [… , hidden]
 ADAMW = 0.9, 0.95
 CLIP = 1.0  # largest norm of a gradient
-WARMUP = 0.1  # of the steps
-STOPS = 10  # in a run, at which held-out text is tried and the state is saved
-LOGITS_BYTES = 1 << 28  # float32 logits of a forward pass: more sequences are added up over several
-STEP_TOKENS = 2048  # of a step, where nobody says how many sequences
+WARMUP = 0.1  # share of the steps
+STOPS = 10  # evaluations on held-out text in a run
+LOGITS_BYTES = 1 << 28  # maximum of a pass's float32 logits; larger steps take several passes
+STEP_TOKENS = 2048  # tokens per step without --batch-size
 
 
 @dataclass(frozen=True)

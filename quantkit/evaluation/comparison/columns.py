@@ -10,7 +10,7 @@ from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import MODEL_BITS, megabytes
 
 NOTHING = "–"
-UNITS = {  # on the page, of numbers whose header and cells name none
+UNITS = {  # shown on the page if header and cells name no unit
     "kv bits": "bits/value",
     MODEL_BITS: "bits/weight",
     **dict.fromkeys(("KL divergence", "KL median", "KL 99 %", "KL max"), "nats/token"),

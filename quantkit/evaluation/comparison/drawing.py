@@ -42,7 +42,7 @@ PIXELS = 72  # to an inch, as SVG counts: a point is a pixel
 LONGEST_LABEL = 30  # characters of a name; the whole one is in the tooltip and in the table
 NAME, ROW = 220, 17  # pixels of a name in a legend
 MARKS = "osD^"
-COVER = {"fc": PAPER, "lw": 0, "pad": 0}  # a label hides the curves that it crosses, and no marks
+COVER = {"fc": PAPER, "lw": 0, "pad": 0}  # background of a label: hides curves but no marks
 STYLE = {
     "figure.dpi": PIXELS, "font.size": 12, "axes.titlesize": 12, "axes.labelsize": 12, "xtick.labelsize": 12,
     "ytick.labelsize": 12, "text.color": INK, "axes.labelcolor": MUTED, "axes.titlecolor": MUTED,

@@ -10,7 +10,7 @@ from quantkit.evaluation.comparison.gates import look_up
 from quantkit.tables import megabytes
 
 KLD, KLD_AXIS = "metrics.kld.mean", "KL divergence, nats per token"
-LEAST_BAR = 0.04  # of the points' range, below which a mark hides an error bar
+LEAST_BAR = 0.04  # share of the points' range; marks hide shorter error bars
 
 
 @dataclass(frozen=True)

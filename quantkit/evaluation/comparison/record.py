@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quantkit.evaluation.windows import Protocol
 
 SCHEMA = "quantkit.eval/3"
-LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # of the Pareto front: the first that was measured
+LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # for the Pareto front: the first one that was measured
 
 
 def record(

@@ -13,7 +13,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks.score import score
 
-DEFAULT_CONTEXT = 2048  # the harness's, for models without a limit
+DEFAULT_CONTEXT = 2048  # the harness's value for models without a limit
 
 
 class HarnessModel(TemplateLM):

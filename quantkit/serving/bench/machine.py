@@ -14,7 +14,7 @@ import torch
 from quantkit.models.machine.device import free_memory, is_accelerator
 from quantkit.serving.engines.transformers import clock_of
 
-SIDES = {"cuda": 8192}  # of the matrices that are multiplied, by type of device
+SIDES = {"cuda": 8192}  # side of the square matrices, by type of device
 SIDE = 1024
 COLUMNS = 1024  # of the matrix that is read
 LEAST, MOST = 1 << 20, 1 << 30  # bytes that are read

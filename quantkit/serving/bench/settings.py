@@ -11,8 +11,8 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.machine import processor
 from quantkit.options import option
 
-MOST = 1 << 20  # of any number that a flag takes
-KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # flags in the JSON
+MOST = 1 << 20  # maximum of numbers in flags
+KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
 LISTS = ("batch", "prompt_tokens", "concurrency")
 LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6, "prompt_words": 1}
 

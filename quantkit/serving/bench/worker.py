@@ -37,7 +37,7 @@ from quantkit.serving.bench.subjects import Job
 
 Emit = Callable[[dict[str, Any]], None]
 CPU = torch.device("cpu")
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's words
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # parts of torch's messages
 KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
 
 

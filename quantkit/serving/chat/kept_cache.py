@@ -22,8 +22,8 @@ from transformers.cache_utils import (
 
 from quantkit.evaluation.generate import first_difference
 
-TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # with an entry for each token
-PROBED = 4, 3  # tokens before and after the trial continues from a state
+TOKENWISE = (DynamicLayer, DynamicSlidingWindowLayer, DummyLayer)  # classes with one entry per token
+PROBED = 4, 3  # tokens before and after the tested state
 ANEW = "the whole prompt is prefilled"
 
 
@@ -45,7 +45,7 @@ class KeptCache:
         self.ids: list[int] = []
         self._cache, self._recorded_from = DynamicCache(config=self._config), 0
         if self._crops:
-            self._cache.activate_past_recording()  # a window then keeps the tokens of the turn as well
+            self._cache.activate_past_recording()  # sliding windows then keep the current turn too
 
     def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
         """Return the cache for a turn, the number of tokens of the prompt `ids` in it, and a note.

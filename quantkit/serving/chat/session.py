@@ -19,9 +19,9 @@ from quantkit.evaluation.sampling import Sampling
 from quantkit.text import chat
 
 SCHEMA = "quantkit.chat/2"
-NEARLY_FULL = 0.9  # share of the context from which on a note is added
+NEARLY_FULL = 0.9  # share of the context above which a note is added
 Stream = Callable[[str], None]
-Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or text to go on from
+Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or text to continue
 
 
 @dataclass

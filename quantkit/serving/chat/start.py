@@ -22,8 +22,8 @@ from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.choose import choose_local
 from quantkit.text.sources import opened
 
-CONTEXT = 8192  # tokens at most by default: llama.cpp allocates memory for all of them
-RECOMMENDED = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}  # -> general.sampling.* of GGUF
+CONTEXT = 8192  # default maximum: llama.cpp allocates memory for all tokens
+RECOMMENDED = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}  # names in GGUF: general.sampling.*
 
 
 def start(

@@ -21,7 +21,7 @@ from quantkit.serving.endpoint.figures import Timed, summarize
 
 SCHEMA = "quantkit.load/2"
 USERS = (1, 2, 4, 8, 16, 32)
-PER_USER, FEWEST = 4, 8  # requests of a level by default
+PER_USER, FEWEST = 4, 8  # default requests: per user, and at least
 MOST = 1024  # users
 ANSWER_SECONDS = 60.0  # after which a level begins no more requests
 

@@ -21,8 +21,8 @@ from quantkit.serving.engines import context_full
 from quantkit.text.chat import ChatTemplate, Conversation
 
 PACKAGE = "xllamacpp"
-OWN_TEMPLATE = "chatml"  # one of llama.cpp's: it would try the file's as it loads, without limits
-SILENT = -1  # verbosity: its errors come back as answers
+OWN_TEMPLATE = "chatml"  # a built-in template: llama.cpp would render the file's own without limits
+SILENT = -1  # verbosity without logs; errors are returned as answers
 TOO_LONG = "exceed_context_size_error"
 KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items() if kind.llamacpp}
 

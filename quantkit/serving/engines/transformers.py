@@ -21,7 +21,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, synchronize
 from quantkit.tables import megabytes
 
-CHATTY = "bitsandbytes"  # warns at every product about the type of its inputs
+CHATTY = "bitsandbytes"  # logger that warns about input types at every product
 
 
 @dataclass(frozen=True)

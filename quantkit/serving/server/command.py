@@ -15,7 +15,7 @@ from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room
 
-KEY_VARIABLE = "QUANTKIT_API_KEY"  # the variable that a shell with the printed line reads the key from
+KEY_VARIABLE = "QUANTKIT_API_KEY"  # the printed command reads the API key from this variable
 GIB = 1 << 30
 VLLM = "vllm.entrypoints.openai.api_server"
 LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # gives the xllamacpp wheel llama-server's flags

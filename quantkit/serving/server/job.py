@@ -24,8 +24,8 @@ from quantkit.serving.server.settings import Settings, free_port
 
 SCHEMA = "quantkit.serve/1"
 PROMPT, QUESTION, TOKENS = "Once upon a time", "Say hello.", 16
-ASK_SECONDS = 0.25  # between two requests for its health
-PROOF_SECONDS = 300.0  # for the first answer, which may build kernels
+ASK_SECONDS = 0.25  # seconds between two health checks
+PROOF_SECONDS = 300.0  # timeout of the first answer, which may have to build kernels
 
 
 @dataclass(frozen=True)

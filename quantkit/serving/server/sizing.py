@@ -15,7 +15,7 @@ from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.tables import size
 
-USUAL = 8192  # tokens of a sequence by default, where the cache is reserved in advance
+USUAL = 8192  # default tokens per sequence if the engine allocates the cache in advance
 SHORT, SHORTEST = 2048, 512
 
 

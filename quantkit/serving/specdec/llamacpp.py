@@ -25,9 +25,9 @@ from quantkit.serving.specdec.settings import Settings
 from quantkit.serving.specdec.transformers import LOOKUP_NGRAM, Pair, Run
 
 KV = "float16"  # type of keys and values, llama.cpp's default
-LIKELIEST = 40  # tokens with logits where texts part
-WARM_UP = 4  # tokens, before a server is measured
-NEARBY = 8  # tokens before a difference at which passes of one token and of many are compared
+LIKELIEST = 40  # most likely tokens whose log-probabilities are requested
+WARM_UP = 4  # tokens generated before a server is measured
+NEARBY = 8  # positions before a difference at which noise is measured
 TOTALS = ("predicted_n", "draft_n", "draft_n_accepted")
 
 

@@ -10,8 +10,8 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option
 from quantkit.serving.bench.settings import require_numbers
 
-LOOKUP = "prompt-lookup"  # as a draft: the tokens that followed the last ones where the text had them before
-MOST = 64  # tokens drafted at once
+LOOKUP = "prompt-lookup"  # drafts the tokens that followed the last ones earlier in the text
+MOST = 64  # maximum of tokens drafted at once
 
 
 @dataclass(frozen=True)

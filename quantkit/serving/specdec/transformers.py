@@ -28,7 +28,7 @@ from quantkit.serving.specdec import lossless
 from quantkit.serving.specdec.acceptance_rate import Step
 from quantkit.serving.specdec.settings import Settings
 
-LOOKUP_NGRAM = 2  # tokens that prompt-lookup looks for, transformers' own default
+LOOKUP_NGRAM = 2  # length of the n-grams that prompt-lookup looks up, transformers' default
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def generate(
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
-    target.generation_config = transformers.GenerationConfig()  # not what the checkpoint recommends
+    target.generation_config = transformers.GenerationConfig()  # not the checkpoint's settings
     hook = target.register_forward_pre_hook(notes.begin, with_kwargs=True)
     try:
         notes.chosen.append(notes.now())
@@ -148,10 +148,10 @@ class _Notes(BaseStreamer):
     """Records the tokens of each pass of the target, when it begins, and when its tokens are chosen."""
 
     device: torch.device
-    given: list[Tensor] = field(default_factory=list)  # what each pass was given
-    kept: list[list[int]] = field(default_factory=list)  # the prompt, then what each pass left
+    given: list[Tensor] = field(default_factory=list)  # input ids of each pass
+    kept: list[list[int]] = field(default_factory=list)  # the prompt, then the tokens kept by each pass
     begun: list[float] = field(default_factory=list)
-    chosen: list[float] = field(default_factory=list)  # first, when all began
+    chosen: list[float] = field(default_factory=list)  # the first entry is the start of generation
 
     def now(self) -> float:
         synchronize(self.device)
@@ -173,7 +173,7 @@ class _Notes(BaseStreamer):
     def run(self, ids: list[int], prompt_tokens: int, ended: float) -> Run:
         steps = []
         for place, (given, kept) in enumerate(zip(self.given, self.kept[1:], strict=True)):
-            known = prompt_tokens if place == 0 else 1  # the first pass reads the prompt, too
+            known = prompt_tokens if place == 0 else 1  # the first pass also reads the prompt
             steps.append(step(given.tolist()[known:], kept))
         assert sum(s.tokens for s in steps) == len(ids)
         began, first, *_ = self.chosen

@@ -32,13 +32,13 @@ from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
 SCHEMA = "quantkit.bench-attention/2"
-LENGTHS = (256, 512, 1024, 2048, 4096)  # of prompts: a CPU should be done in minutes
-WRITTEN_OUT = 6  # score matrices at once at most: product, mask added, softmax in float32 (twice the bytes)
-REASON = 180  # characters of a refusal
+LENGTHS = (256, 512, 1024, 2048, 4096)  # default prompt lengths; a CPU takes minutes
+WRITTEN_OUT = 6  # maximum of score matrices in memory: product, masked, softmax in float32 (counts twice)
+REASON = 180  # characters of an error message that are kept
 SHORT = 16  # tokens of the first, unmeasured run
 # A kernel that is not installed, or not for this dtype, device or length, or that runs out of memory.
 REFUSALS = (ImportError, RuntimeError, ValueError)
-FUSED = re.compile(r"attention|^(vllm_)?flash_attn")  # in names of operators
+FUSED = re.compile(r"attention|^(vllm_)?flash_attn")  # operators of fused attention
 SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
 Row = dict[str, Any]
 

@@ -19,7 +19,7 @@ from quantkit.serving.bench.batching.accounting import Replay, Served, Step
 from quantkit.serving.bench.batching.trace import Request
 from quantkit.serving.engines.transformers import Clock
 
-MOST_TOKENS = 2048  # in one step: prompts beyond it are cut into pieces
+MOST_TOKENS = 2048  # per step; longer prompts are processed in pieces
 PAGE = 16  # tokens of a cache block
 
 

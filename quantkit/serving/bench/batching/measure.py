@@ -26,9 +26,9 @@ from quantkit.serving.bench.settings import Batching
 from quantkit.serving.engines import transformers as engine
 
 SCHEMA = "quantkit.bench-batching/2"
-WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a padded batch waits for company
+WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a batch waits to be full
 STRATEGIES = (*WAITS, "continuous")
-WARM_TOKENS = 4  # of every answer of the unmeasured round
+WARM_TOKENS = 4  # tokens per answer in the warm-up
 # AttributeError: a transformers whose loop of continuous batching is another one
 REFUSALS = (ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
 

@@ -12,7 +12,7 @@ from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import figure
 
 Record = dict[str, Any]
-IDLE_MACHINE = 0.5  # share of time that is computed below which the trace measures waiting
+IDLE_MACHINE = 0.5  # below this share of busy time, the trace mostly measures waiting
 MEANINGS = {
     "tok/s": "new tokens a second",
     "±": "half the range of the rounds",

@@ -13,7 +13,7 @@ from quantkit.serving.bench.settings import Point
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import llamacpp
 
-PAD = 256  # tokens by which llama.cpp rounds a sequence's cache up
+PAD = 256  # llama.cpp rounds a sequence's cache up to a multiple of this
 KV_DTYPE, KV_BYTES = "float16", Fraction(2)  # llama.cpp's default
 
 
