@@ -14,7 +14,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.tables import megabytes
 
 Losses = Mapping[tuple[str, str], float]  # by the names of unit and candidate
-SOLVER_GAP = 1e-6  # of the optimum, relative, at which the search may end
+SOLVER_GAP = 1e-6  # relative distance from the optimum at which the solver may end
 SOLVER_SECONDS = 120.0
 
 

@@ -240,8 +240,8 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
 
 
 def _apart(tokens: Tensor, at_most: int) -> tuple[Tensor, Tensor]:
-    """Return sequences to measure on and others to solve by, both spread evenly over the text: its parts
-    differ in kind, and sensitivities with them."""
+    """Return sequences to measure on and others for the solver. Both are spread evenly over the text, because
+    sensitivities differ between kinds of text."""
     count, length = tokens.shape
     measured = min(max(1, at_most // length), max(1, count // 4))
     places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}

@@ -29,17 +29,17 @@ from quantkit.tables import megabytes
 SCHEMA = "quantkit.auto/1"
 SEARCHED, UNIFORM = "searched", "uniform"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
-FEW_TOKENS = 1000  # with fewer tokens the better of two results may be chance
-CHOICES_TRIED = 3  # of the search within a divergence
-SIZES_TRIED = 6  # for files within --max-size: a tiny model's configuration weighs as much as its choices
-CLOSE = 0.9  # share of --max-kld from which a result is small enough
+FEW_TOKENS = 1000  # with fewer tokens, the better result may be chance
+CHOICES_TRIED = 3  # maximum of results to make with --max-kld
+SIZES_TRIED = 6  # maximum of results to make with --max-size: small files matter in tiny models
+CLOSE = 0.9  # a result above this share of --max-kld is good enough
 
 
 @dataclass(frozen=True)
 class Made:
-    """One measured output. written: its recipe; record: its JSON. predicted_kld: sum of the units' losses on
-    calibration text; kld: measured on held-out text; output_bytes: size of all tensors; disk_bytes: of
-    all files."""
+    """A measured output. written: its recipe. record: its JSON, with predicted_kld (sum of the units' losses
+    on calibration text), kld (measured on held-out text), output_bytes (all tensors) and disk_bytes (all
+    files)."""
 
     preset: Preset
     place: Path
@@ -180,8 +180,8 @@ class _Search:
         raise QuantkitError(f"the files take {megabytes(taken)} or more", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
-        """Return all tried choices; the last is the smallest within the measured divergence. After a wrong
-        prediction the bound moves by its error."""
+        """Make choices until the measured divergence is within --max-kld; return all, the best last. After
+        each, the bound for the predicted divergence is corrected by the error of the prediction."""
         most = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
         for _ in range(CHOICES_TRIED):

@@ -47,8 +47,7 @@ class Scales:
 
 
 def of_block(block: Block, measuring: Measuring, transform: ColumnScaling | None) -> Scales:
-    """Return the transform's scales for a block with these grids, without experts; the block itself is
-    restored."""
+    """Apply the transform to a block, except experts; return the scales and restore the block."""
     around = [site for site in block.chosen if site.linears and not site.pool]
     if transform is None or not around:
         return Scales()

@@ -55,7 +55,7 @@ class Solving:
         self._known: Known | None = None
 
     def needed(self, unit: Unit) -> Sequence[Candidate]:
-        """Return the anchors of a unit without the usual candidate."""
+        """Return the candidates of a unit to measure: its anchors, in blocks without the usual one."""
         return [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
@@ -74,7 +74,7 @@ class Solving:
         return {name: part.to(device) for name, part in load_file(place).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Yield the needed candidates, solved on the states that enter the unit's block."""
+        """Yield (candidate, weights) of the candidates to measure. entering: states before the block."""
         solved, self.errors[unit.name] = self._solved(
             unit, entering, [*self.needed(unit), usual(unit)], unit.candidates
         )
@@ -88,7 +88,7 @@ class Solving:
         chosen: Sequence[Candidate],
         rounded: Sequence[Candidate] = (),
     ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
-        """Return {candidate: {linear: weight}} of `chosen`, and errors of `chosen` and `rounded`."""
+        """Return {candidate: {linear: solved weight}} of `chosen`, and errors of `chosen` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
         rows = {row.local: row for row in unit.rows}
         solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in chosen}

@@ -8,8 +8,8 @@ from typing import Any
 
 from quantkit.layouts import LinearSpec
 
-ANCHORS = 3  # measured candidates of a unit
-ANCHOR_BITS = 0.9  # bits per weight between measured candidates
+ANCHORS = 3  # maximum number of measured candidates per unit
+ANCHOR_BITS = 0.9  # least distance of measured candidates in bits per weight
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
-USUAL_TOKENS = 4096  # of a sequence by default
+USUAL_TOKENS = 4096  # default tokens per sequence
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"
 GROUPED_HEADS = 8  # key/value heads to assume for models without grouped heads

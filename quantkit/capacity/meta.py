@@ -21,7 +21,7 @@ from quantkit.models.files import untrusted
 from quantkit.models.gguf import tensors
 from quantkit.models.skeleton.meta_model import empty
 
-PROBE_TOKENS = 4  # of the forward pass that fills the cache
+PROBE_TOKENS = 4  # tokens of the forward pass that fills the cache
 LAYERS = (
     "DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "LinearAttentionLayer",
     "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer", "DummyLayer",

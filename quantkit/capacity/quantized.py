@@ -32,7 +32,7 @@ NAMES = {  # part of a GGUF name -> usual name in checkpoints; the first match c
     r"\.ffn_gate_inp\.": ".mlp.gate.",
     r"\.ffn_(gate|up|down)\.": r".mlp.\1_proj.",
 }
-FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # divisors of rotary frequencies: no parameters
+FACTORS = re.compile(r"rope_(freqs|factors_\w+)\.weight")  # factors of rotary frequencies, not parameters
 BYTES_16_BIT = 2  # bytes of a weight in 16 bit
 
 

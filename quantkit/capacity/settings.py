@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.capacity import Unsupported
 from quantkit.errors import UNSUPPORTED, QuantkitError
 
-LARGEST_SIZE = 1 << 40  # of any size; above this config.json is damaged
+LARGEST_SIZE = 1 << 40  # largest plausible size; larger ones mean a damaged config.json
 MOST_LAYERS = 10_000
 # Names of one number in different families; a file needs only one of them.
 HEADS = ("num_attention_heads", "n_head", "n_heads")

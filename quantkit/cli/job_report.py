@@ -127,7 +127,7 @@ def _kept(records: Sequence[dict]) -> str:
 
 
 def _copied(modules: Mapping[str, int]) -> str:
-    """Return such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
+    """Return a text such as `mtp (0.10 MB), visual (0.30 MB): byte for byte`."""
     entries = [f"{name} ({size(nbytes)})" for name, nbytes in modules.items()]
     return f"{name_all(entries)}: byte for byte"
 

@@ -41,8 +41,8 @@ STOPS = {
     signal.SIGINT: INTERRUPTED,
     signal.SIGTERM: TERMINATED,
 }  # signals that stop a job, and their exit codes
-SIMILAR = 0.75  # similarity of a name and its misspelling
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch, of the CPU's and of an accelerator's
+SIMILAR = 0.75  # least similarity of a name and its misspelling
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's messages for CPU and accelerator
 
 
 def _verbose(context: typer.Context, asked: bool) -> bool:

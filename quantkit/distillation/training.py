@@ -26,9 +26,9 @@ from quantkit.quantize.staging.folder import Staging
 
 BETAS = 0.9, 0.99
 WARM_UP_STEPS = 8  # steps
-EMPTY = 0.01  # size of a tensor of zeros, such as a bias that was never needed
-SAVE_SECONDS = 60.0  # between two states that --resume could go on from; when they are saved changes no byte
-SAVE_SHARE = 20  # of a run at most a twentieth goes into saving
+EMPTY = 0.01  # size to assume for a tensor of zeros, such as an unused bias
+SAVE_SECONDS = 60.0  # between two saves for --resume, which do not affect the result
+SAVE_SHARE = 20  # saving takes at most 1/20 of the time
 BEST = "best.safetensors"
 
 Curve = dict[int, float]  # {steps done: divergence on held-out text}
@@ -140,9 +140,9 @@ class Descent:
 class Shares(Descent):
     """Descent on floats of very different sizes: Adam on each float's change relative to its size.
 
-    A scale of 1e-4 and a norm's weight of 3 take the same steps in relative terms, so one learning rate
-    serves scales of all layouts, norms and biases. coded: names of what is measured number by number; the
-    others, norms and biases, by the root mean square of their tensor. steps: in all; the rate rises for
+    A scale of 1e-4 and a norm's weight of 3 take equal relative steps, so one learning rate fits all floats.
+    start: initial floats by name. coded: names whose numbers are each relative to their own size; others
+    (norms, biases) are relative to their tensor's root mean square. steps: in total; the rate rises for
     WARM_UP_STEPS of them.
     """
 

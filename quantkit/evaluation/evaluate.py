@@ -133,8 +133,7 @@ def evaluate(
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
-    """Return the values of weights_only to measure: True as well if `both` and clients quantize
-    activations."""
+    """Return the values of `weights_only` to measure; (False, True) only if clients quantize activations."""
     layout = trial.method.layout if trial else checkpoint.layout
     return (False, True) if both and layout is not None and layout.rounds_inputs else (False,)
 
@@ -177,8 +176,7 @@ def _measure_floor(
     """Return the divergence of the base from itself in another dtype: bfloat16 for a float32 base, else
     float32.
 
-    This is the effect of arithmetic alone: a candidate that is closer cannot be distinguished from
-    the base as served.
+    It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
     """
     skeleton = base[0].skeleton
     dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32

@@ -28,7 +28,7 @@ from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
 SAMPLED_TOGETHER = 32  # sequences sampled together; the text depends on the number
-SPARE = 16  # one sequence more for so many: read again, a text may be fewer tokens than were written
+SPARE = 16  # sequences per extra one, since texts may have fewer tokens when read again
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,8 @@ def parent(name: str) -> str:
 
 
 def language_stack(names: Iterable[str]) -> str | None:
-    """Return the stack of blocks that is the language model: the only one, or else the only one that has
-    input embeddings next to it. None where that is not clear."""
+    """Return the stack of blocks of the language model: the only stack, or the only one whose prefix also has
+    input embeddings. None if that is unclear."""
     names = list(names)
     stacks = {stack for name in names if (stack := stack_of(name)) is not None}
     if len(stacks) > 1:

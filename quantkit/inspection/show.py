@@ -11,7 +11,7 @@ from quantkit.tables import make_table, print_facts, print_line, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
 
-TENSOR_ROWS = 500  # of tensors that are printed: a model has a few dozen kinds
+TENSOR_ROWS = 500  # maximum of printed rows; a model has a few dozen kinds of tensors
 
 
 def print_record(record: dict[str, Any]) -> None:

@@ -197,8 +197,8 @@ def _scaled_by(name: str, infos: Mapping[str, TensorInfo]) -> str | None:
 
 
 def _of_ggml(info: TensorInfo, extra_bytes: int) -> Weight:
-    """Return a tensor of a GGUF file; codes and scales of its blocks lie side by side. extra_bytes: bytes of
-    scales in tensors of their own."""
+    """Return a tensor of a GGUF file; its ggml blocks contain codes and scales. extra_bytes: bytes of scales
+    in separate tensors."""
     weight = _plain(info)
     if PLAIN.match(info.dtype):
         return weight

@@ -16,8 +16,8 @@ from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.inspect-diff/2"
-STRIPE = 256  # of two weights compared at a time
-Listener = Callable[[str, int, int], None]  # what, done, of how many
+STRIPE = 256  # rows of two weights that are compared at a time
+Listener = Callable[[str, int, int], None]  # activity, done, total
 
 
 def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> None:

@@ -22,10 +22,10 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.verify/2"
-ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to_scales}  # of manifests
-ERROR_TOLERANCE = 1e-3  # relative: what rounding of folded scales, or another device, makes of an error
+ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to_scales}  # names in manifests
+ERROR_TOLERANCE = 1e-3  # relative: folded scales and other devices change errors this much
 LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
-WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the sums
+WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the checksums
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of jobs, besides float32
 

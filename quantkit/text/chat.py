@@ -26,7 +26,8 @@ class Conversation:
 
 
 def column_of(columns: Iterable[str], requested: str) -> str | None:
-    """Return the column that holds a row's text: `requested`, or for the default a chat column."""
+    """Return the column with a row's text: `requested`; if that is the default, also a chat column. None if
+    there is none."""
     candidates = (requested, *(COLUMNS if requested == CalibrationOptions.text_column else ()))
     columns = list(columns)
     return next((name for name in candidates if name in columns), None)

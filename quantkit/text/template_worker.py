@@ -19,10 +19,10 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 SECONDS = 10.0
-WORKER_SECONDS = 300.0  # to import transformers on a machine with other work
-MEMORY_BYTES = 256 << 20  # bytes in addition to the worker's size after its imports
-LIMIT = 16 << 20  # characters of the result
-ANSWER = 6 * LIMIT + 1024  # bytes of an answer: JSON writes a character in six at most, but for rare ones
+WORKER_SECONDS = 300.0  # to import transformers on a busy machine
+MEMORY_BYTES = 256 << 20  # bytes that rendering may add to the worker's size
+LIMIT = 16 << 20  # maximum characters of the result
+ANSWER = 6 * LIMIT + 1024  # maximum bytes of an answer: JSON takes up to six per common character
 
 
 class Failed(Exception):

@@ -126,8 +126,8 @@ def _improved(
 
 
 def error(found: Tensor, target: Tensor) -> Tensor:
-    """Return the squared error of each token's states relative to the target's square, `[batch, tokens]`: a
-    few tokens, the first above all, are a thousand times as large as the others in many models."""
+    """Return each token's squared error divided by its target's square, `[batch, tokens]`. In many models the
+    states of a few tokens, such as the first, are a thousand times larger than others."""
     expected = target.float()
     return (found.float() - expected).square().mean(-1) / expected.square().mean(-1).clamp(min=SMALLEST)
 

@@ -34,8 +34,8 @@ from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import hold_out
 
 SCHEMA = "quantkit.distill/1"
-STEP_TOKENS = 512  # of a step, unless --batch-size says otherwise
-UNLIKE = 0.5  # relative difference of two embeddings that no rounding makes
+STEP_TOKENS = 512  # tokens per step without --batch-size
+UNLIKE = 0.5  # relative difference of embeddings that rounding cannot cause
 HINT = "give the model that the student was compressed from"
 
 

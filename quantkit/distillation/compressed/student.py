@@ -83,7 +83,7 @@ class Student:
 
     @contextmanager
     def block(self, index: int, hold: bool = False) -> Iterator[TracedBlock]:
-        """Load a block for the duration of the context; with `hold`, keep the block in memory."""
+        """Yield a loaded block and free it afterwards. hold: keep it in memory for later calls."""
         if index in self._loaded:
             yield self._loaded[index]
             return

@@ -33,9 +33,9 @@ from quantkit.quantize.calibrate.backward import (
 from quantkit.quantize.prepare.plan import check_memory
 
 FLOAT32 = 4
-TRACED_BYTES = 1 + 4 * FLOAT32  # bytes a weight of the block that runs: code, level, value, and two gradients
-CODE_BYTES = 2  # bytes a weight of all blocks: its code, and less for trained floats and their moments
-MEMORY_SHARE = 0.8  # share of the free memory beyond which codes are read again instead of kept
+TRACED_BYTES = 1 + 4 * FLOAT32  # bytes per weight of the running block: code, level, value and two gradients
+CODE_BYTES = 2  # bytes per weight of all blocks: code, trained floats and their moments
+MEMORY_SHARE = 0.8  # share of free memory up to which all codes stay in memory
 
 
 class EndToEnd:

@@ -20,7 +20,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 
 RANKING_TOKENS = 4096  # the order of blocks settles long before their divergences do
-PROBE_ROUNDS = 8  # at most; where more blocks than that are to go, several go in a round
+PROBE_ROUNDS = 8  # maximum; then several blocks are left out per round
 
 Counting = Callable[[int, int], None]  # rounds done, rounds in all
 

@@ -37,8 +37,8 @@ from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import hold_out
 
 SCHEMA = "quantkit.distill-smaller/2"
-BYTES_TRAINED = 16  # of a parameter: itself, its gradient and AdamW's two moments, in float32
-LOGITS_IN_MEMORY = 6  # tensors of logits that a step holds: both models', their logarithms and gradients
+BYTES_TRAINED = 16  # bytes per parameter: value, gradient, two moments of AdamW, all float32
+LOGITS_IN_MEMORY = 6  # logit tensors in memory in a step: both models', their logarithms, gradients
 CHOSEN = frozenset({"ppl", "dppl", "kld", "top1"})  # metrics by which students are judged
 
 Students = list[Checkpoint]  # [untrained, trained]

@@ -143,7 +143,7 @@ def rows(record: dict) -> list[list[str]]:
 
 
 def labels(sources: Sequence[str]) -> list[str]:
-    """Return the shortest ends of the paths that differ; equal ones are numbered."""
+    """Return a name for each path: its shortest unique end, such as `b/model`. Equal paths get numbers."""
     parts = [[part for part in source.split("/") if part not in ("", ".")] or [source] for source in sources]
     named = []
     for position, (source, own) in enumerate(zip(sources, parts, strict=True)):

@@ -37,9 +37,9 @@ PLOT_STYLE = (
     ".plot *{stroke-linejoin:round}.plot text{font:12px system-ui,sans-serif;"
     "paint-order:stroke;stroke:var(--paper);stroke-width:3px}"
 )
-UNTOLD = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that SVG gets by default
-PIXELS = 72  # to an inch, as SVG counts: a point is a pixel
-LONGEST_LABEL = 30  # characters of a name; the whole one is in the tooltip and in the table
+UNTOLD = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that matplotlib writes by default
+PIXELS = 72  # per inch: one point is one pixel
+LONGEST_LABEL = 30  # maximum characters of a name; tooltip and table show all
 NAME, ROW = 220, 17  # pixels of a name in a legend
 MARKS = "osD^"
 COVER = {"fc": PAPER, "lw": 0, "pad": 0}  # background of a label: hides curves but no marks
@@ -56,7 +56,7 @@ STYLE = {
 
 
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
-    """Return an `<svg>` element for a page that has PLOT_STYLE and a palette. Names are escaped."""
+    """Return an `<svg>` element for a page with PLOT_STYLE and a palette. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids that no other figure has
         draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
     text = file.getvalue()

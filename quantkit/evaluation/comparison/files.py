@@ -14,7 +14,7 @@ from quantkit.models.files import untrusted
 from quantkit.tables import print_written
 
 Text = Callable[[], str]
-MARKDOWN = ("", ".md", ".markdown", ".txt")  # the file of $GITHUB_STEP_SUMMARY has no ending
+MARKDOWN = ("", ".md", ".markdown", ".txt")  # "" is for $GITHUB_STEP_SUMMARY
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Outputs:
             )
 
     def write(self, figures: Sequence[Figure], page: Text, summary: Text = str, **how: bool) -> None:
-        """Write the files and print their paths (`tables.print_written`). summary: as Markdown."""
+        """Write the files and print their paths. page, summary: return HTML and Markdown."""
         written = []
         if self.summary:
             with writing(self.summary), self.summary.open("a", encoding="utf-8") as file:

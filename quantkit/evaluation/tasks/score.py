@@ -11,8 +11,8 @@ from torch import Tensor
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 
-ROUND_TOKENS = 1 << 16  # whose hidden states are in memory while the blocks are loaded
-LENGTH_STEP = 32  # of a batch are multiples of this: few shapes, and little padding
+ROUND_TOKENS = 1 << 16  # tokens whose hidden states are in memory at a time
+LENGTH_STEP = 32  # batch lengths are multiples of this: few shapes and little padding
 
 Request = tuple[list[int], list[int]]  # ids of a context and of its continuation, neither empty
 Batch = tuple[Tensor, list["Row"]]  # ids [rows, tokens], padded

@@ -16,10 +16,10 @@ from quantkit.serving.engines.transformers import clock_of
 
 SIDES = {"cuda": 8192}  # side of the square matrices, by type of device
 SIDE = 1024
-COLUMNS = 1024  # of the matrix that is read
-LEAST, MOST = 1 << 20, 1 << 30  # bytes that are read
-RATE_SECONDS = 0.3  # for each of both figures
-TRIALS = 5  # at least
+COLUMNS = 1024  # columns of the matrix that is read
+LEAST, MOST = 1 << 20, 1 << 30  # limits of the bytes to read
+RATE_SECONDS = 0.3  # time spent on each of the two measurements
+TRIALS = 5  # least number of runs
 
 
 def rates(device: torch.device, dtype: torch.dtype, read_bytes: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ from quantkit.serving.bench.subjects import Job, Subject, open_subject
 from quantkit.serving.engines.choose import choose_local
 
 MODULE = "quantkit.serving.bench.worker"
-LAST_CHARACTERS = 1000  # characters of the last line of a worker that died
+LAST_CHARACTERS = 1000  # characters of a dead worker's last line that are shown
 
 
 @dataclass

@@ -20,7 +20,7 @@ import numpy as np
 
 from quantkit.capacity import devices
 
-FEWEST_BATCHES = 3  # batches of a fit
+FEWEST_BATCHES = 3  # batch sizes that a fit needs
 
 
 @dataclass(frozen=True)

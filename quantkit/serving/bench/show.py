@@ -15,7 +15,7 @@ from quantkit.serving.bench.roofline import Roof
 from quantkit.tables import MODEL_BITS, figure, megabytes, size
 
 Record = dict[str, Any]
-NOISY = 0.1  # median deviation from which on a note warns
+NOISY = 0.1  # relative median deviation above which a note warns
 CURVE_POINTS = 65  # points of a predicted curve
 DECODE = "new tokens per second, all sequences together"
 

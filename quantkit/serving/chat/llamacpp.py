@@ -16,8 +16,8 @@ from quantkit.models.files import gguf_file
 from quantkit.serving.chat.session import Answer, Facts, Prompt, Stream, written
 from quantkit.serving.engines import llamacpp
 
-CONTEXT_STEP = 256  # tokens that llama.cpp rounds a context up to
-PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # its defaults cut the distribution
+CONTEXT_STEP = 256  # llama.cpp rounds contexts up to a multiple of this
+PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # min_p is not 0 by default
 
 
 class LlamaCppChat:

@@ -24,9 +24,9 @@ from urllib.parse import urlsplit
 from quantkit.errors import USAGE, QuantkitError, first_line
 from quantkit.models.files import untrusted
 
-MOST_BYTES = 1 << 22  # of an answer that is no stream, or of a line of one
-MOST_TOKENS = 1 << 32  # of a request: larger counts of a server are ignored
-SHOWN_CHARACTERS = 300  # characters of a server's message
+MOST_BYTES = 1 << 22  # maximum of an answer, or of a line of a stream
+MOST_TOKENS = 1 << 32  # per request; larger counts of a server are ignored
+SHOWN_CHARACTERS = 300  # characters of a server's message that are shown
 NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 

@@ -19,7 +19,7 @@ from quantkit.serving.endpoint.client import Endpoint, RequestFailed
 
 COMPLETIONS, CHAT = "/completions", "/chat/completions"
 FIELDS: dict[str, Any] = {"ignore_eos": True, "stream_options": {"include_usage": True}}
-FEW_WORDS = 16  # words of a prompt
+FEW_WORDS = 16  # words of a test prompt
 ABSENT, REFUSED = (404, 405, 501), (400, 422)
 WORDS = (
     "time year people way day man thing woman life child world school state family student group country "

@@ -23,7 +23,7 @@ SCHEMA = "quantkit.load/2"
 USERS = (1, 2, 4, 8, 16, 32)
 PER_USER, FEWEST = 4, 8  # default requests: per user, and at least
 MOST = 1024  # users
-ANSWER_SECONDS = 60.0  # after which a level begins no more requests
+ANSWER_SECONDS = 60.0  # after these, a level starts no more requests
 
 
 @dataclass(frozen=True)

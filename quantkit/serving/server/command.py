@@ -18,8 +18,8 @@ from quantkit.serving.server.sizing import Room
 KEY_VARIABLE = "QUANTKIT_API_KEY"  # the printed command reads the API key from this variable
 GIB = 1 << 30
 VLLM = "vllm.entrypoints.openai.api_server"
-LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # gives the xllamacpp wheel llama-server's flags
-BLOCK_TOKENS = 256  # tokens of a block of transformers' paged cache, by default
+LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # takes llama-server's flags
+BLOCK_TOKENS = 256  # default tokens per page of transformers' paged cache
 SHARED = (
     "with continuous batching transformers samples all requests as the first request "
     "(--parallel 1: one after the other, each with its own settings)"

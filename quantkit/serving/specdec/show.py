@@ -10,7 +10,7 @@ from rich.console import Console
 from quantkit.errors import count
 from quantkit.tables import make_table, megabytes, print_line
 
-SHOWN_PARTINGS = 3  # partings that are shown one by one
+SHOWN_PARTINGS = 3  # differences that are printed
 LEGEND = (
     "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
     "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
