@@ -170,8 +170,8 @@ class MxFp4Grid(Fp4Grid):
         )
 
     def _candidates(self, largest: Tensor) -> Tensor:
-        """Return the scale of the specification, which brings the largest weight to between 4 and 8 and may
-        cut it off; with search, also half and twice that scale."""
+        """Return the scale of the specification: the largest weight becomes 4 to 8 and may be cut off. With
+        search, also half and twice that scale."""
         exponent = torch.frexp(largest).exponent - 3  # floor(log2) - 2
         exponent = torch.where(largest > 0, exponent, 0)
         steps = torch.tensor([0, -1, 1], device=largest.device)[: 3 if self.search else 1]

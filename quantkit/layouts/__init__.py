@@ -188,7 +188,7 @@ class Layout(ABC):
     @abstractmethod
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config` of config.json. outside: names of modules outside the language model,
-        such as towers of other modalities, which are not quantized."""
+        such as towers of other modalities; they are not quantized."""
 
     def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return further JSON files that clients look for, by file name."""

@@ -140,7 +140,8 @@ class Nf4Layout(Layout):
         return None
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads such experts; None for those of gate, up and down, as vLLM reads."""
+        """Return why no client reads such experts; None for experts of gate, up and down: vLLM reads
+        these."""
         if linears == EXPERT_LINEARS:
             return None
         return f"no client reads such experts in nf4: {FUSES}, and vLLM takes those of gate, up and down"

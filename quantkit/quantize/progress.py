@@ -25,7 +25,7 @@ class Progress:
         """Report that block `index` is finished. replayed: it was already staged and only run."""
 
     def warn(self, text: str) -> None:
-        """Report a warning, which is shown at any verbosity."""
+        """Report a warning. It is shown at any verbosity."""
 
     def counting(self, what: str, done: int, total: int) -> None:
         """Report that `done` of `total` equal steps of `what` are finished."""

@@ -156,7 +156,7 @@ def _compare_rest(
     ids: Tensor, start: Tensor, count: Tensor, rank: int, best: Tensor, place: Tensor,
     x: Tensor, weights: Tensor, scale: Tensor, values: Tensor,
 ) -> None:  # fmt: skip
-    """Compare neighbours from `rank` on, for the few points that have so many. Changes `best` and `place` in
+    """Compare neighbours from `rank` on, for the few points that have more. Changes `best` and `place` in
     place."""
     n, ranks = len(start), torch.arange(rank, int(count[0]), device=start.device)
     there = ranks < count[:, None]

@@ -69,8 +69,8 @@ class TableGrid(TableLevels, BlockGrid):
     level_table = tuple(2.0 * (value - 1) for value in VALUES)
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
-        """Return half a step, and low with level 0 at the value 1, from those for values
-        `step * VALUES[code] - low`."""
+        """Return step and low of levels: half a step, and low with the value 1 at level 0. The arguments are
+        those of values `step * VALUES[code] - low`."""
         return usable(step / 2), low - step
 
     def _level(self, codes: Tensor) -> Tensor:

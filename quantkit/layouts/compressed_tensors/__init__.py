@@ -159,9 +159,9 @@ class CompressedTensorsLayout(Layout):
         return QuantizedInputLinear(weight, bias, numbers, scale if scale is None else scale.view(1))
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`. A linear with another form than most is a target by its exact name,
-        which takes precedence over the class "Linear". If all members of a fused linear have that form, the
-        fused name is a target too, because vLLM looks it up."""
+        """Return `quantization_config`. A linear with another form than most is a target by its exact name;
+        exact names take precedence over the class "Linear". If all members of a fused linear have that form,
+        the fused name is also a target, because vLLM looks it up."""
         packed = [spec for spec in specs if spec.grid]
         forms = {name: self.form.of(s) for s in packed for name in s.spellings}
         groups: dict[Form, list[str]] = {self.form: ["Linear"]} if self.form in forms.values() else {}

@@ -59,7 +59,7 @@ class Checkpoint:
         return replace(self, infos=infos, layout=layout, _quantized=packed)
 
     def with_changed(self, infos: dict[str, TensorInfo]) -> Checkpoint:
-        """Return the same model with some tensors replaced by `infos`, which are not packed."""
+        """Return the same model with some tensors replaced by the unpacked tensors `infos`."""
         packed = {name: parts for name, parts in self._quantized.items() if f"{name}.weight" not in infos}
         return replace(self, infos=self.infos | infos, _quantized=packed)
 

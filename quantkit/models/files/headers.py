@@ -76,7 +76,7 @@ class Contents:
 
     @property
     def text_config(self) -> dict[str, Any]:
-        """Return the configuration of the language model, which may be a part of `config`."""
+        """Return the configuration of the language model: all of `config`, or a part of it."""
         inner = self.config.get("text_config")
         return inner if isinstance(inner, dict) else self.config
 

@@ -159,7 +159,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
 def _of_language_model(
     row: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
 ) -> list[Target]:
-    """Return targets with parameter names of `model`, which may wrap the language model."""
+    """Return targets with the parameter names of `model`: the language model, or a wrapper around it."""
     language = meta_model.language_model(model, checkpoint)
     if not language:
         return _targets(row, model, config)

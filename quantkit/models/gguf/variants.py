@@ -166,7 +166,7 @@ def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:
 
 
 def ernie(keys: Keys, names: Collection[str]) -> dict[str, Any]:
-    """Return the number of shared experts, which are one matrix, and -1: no block is the last with
+    """Return the number of shared experts (one matrix), and that any block after the dense ones has
     experts."""
     shared, width = keys.get(SHARED_LENGTH, 0), keys.get("expert_feed_forward_length")
     if type(shared) is not int or type(width) is not int or width < 1:

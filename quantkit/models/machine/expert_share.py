@@ -30,7 +30,7 @@ def largest_expert(shapes: Iterable[tuple[str, int, int]]) -> int:
 def streams(nbytes: int, free: int | None) -> bool:
     """Return whether experts are read only when called. nbytes: of all experts of the largest block.
 
-    free: free bytes of an accelerator; None for the CPU, which always streams, because it takes much longer
+    free: free bytes of an accelerator; None for the CPU. The CPU always streams, because it takes much longer
     to compute an expert than to read it.
     """
     return nbytes > (0 if free is None else SHARE * free)

@@ -33,10 +33,10 @@ class Skeleton:
     """A checkpoint as a model whose decoder blocks are loaded one at a time.
 
     blocks: the real blocks; block i is on the meta device until `load_block(i)`. All tensors are in `dtype`
-    on `device`, except buffers, which keep the architecture's precision. parameters: number of weights of the
-    whole model. towers: models of other modalities, by name, always on the meta device. checkpoint: has one
-    tensor per expert, even if the file stacks them. streams: a loaded block reads its experts when they are
-    called (`streaming`), with the same results; set it before blocks are loaded.
+    on `device`; only buffers keep the architecture's precision. parameters: number of weights of the whole
+    model. towers: models of other modalities, by name, always on the meta device. checkpoint: has one tensor
+    per expert, even if the file stacks them. streams: a loaded block reads its experts when they are called
+    (`streaming`), with the same results; set it before blocks are loaded.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
@@ -197,10 +197,10 @@ class Skeleton:
         stored: str,
         again: Callable[[], dict[str, Tensor]],
     ) -> Tensor:
-        """Make linear `local` of a loaded block compute what a client computes with the packed `parts`, and
-        return the decoded weight `[out, in]`.
+        """Make linear `local` of a loaded block compute as clients do with the packed `parts`, and return the
+        decoded weight `[out, in]`.
 
-        If activations are quantized too, the layout's own module replaces the linear. again: returns the
+        If activations are quantized as well, the layout's own module replaces the linear. again: returns the
         parts of a streamed expert whenever it is read again.
         """
         self.part(index, local)

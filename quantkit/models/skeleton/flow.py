@@ -108,8 +108,7 @@ class Flow:
         return flow
 
     def unpack(self, index: int, flow: Tensor) -> tuple[Tensor, Tensor | None, PyTree]:
-        """Invert `pack`: return hidden states, ids and `left`; `()` if no `left` was packed for this
-        block."""
+        """Invert `pack`: return hidden states, ids and `left`; `left` is () if none was packed."""
         others, spec = self._left.get((index, flow.shape[-1]), ([], None))
         parts = [self.hidden, *[IDS] * self.by_ids, *others]
         columns = flow.split([part.width for part in parts], -1)

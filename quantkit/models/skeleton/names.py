@@ -22,8 +22,7 @@ class Names:
     """Names of tensors. blocks: name of the list of decoder blocks. stored: name in the model -> in the
     checkpoint. joined: name in the model -> names of its concatenated parts in the checkpoint. shapes: of all
     parameters, by name in the model. transposed: weights stored as `[in, out]`. language: name of the
-    language model in a wrapper, or "". towers: names of the other models in the wrapper, which are never
-    loaded."""
+    language model in a wrapper, or "". towers: names of the wrapper's other models; never loaded."""
 
     def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -97,8 +96,8 @@ class Names:
         return found
 
     def check_complete(self) -> None:
-        """Raise QuantkitError naming every parameter that is missing, has another shape, or is shared by
-        several blocks."""
+        """Raise QuantkitError naming every parameter that is missing, misshapen, packed although it is not a
+        linear, or shared by several blocks."""
         if missing := self.missing():
             raise QuantkitError(
                 f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",

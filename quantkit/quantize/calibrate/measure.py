@@ -149,8 +149,8 @@ class Measuring:
         return {site: self.mixed(layers, site, own) for site, own in found.items()}
 
     def mixed(self, layers: dict[str, SiteStatistics], site: Site, own: SiteStatistics) -> SiteStatistics:
-        """Return the statistics that a site is solved with: an expert's are mixed with those of its whole
-        layer, which are measured first and kept in `layers`."""
+        """Return the statistics that a site is solved with. An expert's are mixed with those of its whole
+        layer; the layer's are measured first and kept in `layers`."""
         if site.linears:
             return of_expert(own, layers[site.pool], site.in_features, self.choice) if site.pool else own
         layers.clear()

@@ -79,7 +79,7 @@ class Original:
         return Counterpart(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
 
     def divide(self, scales: Mapping[Site, Tensor]) -> None:
-        """Divide the kept inputs of these sites by a scale `[in]`, because the block now does so too."""
+        """Divide the kept inputs of these sites by a scale `[in]`, as the transformed block does."""
         self._scales.update(scales)
 
     def _missing(self, name: str, k: int) -> Tensor | None:

@@ -68,7 +68,7 @@ def finish(
 
 
 def manifest(job: Job) -> dict:
-    """Return the manifest, which does not depend on time or place."""
+    """Return the manifest. It does not depend on time or place."""
     by_name = {record["name"]: record for record in job.staging.records()}
     linears = []
     for row in job.specs:

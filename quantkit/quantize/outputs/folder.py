@@ -67,7 +67,7 @@ class Output:
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
-        """Return the bytes of each module outside the language model, which is copied byte for byte."""
+        """Return the bytes of each module outside the language model. These modules are copied unchanged."""
         return {one.name: one.nbytes for one in material.outside}
 
     def install_rest(
@@ -98,7 +98,7 @@ class Output:
         _write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add timings, which vary between equal jobs, and the model card. Called after verification."""
+        """Add timings (they vary between equal jobs) and the model card. Called after verification."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         (draft.place / "README.md").write_text(model_card(draft.material, draft.manifest, summary))

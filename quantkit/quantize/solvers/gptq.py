@@ -55,7 +55,7 @@ class GptqSolver:
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so groups are scattered
     over the matrix and the client needs `g_idx`. `group` sorts the groups and the columns inside each group,
-    which does not change the file's format.
+    so the file's format stays the same.
     """
 
     damp: float = 0.01

@@ -51,7 +51,7 @@ def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class RtnSolver:
-    """Round to nearest. threshold: of LLM.int8's outlier columns, which are counted on calibration text.
+    """Round to nearest. threshold: count LLM.int8's outlier columns by this threshold on calibration text.
     weighted: measure errors of outputs, and clip groups of grids with `clip`."""
 
     threshold: float | None = None

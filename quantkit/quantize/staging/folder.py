@@ -38,8 +38,8 @@ class Staging(StagedBlocks):
     """Staged blocks of the job that writes `output`, identified by its fingerprint.
 
     one_file: the output is a GGUF file, not a folder. follows: another rank writes, and this rank reads its
-    staged blocks from a shared folder. This rank's own parts of a block, which are equal, stay in a temporary
-    folder until the block is done, because experts that return into memory are read from there.
+    staged blocks from a shared folder. This rank keeps its own, equal, parts of a block in a temporary folder
+    until the block is done, because experts that return into memory are read from there.
     """
 
     def __init__(self, output: Path, one_file: bool = False, follows: bool = False):
@@ -140,7 +140,7 @@ class Staging(StagedBlocks):
             self._signed = fingerprint
 
     def _acquire(self) -> None:
-        """Take the folder's lock, which is released when the process ends, if not before."""
+        """Take the folder's lock. It is released when the process ends, if not before."""
         self._lock = open(self.folder / "lock", "w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -102,7 +102,7 @@ def check_new(outputs: Sequence[Path]) -> None:
 
 
 def identity(path: Path) -> tuple[int, int] | None:
-    """Return device and inode of a path, which a rename keeps; None if it does not exist."""
+    """Return device and inode of a path; None if it does not exist. A rename keeps both."""
     try:
         found = path.lstat()
     except OSError:

@@ -49,7 +49,7 @@ class Producer:
 
     def divided(self, block: nn.Module, scale: Tensor) -> dict[str, Tensor]:
         """Return the producer's new parameters, float32, by name in the block: its outputs are divided by
-        `scale [in]`, which must be equal for channels that share a row."""
+        `scale [in]`. Channels that share a row must have the same scale."""
         module = block.get_submodule(self.name)
         factor = self.factor(block, scale)
         weight = module.weight.float()

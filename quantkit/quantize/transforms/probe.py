@@ -98,7 +98,7 @@ class Probe:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore all parameters after the context, except those of experts, which do not change."""
+        """Restore all parameters after the context. Experts are skipped, because they do not change."""
         modules = [*self.modules().values(), *self.stand_ins.values()]
         kept = [(module, dict(module.named_parameters(recurse=False))) for module in modules]
         try:

@@ -69,7 +69,7 @@ def _check(skeleton: Skeleton, width: int) -> None:
 
 
 def _final(skeleton: Skeleton, by: Orthogonal) -> dict[str, Edit]:
-    """Return the edits of the final norm, which may have no weight, and of the head. Raises NotRotatable if
+    """Return the edits of the final norm (its weight may be absent) and of the head. Raises NotRotatable if
     rotated hidden states then give other logits."""
     model = skeleton.model
     parameters = dict(model.named_parameters(remove_duplicate=False))
