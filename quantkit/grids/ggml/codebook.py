@@ -34,7 +34,7 @@ class Neighbours:
 class CodeBook:
     """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, of the
     digits. found: int64 `[base ** vector_size]`, index in the book by a vector's number, -1 if it is not in
-    the book. reach: number of distances; a point's neighbours are the vectors at the `reach` smallest."""
+    the book. reach: a point's neighbours are the vectors at its `reach` smallest distances."""
 
     digits: Tensor
     magnitudes: Tensor

@@ -217,7 +217,7 @@ def broadcast(work: Callable[[], T]) -> T:
 
 
 def all_gather(value: T) -> list[T]:
-    """Return the values of all ranks in the order of ranks. Tensors stay on their kind of device."""
+    """Return the values of all ranks in the order of ranks. Tensors keep their device."""
     if count() == 1:
         return [value]
     found: list[T] = [None] * count()

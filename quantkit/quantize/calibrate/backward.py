@@ -24,8 +24,8 @@ def chunk_tokens(vocabulary: int) -> int:
 def through_head(final: Tensor, size: int, loss: Callable[[Tensor, slice], Tensor]) -> Tensor:
     """Return the gradient `[batch, tokens, hidden]` of a loss that is a sum over the tokens of `final`.
 
-    loss: `loss(hidden, span)` is the loss of `hidden [n, hidden]`, n <= `size`, which are the tokens `span`
-    of all rows, one row after another.
+    loss: `loss(hidden, span)` is the loss of some tokens, `hidden [n, hidden]` with n <= `size`. span: their
+    indices in `final` with batch and tokens flattened.
     """
     gradient, tokens = torch.empty_like(final), final.flatten(0, 1)
     place = gradient.flatten(0, 1)

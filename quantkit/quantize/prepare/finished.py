@@ -77,7 +77,7 @@ def _unlike(request: Request) -> list[str] | None:
 
 
 def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
-    """Return the options of the finished job and the requested ones. Options not requested are copied."""
+    """Return the options of the finished job and the requested ones; options left open take old values."""
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}
