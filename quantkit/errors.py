@@ -50,7 +50,7 @@ class QuantkitError(Exception):
     """
 
     def __init__(self, message: str, hint: str = "", exit_code: int = RUNTIME, found: dict | None = None):
-        self.message = shortened(message)  # a value of a stranger's file is quoted in it
+        self.message = shortened(message)  # it may quote a value of an untrusted file
         self.hint = shortened(hint)
         super().__init__(self.message)
         self.exit_code = exit_code

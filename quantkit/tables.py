@@ -65,7 +65,7 @@ def print_line(console: Console, text: str, style: str | None = None, indent: in
 
 
 def print_written(paths: Iterable[object], as_json: bool = False, quiet: bool = False) -> None:
-    """Print `wrote PATH` for each file: on stderr where stdout is JSON; for none if quiet."""
+    """Print `wrote PATH` for each path: on stderr if `as_json`, not at all if `quiet`."""
     for path in () if quiet else paths:
         print(printable(f"wrote {path}"), file=sys.stderr if as_json else sys.stdout)
 

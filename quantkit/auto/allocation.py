@@ -87,7 +87,7 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
     costs, takes = np.array((lost, taken) if by_bytes else (taken, lost), dtype=float)
     cost_scale, take_scale = max(costs.max(), 1e-300), max(takes.max(), 1e-300)
     limit = bound / take_scale
-    for _ in range(8):  # HiGHS keeps constraints to a tolerance, we keep them
+    for _ in range(8):  # HiGHS may exceed the limit by its tolerance
         found = milp(
             costs / cost_scale,
             integrality=np.ones(len(owner)),

@@ -31,8 +31,8 @@ from quantkit.text.calibration import hold_out
 
 DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
 STATISTICS_TOKENS = 32768  # tokens for Hessians
-# Hidden states rounded to 16 bit add a divergence to that of every unit: on the demo model as much as 4 bit
-# weights, which hides the gain of more bits.
+# Rounding hidden states to 16 bit adds divergence: on the bundled model as much as 4 bit weights do, which
+# hides the gain of more bits.
 MEASURED_IN = "float32"
 TABLE = "sensitivities.json"
 STREAMS_SHARE = 0.25  # share of the free memory for streams

@@ -176,7 +176,7 @@ class _Search:
             taken = found.record["disk_bytes"]
             if limit is None or taken <= limit:
                 return found
-            budget -= (taken - limit) << attempt  # another choice takes other bytes for its recipe
+            budget -= (taken - limit) << attempt  # each choice's recipe has another size
         raise QuantkitError(f"the files take {megabytes(taken)} or more", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
@@ -199,7 +199,7 @@ class _Search:
         else:
             self._progress.warn(f"no result stays within a divergence of {most:g}; the closest is kept")
             best = min(tried, key=lambda one: one.kld)
-        if best is not tried[-1]:  # made again: one lies there at a time
+        if best is not tried[-1]:  # made again: the folder holds one result at a time
             _clear(self._auto.folder / SEARCHED)
             tried.append(self._made(best.preset.choice))
         return tried

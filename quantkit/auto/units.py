@@ -66,8 +66,8 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
 
 
 def anchors(unit: Unit) -> tuple[Candidate, ...]:
-    """Return up to ANCHORS candidates of a unit to measure, at least ANCHOR_BITS bits per weight apart. The
-    divergences of the others follow from the errors of all candidates (`curve.py`)."""
+    """Return up to ANCHORS candidates of a unit to measure, from the smallest, at least ANCHOR_BITS bits per
+    weight apart. `curve.py` estimates the divergences of the others."""
     found: list[Candidate] = []
     for one in unit.candidates:
         if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + ANCHOR_BITS):

@@ -87,7 +87,7 @@ def _record(
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
 
-    ordered = calibrated and not work.transform  # one site after another
+    ordered = calibrated and not work.transform  # sites are solved one after another
     suspend = ordered and (memory is None or peak(True).computing < COMFORT * memory)
     need = peak(suspend)
     if ordered and not suspend:
@@ -142,7 +142,7 @@ def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int,
     linears, tokens = parameters.linears, samples * seqlen
     if not work.forwards:
         return 0.0
-    forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # again up to each of a few sites
+    forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
     forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, seqlen) / tokens)
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
     moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)

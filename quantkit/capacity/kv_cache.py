@@ -131,7 +131,7 @@ def _kinds(settings: Settings) -> list[str] | None:
         known = len(kinds) == count and None not in kinds and (window or "sliding" not in kinds)
         return kinds if known else None
     if period is not None and "sliding_window" not in settings.values:
-        return None  # its class fills one in
+        return None  # the configuration's class sets a window
     if window is None or (family.startswith("qwen") and not settings.get("use_sliding_window")):
         return ["full"] * count
     if period is None:

@@ -34,7 +34,7 @@ KEPT = ("keys", "values", "indexer_keys")  # tensors with an entry per token
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the language model's configuration with defaults, under the family's and the usual names."""
     found = _configuration(config)
-    usual = (*found.attribute_map, "num_hidden_layers")  # these may be no fields but properties
+    usual = (*found.attribute_map, "num_hidden_layers")  # these may be properties, which to_dict omits
     return found.to_dict() | {name: getattr(found, name, None) for name in usual}
 
 
@@ -113,7 +113,7 @@ def _configuration(config: Mapping[str, Any]) -> transformers.PreTrainedConfig:
     try:
         kept = {key: value for key, value in config.items() if not IRRELEVANT.search(key)}
         return transformers.CONFIG_MAPPING[family].from_dict(kept).get_text_config()
-    except Exception as error:  # the classes check in many ways
+    except Exception as error:  # configuration classes raise many kinds of errors
         reason = textwrap.shorten(str(error), 200)
         raise Unsupported(f"config.json is invalid for {family}: {reason}") from error
 

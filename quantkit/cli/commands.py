@@ -77,7 +77,7 @@ def build(name: str) -> Any:
     else:
         app = typer.Typer(add_completion=False)
         function, epilog = _parts(module, name)
-        app.command(name, epilog=epilog.replace("\n  ", "\n\n  "))(function)  # a paragraph an example
+        app.command(name, epilog=epilog.replace("\n  ", "\n\n  "))(function)  # one paragraph per example
     if ranks.process_count() > 1:
         _guard(app, name)
     running.add_verbose(app)

@@ -107,7 +107,7 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
         offered, help = field.metadata["names"], field.metadata["help"]
         parser = field.metadata.get("parser")
         choices = get_args(kind) if get_origin(kind) is Literal else ()
-        named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types cut names off
+        named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types shorten names
         described = typer.Option(
             *names,
             help=help,

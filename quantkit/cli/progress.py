@@ -44,7 +44,7 @@ class Quiet(Progress):
     def block(self, index: int, replayed: bool) -> None:
         self._finished = index + 1
         if replayed:
-            self._began = time.monotonic()  # replayed blocks say nothing about how long the others take
+            self._began = time.monotonic()  # replayed blocks do not count in the estimate
         else:
             self._computed += 1
 
@@ -62,7 +62,7 @@ class Quiet(Progress):
         return clock(each * (self._blocks - self._finished))
 
     def warn(self, text: str) -> None:
-        if text not in self._warned:  # several outputs of one command have much in common
+        if text not in self._warned:  # print a warning once for several outputs
             self._warned.add(text)
             self.console.print(printable(f"warning: {text}"), style="yellow", markup=False)
 

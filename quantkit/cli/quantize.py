@@ -132,7 +132,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
                 job_report.print_plans(jobs)
             return
         windows = None
-        if values["eval_text"]:  # one that does not serve is noticed here
+        if values["eval_text"]:  # raises for an unsuitable text
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)
         stages = [one.staging for one in jobs]
 

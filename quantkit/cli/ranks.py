@@ -55,7 +55,7 @@ def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
     from quantkit.models.machine import distributed
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # from here on nothing is to come in between
+        signal.signal(number, signal.SIG_IGN)  # signals must not interrupt the following
     ending, speaks = distributed.verdict(error)
     if speaks:
         tell(ending)

@@ -48,7 +48,7 @@ OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's messages f
 def _verbose(context: typer.Context, asked: bool) -> bool:
     if asked:
         context.obj.verbose = True
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")  # both read them when they are imported
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "info")  # both are read at import
         os.environ["HF_HUB_VERBOSITY"] = "info"
     return asked
 
@@ -109,7 +109,7 @@ def run(app: typer.Typer) -> NoReturn:
     except QuantkitError as error:
         _fail(error, error if state.verbose else None)
     except UsageError as error:
-        if not error.format_message():  # no arguments: the help is the answer, and is printed
+        if not error.format_message():  # no arguments: the help was printed
             sys.exit(error.exit_code)
         _fail(_parser_error(error))
     except BrokenPipeError:  # the reader of stdout ended, which is no error
@@ -117,7 +117,7 @@ def run(app: typer.Typer) -> NoReturn:
         ranks.end(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
     except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # Rich's answer to it
+        if isinstance(error.__context__, BrokenPipeError):  # Rich exits after a BrokenPipeError
             _give_up_unread()
             ranks.end(CLOSED_PIPE)
             sys.exit(CLOSED_PIPE)
@@ -235,7 +235,7 @@ def _fail(error: QuantkitError, traced: Exception | None = None) -> NoReturn:
 def print_error(error: QuantkitError) -> None:
     """Print `error:` and `hint:` on stderr, and with `--json` the record on stdout."""
     typed = takewhile(lambda argument: argument != "--", sys.argv[1:])
-    if "--json" in typed:  # the parser itself may be what refused
+    if "--json" in typed:  # look in argv, since parsing may have failed
         print(json.dumps(error.record(), indent=2))
     word = "error:"
     if sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
@@ -271,7 +271,7 @@ def _parser_error(error: Any) -> QuantkitError:
     offered = getattr(error, "possibilities", None)
     near = [name for name in offered or () if _is_close(name, getattr(error, "option_name", name))]
     words = (error.message if offered else error.format_message()).replace("Value error, ", "").split()
-    message = " ".join(words).rstrip(".")  # in one line, choices too
+    message = " ".join(words).rstrip(".")  # on one line
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     command = error.ctx.command_path if error.ctx else "quantkit"
     return QuantkitError(message[:1].lower() + message[1:], f"{hint}see {command} --help", USAGE)

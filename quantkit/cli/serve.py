@@ -65,7 +65,7 @@ def _serve(
                 raise
             if not quiet:
                 print(f"stopped {prepared.offer.engine}", file=sys.stderr)
-            raise SystemExit(signals[0]) from None  # of typer.Exit(130) an `error: interrupted` would be made
+            raise SystemExit(signals[0]) from None  # typer.Exit(130) would print `error: interrupted`
 
 
 def _stay(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:

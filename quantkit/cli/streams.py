@@ -14,7 +14,7 @@ from quantkit.errors import USAGE, QuantkitError
 SIGNS = "–—−─━│…→←▶×·•±≈≤≥ΣΔµ‖“”‘’█✓"
 PLAIN = dict(
     zip(SIGNS, """-----|.><>x.*~~<>Sdu|""''#y""", strict=True)
-)  # as wide, for encodings without them
+)  # replacements of the same width, for encodings without these signs
 
 
 def _plain(error: UnicodeError) -> tuple[str | bytes, int]:
@@ -45,7 +45,7 @@ def prepare() -> None:
             sys.stdin.reconfigure(errors="surrogateescape")  # see `decoded`
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by who started us
+        if stream is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure") and not (stream.encoding or "").lower().startswith("utf"):
             stream.reconfigure(errors="plain")

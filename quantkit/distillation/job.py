@@ -106,7 +106,7 @@ class Job(ABC):
                 for checkpoint in (self.source, self.teacher.checkpoint):
                     check_unchanged(checkpoint)
                 self.staging.publish()
-        self.teacher.model.to("meta")  # gives its memory back
+        self.teacher.model.to("meta")  # frees the teacher's memory
         return self.record() | made | self.measured(progress) | {"seconds": timings.seconds}
 
 

@@ -237,7 +237,7 @@ def parting(
     """Return the first difference of `made` from `first`; None if one is the beginning of the other.
     of_expected: probabilities that this model gave to the first model's tokens."""
     index = first_difference(made.ids, first.ids)
-    if index is None or index >= min(len(made.ids), len(first.ids)):  # one that ends says the same so far
+    if index is None or index >= min(len(made.ids), len(first.ids)):  # one text is the beginning of the other
         return None
     before = through = decode(tokenizer, made.ids[:index]).rstrip(BROKEN)
     for end in range(index + 1, len(made.ids) + 1):  # a character may take several tokens

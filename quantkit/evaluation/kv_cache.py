@@ -106,7 +106,7 @@ class _Place:
         bound.arguments[self._parameter] = reading
         try:
             out = self._forward(*bound.args, **bound.kwargs)
-        except _OtherCache:  # of a recurrent layer or an indexer, which are not quantized
+        except _OtherCache:  # recurrent layers and indexers are not quantized
             bound.arguments[self._parameter] = None
             return self._forward(*bound.args, **bound.kwargs)
         self.used = self.used or reading.used

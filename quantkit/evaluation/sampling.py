@@ -76,7 +76,7 @@ def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | Non
         return None
     try:
         found = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
-    except Exception as error:  # no JSON, no object, values that its class refuses
+    except Exception as error:  # not JSON, not an object, or invalid values
         raise _no_config(checkpoint, first_line(error)) from error
     ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
     if not all(end is None or (type(end) is int and end >= 0) for end in ends):

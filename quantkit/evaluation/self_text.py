@@ -71,7 +71,7 @@ def sequences(
     model = load_model(checkpoint, dtype, device, min(settings.batch_size, samples) * settings.seqlen)
     how = generation_config(Sampling(settings.seqlen - 1, temperature=1.0), [])
     how.update(min_new_tokens=settings.seqlen - 1, pad_token_id=first)
-    model.generation_config = transformers.GenerationConfig()  # nothing of its own counts
+    model.generation_config = transformers.GenerationConfig()  # ignore the checkpoint's own settings
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         for start in range(0, samples, settings.batch_size):

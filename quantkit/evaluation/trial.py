@@ -23,7 +23,7 @@ def data_free() -> list[str]:
     """Return the names of the methods that need no calibration text by default."""
     found = []
     for name in methods.available():
-        with suppress(QuantkitError):  # a method that makes no checkpoint says so
+        with suppress(QuantkitError):  # raised by methods that make no checkpoint
             found += [] if _method(name, ()).needs else [name]
     return found
 

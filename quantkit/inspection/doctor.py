@@ -73,9 +73,9 @@ def record(found: dict[str, list[Finding]]) -> dict:
 def _softly(check: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
     try:
         yield from check()
-    except QuantkitError:  # a setting of the user's that is invalid
+    except QuantkitError:  # an invalid setting of the user
         raise
-    except Exception as error:  # whatever is broken on this machine is what we are here to report
+    except Exception as error:  # report any defect of this machine
         yield Finding(check.__name__.strip("_"), "unknown", False, f"{type(error).__name__}: {error}")
 
 

@@ -30,7 +30,7 @@ def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, A
         *_quantization(contents, weights),
         *model_problems(contents, weights, tokenizer),
     ]
-    return contents.problems + found  # reading may have found more of them on the way
+    return contents.problems + found  # reading headers may have added problems
 
 
 def warnings(contents: Contents) -> list[str]:
@@ -52,7 +52,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str
         layout = layouts.detect(contents.config)
     except QuantkitError as error:
         layout = None
-        if error.exit_code != UNSUPPORTED:  # no damage: others may understand it
+        if error.exit_code != UNSUPPORTED:  # an unsupported format is not damage
             yield error.message
     wrong: dict[str, list[str]] = {}
     for weight in weights:

@@ -48,7 +48,7 @@ def verify(
     except QuantkitError as error:
         place = Path(source)
         if not (place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()):
-            raise  # no checkpoint was written here
+            raise  # not a checkpoint that quantkit wrote
         return found | {"made": None, "files": [], "linears": [], "problems": [error.message]}
     made = record.describe(contents)
     found["made"] = made["provenance"]
@@ -105,7 +105,7 @@ def _files(
         found["notes"].append(f"files were not compared with sums: {why}")
         return
     for name, digest in recorded.items():
-        path = place / Path(name).name  # a manifest leads nowhere else
+        path = place / Path(name).name  # a manifest must not name other folders
         if not path.is_file():
             yield {"name": name, "state": "is absent"}
         else:

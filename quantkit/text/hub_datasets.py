@@ -53,21 +53,21 @@ def open_rows(
     """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place of the row,
     value of the column). Rows are downloaded while they are read.
 
-    column: used if `wanted` names none. seed: order of the files. Raises QuantkitError for a missing
+    column: used if `parsed` names none. seed: order of the files. Raises QuantkitError for a missing
     repository, split or column, also while rows are read.
     """
     import datasets
     import huggingface_hub
 
     for library in (datasets, huggingface_hub):
-        library.logging.set_verbosity_error()  # their warnings speak of caches and cards, to their authors
+        library.logging.set_verbosity_error()  # their warnings are not for users
     offline = offline or datasets.config.HF_HUB_OFFLINE
     with _explained(parsed.repo):
         if offline:
             folder = _cached(parsed.repo, revision)
             commit = folder.name
             builder = datasets.load_dataset_builder(str(folder), parsed.config)
-        else:  # given the commit, datasets asks neither for it again nor the dataset viewer, another host
+        else:  # with a commit, datasets sends no requests to the dataset viewer, another host
             commit = hub.dataset_revision(parsed.repo, revision)
             builder = datasets.load_dataset_builder(parsed.repo, parsed.config, revision=commit)
         stream = builder.as_streaming_dataset(parsed.split)

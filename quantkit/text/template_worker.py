@@ -64,7 +64,7 @@ class Worker:
                 kind, text = self._ask(request.encode())
                 if kind == "runaway":
                     raise Runaway(text)
-            except BaseException:  # also an interrupt: its answer would be taken for the next one's
+            except BaseException:  # after an interrupt, the next request would get this answer
                 self.stop()
                 raise
         if kind == "failed":
@@ -79,7 +79,7 @@ class Worker:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is its parent's
+            start_new_session=True,  # Ctrl-C only reaches the parent
         )
         theirs.close()
         self._running, self._owner = (process, ours), os.getpid()
@@ -151,7 +151,7 @@ def _answer(render_template: Any, request: list[Any]) -> list[str]:
     template, messages, tokens, answer = request
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime + SECONDS)
-    resource.setrlimit(resource.RLIMIT_CPU, (spent + 2, resource.RLIM_INFINITY))  # should the parent be gone
+    resource.setrlimit(resource.RLIMIT_CPU, (spent + 2, resource.RLIM_INFINITY))  # if the parent has ended
     try:
         given = {"chat_template": template, "add_generation_prompt": answer, **tokens}
         text = render_template(conversations=[messages], **given)[0][0]

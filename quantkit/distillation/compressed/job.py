@@ -175,7 +175,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     request.options.check()
     check_run(request.run)
     teacher, student = open_pair(request)
-    publish.manifest_of(student)  # odd content is refused before the work
+    publish.manifest_of(student)  # rejects an invalid manifest before training
     if teacher.quantized:
         progress.warn(f"{request.teacher} is compressed itself: the student also learns its errors")
     staging, adopted = stage(request, student, "student", progress, dry_run)

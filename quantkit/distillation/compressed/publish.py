@@ -121,7 +121,7 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
     """Return the student's manifest, with the record and without outdated errors; None if it has none."""
     if (stored := manifest_of(checkpoint)) is None:
         return None
-    for row in stored.get("linears", ()):  # their floats are others now
+    for row in stored.get("linears", ()):  # outdated, since the floats changed
         for name in ERRORS:
             row.pop(name, None)
     return stored | {"distilled": record}

@@ -75,7 +75,7 @@ class Student:
             row for row in linears(self.skeleton) if self.checkpoint.is_quantized(f"{row.name}.weight")
         ]
         self._loaded: dict[int, TracedBlock] = {}
-        self._checked: set[int] = set()  # blocks that were found to be stored as quantkit stores
+        self._checked: set[int] = set()  # blocks already checked by refuse_unlike
 
     @property
     def depth(self) -> int:

@@ -50,7 +50,7 @@ class EndToEnd:
         self.options, self.seed, self.hold = options, seed, hold
         placed = {name: value.to(student.skeleton.device) for name, value in start.items()}
         self.steps = options.epochs * len(text.train)
-        coded = start.keys() - student.skeleton.names.stored.keys()  # no parameters by themselves
+        coded = start.keys() - student.skeleton.names.stored.keys()  # not parameters by themselves
         self.descent = Shares(placed, coded, options.lr, self.steps)
         self._vocabulary = student.checkpoint.text_config.vocab_size
 

@@ -135,7 +135,7 @@ def card(teacher: Checkpoint, record: dict) -> str:
     big, small = record["teacher"], record["student"]
     name, trained = Path(small["output"]).name, record["published"] == "trained"
     blocks = ", ".join(map(str, record["chosen"]["blocks"]))
-    table = markdown(record["held_out"]).partition("\n")[2].strip()  # its heading is of quantkit eval
+    table = markdown(record["held_out"]).partition("\n")[2].strip()  # without the heading of quantkit eval
     steps, text = record["trained"]["best"]["step"], record["calibration"]["source"]
     return f"""---
 base_model: {source}
@@ -224,7 +224,7 @@ def check_shapes(skeleton: Skeleton, checkpoint: Checkpoint, kept: Sequence[int]
         built = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
         odd = sorted(name for name in needed | built if needed.get(name) != built.get(name))
         why = f"it has no, or other, {name_all(odd, 4)}" if odd else ""
-    except Exception as error:  # validators of configurations raise kinds of their own
+    except Exception as error:  # validators raise many kinds of errors
         why = first_line(error)
     if why:
         raise QuantkitError(

@@ -106,7 +106,7 @@ class Learner:
     def step(self, number: int) -> None:
         """Train on the batch of step `number`, in several forward passes if its logits need much memory."""
         self.model.train()
-        torch.manual_seed(self._seed + number)  # of dropout, where a model has it
+        torch.manual_seed(self._seed + number)  # for dropout
         passes = self.schedule.rows(number, self.targets.trained, self._seed)
         for rows in passes:
             ids = self.targets.ids[rows]

@@ -82,14 +82,14 @@ def merge(results: Sequence[Named]) -> dict:
         models += [model for model in other["models"][1:] if model["source"] not in known]
         gates += [gate for gate in other["gates"] if gate not in gates]
     merged = first | {"models": models, "pareto": pareto(models), "gates": gates}
-    merged.pop("error", None)  # that a gate failed stands among the gates
+    merged.pop("error", None)  # failed gates are listed in `gates`
     return merged
 
 
 def _conditions(record: dict) -> dict[str, Any]:
     """Return the conditions that must be equal in all files; names of text and first model may differ."""
     base = record["models"][0]
-    loss = base["metrics"]["nll"]["value"]  # a machine sums in another order than the next
+    loss = base["metrics"]["nll"]["value"]  # machines sum in different orders
     more = {"bytes": base["size"]["weight_bytes"], "nll": loss and round(loss, 3), "tasks": record["tasks"]}
     return {key: value for key, value in record["data"].items() if key != "text"} | more
 

@@ -41,7 +41,7 @@ class Table:
                 if heading:
                     drawn.add_row(Text(printable(heading), style="bold"))
                 for cells in group:
-                    if any(cells[index] for index in kept[1:]):  # some rows say little
+                    if any(cells[index] for index in kept[1:]):  # skip rows without values
                         drawn.add_row(*(Text(printable(cells[index])) for index in kept))
             console.print(drawn)
         if self.explained:

@@ -133,7 +133,7 @@ def events(job: Job) -> Iterator[dict[str, Any]]:
         try:
             for line in process.stdout:
                 if not line.endswith(b"\n"):
-                    break  # it died while it wrote
+                    break  # the worker died while it wrote
                 event = json.loads(line)
                 yield event
                 if event["event"] in ("done", "failed"):

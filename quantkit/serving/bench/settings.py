@@ -97,7 +97,7 @@ class Settings(Local):
     Every point is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
     """
 
-    least_tokens: ClassVar[int] = 2  # the first is the prefill's: latency needs another
+    least_tokens: ClassVar[int] = 2  # the prefill makes the first; latency needs another
     batch: str = option("1", "Sequences at once: a number, or several separated by commas, such as 1,4,16.")
     prompt_tokens: str = option(
         "128", "Tokens of each prompt: a number, or several separated by commas, such as 128,512."

@@ -57,10 +57,10 @@ def main() -> None:
         emit({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
     except Exception as error:
         if not _memory_ran_out(error):
-            raise  # its traceback is for the parent to show
+            raise  # the parent shows the traceback
         emit({"event": "failed", "message": f"memory ran out: {first_line(error)}"})
     events.flush()
-    os._exit(0)  # engines' threads and their destructors have nothing more to say
+    os._exit(0)  # skip destructors of engines' threads
 
 
 def measure(job: Job, emit: Emit) -> None:

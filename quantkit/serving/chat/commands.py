@@ -26,7 +26,7 @@ def messages(read: Callable[[bool], str]) -> Iterator[str]:
 
     read: returns the next line, or raises EOFError; its argument says whether a message is still open.
     """
-    lines: list[str] = []  # of a message that continues
+    lines: list[str] = []  # lines of an open message
     while True:
         try:
             line = read(bool(lines))

@@ -45,7 +45,7 @@ class KeptCache:
         self.ids: list[int] = []
         self._cache, self._recorded_from = DynamicCache(config=self._config), 0
         if self._crops:
-            self._cache.activate_past_recording()  # sliding windows then keep the current turn too
+            self._cache.activate_past_recording()  # windows then keep the current turn too
 
     def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
         """Return the cache for a turn, the number of tokens of the prompt `ids` in it, and a note.

@@ -80,7 +80,7 @@ class TransformersChat:
                 **({"past_key_values": cache} if cache is not None else {}),
             )
         except BaseException:
-            self._kept.forget()  # it may be incomplete
+            self._kept.forget()  # the cache may be incomplete
             raise
         found = out.sequences[0].tolist()
         self._kept.end(found)

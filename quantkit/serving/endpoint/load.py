@@ -71,7 +71,7 @@ def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str
     listen.phase(f"asking {endpoint.url}")
     dialect = learn(endpoint, settings.model, settings.seed)
     levels: list[dict[str, Any]] = []
-    numbers = itertools.count()  # of prompts, through all levels
+    numbers = itertools.count()  # numbers of prompts over all levels
     for users in settings.concurrency:
         levels.append({"users": users} | _level(endpoint, dialect, settings, users, numbers, listen))
         if not levels[-1]["completed"]:

@@ -111,7 +111,7 @@ class Session:
                 "quantkit inspect says what is in it; see whether memory is free",
                 UNSUPPORTED,
             ) from error
-        self._server.handle_metrics()  # waits for its loop: a server ended before that begins never ends
+        self._server.handle_metrics()  # waits for the server's loop: without it, ending the server would hang
 
     def close(self) -> None:
         """Free the model, and end llama.cpp's threads."""
@@ -163,8 +163,8 @@ class Session:
                     raise _refusal(received["error"])
                 if received:
                     receive(received)
-                return stopped is not None and stopped()  # True ends it
-            except BaseException as error:  # an interrupt, too: the wheel would print it and go on
+                return stopped is not None and stopped()  # True ends the stream
+            except BaseException as error:  # interrupts too: the wheel would print them and go on
                 failed.append(error)
                 return True
 

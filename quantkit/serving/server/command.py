@@ -120,7 +120,7 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
             argv += ["--cb-num-blocks", str(-(-room.cache_tokens // BLOCK_TOKENS))]
         else:
             argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
-    env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # or it asks the package index before it starts
+    env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # else it contacts the package index before it starts
     return Command((*argv, *settings.extra), model, env, notes=(SHARED,) if room.parallel > 1 else ())
 
 

@@ -80,7 +80,7 @@ class Engine:
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to all processes of the group that still run."""
-        with suppress(ProcessLookupError, PermissionError):  # the latter: macOS, of a group of the dead
+        with suppress(ProcessLookupError, PermissionError):  # macOS: all are dead
             os.killpg(self.pid, number)
 
     def _pass_on(self, output: BinaryIO | None) -> None:

@@ -60,7 +60,7 @@ class Settings:
         require(0 < share <= 1, f"--memory-fraction {share:g} is invalid", "above 0, at most 1", USAGE)
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
-        _ = self.cache  # which raises
+        _ = self.cache  # raises for an unknown precision
 
     @property
     def reached_at(self) -> str:

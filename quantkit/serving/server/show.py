@@ -25,7 +25,7 @@ def announce(prepared: Prepared) -> None:
     }
     print_facts(console, facts)
     line = f"{'command':12s} {prepared.command.line()}"
-    console.print(printable(line), markup=False, soft_wrap=True)  # in one piece, to be copied
+    console.print(printable(line), markup=False, soft_wrap=True)  # unwrapped, so that users can copy it
     for note in prepared.command.notes:
         print_line(console, f"note: {note}")
 

@@ -111,7 +111,7 @@ class LlamaCppPair(Pair):
         chunks = self._stream(session, self._prompts[prompt], tokens, seed, timings_per_token=True)
         seconds, decoding = time.perf_counter() - began, chunks[-1]["timings"]["predicted_ms"] / 1e3
         ids, steps = passes(chunks)
-        token = float(np.median(self._draft_seconds)) if self._draft_seconds else 0.0  # a look-up: no time
+        token = float(np.median(self._draft_seconds)) if self._draft_seconds else 0.0  # look-ups take none
         drafting = min(decoding, sum(step.drafted for step in steps) * token)
         return Run(ids, steps, seconds, decoding, drafting, decoding - drafting)
 

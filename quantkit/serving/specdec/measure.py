@@ -152,7 +152,7 @@ def _prove(pair: Pair, found: Mapping[int, Repeats]) -> dict[str, Any]:
     partings, texts, tokens = [], 0, 0
     for k, (prompt, own) in itertools.product([*found][1:], enumerate(found[0][0])):
         for one in {tuple(runs[prompt].ids): runs[prompt] for runs in found[k]}.values():
-            texts += 1  # usually one of each prompt and k
+            texts += 1  # usually one per prompt and k
             parted = pair.part(prompt, k, own, one)
             tokens += len(own.ids) if parted is None else parted["index"]
             partings += [] if parted is None else [{"prompt": prompt, "k": k} | parted]

@@ -43,7 +43,7 @@ def serve(
             return _loop(manager, requests, prompts, clock)
     finally:
         if manager is not None:
-            manager.batch_processor = None  # its end empties the device's caches
+            manager.batch_processor = None  # its destructor empties the device's caches
             manager.destroy()
         if model.config._attn_implementation != before:
             model.set_attn_implementation(before)
@@ -61,7 +61,7 @@ def _manager(model: nn.Module, requests: Sequence[Request], size: int, page: int
         max_batch_tokens=min(MOST_TOKENS, size + prefill),
         max_requests_per_batch=size,
         allow_block_sharing=False,
-        use_async_batching=False,  # steps that overlap have no time of their own
+        use_async_batching=False,  # overlapping steps could not be timed
         safety_margin=0.0,
         auto_switch_to_flash=False,  # the same attention for every strategy
     )

@@ -46,7 +46,7 @@ class Runner:
 
         request = {"prompt": [list(prompt) for prompt in prompts], "n_predict": tokens, "ignore_eos": True}
         self._session.stream(request | {"cache_prompt": False, "timings_per_token": True}, receive)
-        padded = -(-(point.prompt + tokens) // PAD) * PAD  # laid out for every sequence before it begins
+        padded = -(-(point.prompt + tokens) // PAD) * PAD  # allocated for every sequence in advance
         kv = self._job.subject.cache_bytes(Point(point.batch, padded), 0, KV_BYTES)
         return timing(began, arrivals, point, tokens, kv)
 
@@ -54,7 +54,7 @@ class Runner:
         """Load the file with a context for `point`, unless it is already loaded with that context."""
         if self._point == point:
             return
-        self._session = None  # one at a time
+        self._session = None  # frees the previous session
         settings = llamacpp.parameters(
             self._job.subject.path,
             point.prompt + self._job.settings.tokens,
@@ -64,7 +64,7 @@ class Runner:
             device=self._job.settings.device,
         )
         settings.n_batch = max(settings.n_batch, point.batch * point.prompt)  # all prompts in one batch
-        settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # or prompts of former runs are kept
+        settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # else prompts of earlier runs are kept
         self._session, self._point = llamacpp.Session(settings), point
 
 

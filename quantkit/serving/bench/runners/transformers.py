@@ -29,7 +29,7 @@ def prepare(job: Job) -> tuple[torch.device, int]:
     """Import the layout's client and the model family's code, so that later timings do not include it."""
     package = CLIENTS.get(job.subject.stored or "")
     if package and util.find_spec(package) and not job.settings.decoded:
-        import_module(package)  # its memory and seconds are not the model's
+        import_module(package)  # imported before the model's memory and time are measured
     checkpoint, dtype, device = _open(job)
     transformers.AutoModelForCausalLM._model_mapping.get(type(checkpoint.config), None)
     return device, dtype.itemsize
