@@ -213,5 +213,5 @@ def test_experts_of_several_schemes_are_told(mixture, tmp_path):
     )
     bits = {row.name.partition("experts.")[2]: row.grid.bits for row in made.specs if "experts" in row.name}
     assert {name for name, width in bits.items() if width == 8} == {"1.w2"}
-    (warning,) = [text for text in listener.warnings if "unequally" in text]
+    (warning,) = [text for text in listener.warnings if "are quantized differently" in text]
     assert "model.layers.0.block_sparse_moe.experts.1" in warning

@@ -88,7 +88,7 @@ def test_what_the_output_says_of_it(made):
 def test_the_older_kind_is_refused(tmp_path, data):
     path = tmp_path / "imatrix.dat"
     path.write_bytes(data)
-    with pytest.raises(QuantkitError, match="no importance matrix in GGUF") as refused:
+    with pytest.raises(QuantkitError, match="not an importance matrix in GGUF") as refused:
         imatrix.read(path)
     assert refused.value.exit_code == 2 and f"llama-imatrix --in-file {path}" in refused.value.hint
 

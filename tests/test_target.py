@@ -215,7 +215,7 @@ def test_experts_that_are_streamed_and_those_in_memory_become_the_same(tmp_path,
 
 
 def test_rounding_to_nearest_has_no_other_target(model, tmp_path):
-    with pytest.raises(QuantkitError, match="--target original is for --solver gptq"):
+    with pytest.raises(QuantkitError, match="--target original needs --solver gptq"):
         jobs.prepare("nf4", model, tmp_path / "out", {"target": "original"}, progress=Progress())
     with pytest.raises(QuantkitError, match="--target none: no such target"):
         jobs.prepare("gptq", model, tmp_path / "out", {"target": "none"}, progress=Progress())

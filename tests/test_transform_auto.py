@@ -51,7 +51,7 @@ def test_parts_are_joined_by_plus():
 
 @pytest.mark.parametrize(
     "value, said",
-    [("quip", "no transform 'quip'"), ("awq+none", "no transform 'none'"), ("awq+auto", "two of a kind")],
+    [("quip", "no transform 'quip'"), ("awq+none", "no transform 'none'"), ("awq+auto", "two of one kind")],
 )
 def test_what_makes_no_sense_is_refused(value, said):
     for method in ("gptq", "nf4", "gguf"):
