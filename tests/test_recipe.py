@@ -255,7 +255,7 @@ def test_settings_that_are_none(setting, words):
     ("content", "code", "words"),
     [
         (None, 3, ["mine.yaml", "No such file", *recipe.shipped()]),
-        (b"method: rtn", 2, ["mine.yaml", "no recipe for gptq"]),
+        (b"method: rtn", 2, ["mine.yaml", "not a recipe for gptq"]),
         (b"quant: {bits: 4}", 2, ["has no method"]),
         (b"", 2, ["has no method"]),
         (b"- gptq", 2, ["has no method"]),

@@ -117,7 +117,7 @@ def run(monkeypatch, capsys, tmp_path):
 def test_the_command_writes_page_and_plots(run, result, tmp_path):
     assert run("report", result, "-o", "a.html", "--png") == (
         0,
-        "a.html\na.png\n",
+        "wrote a.html\nwrote a.png\n",
         "",
     )
     assert (tmp_path / "a.html").read_text() == table.report(records.record()).page()

@@ -60,6 +60,10 @@ class Trial:
         method = _method(name, settings)
         if method.needs:
             hint = f"write it with quantkit {name}, then evaluate that folder"
+            with suppress(QuantkitError):
+                plain = [*settings, "solver=rtn", "transform=none"]
+                if not _method(name, plain).needs:
+                    hint = f"--as {','.join([name, *plain])} rounds to nearest, without text; or {hint}"
             what = f"--as {typed} needs calibration text, so it cannot be tried on the fly"
             raise QuantkitError(what, hint, USAGE)
         if checkpoint.quantized:

@@ -130,7 +130,7 @@ def _linears(
         return
     rows = {row["name"]: row for row in manifest.get("linears", ()) if _measure(row)}
     if not rows:
-        found["notes"].append("errors were not measured: the manifest names none that could be")
+        found["notes"].append("errors were not measured: the manifest records no errors to compare with")
         return
     _same_source(base, manifest, found)
     dtype = DTYPES.get(str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)

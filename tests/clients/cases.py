@@ -69,7 +69,7 @@ TINY = {  # name -> configuration, precision
 PLAIN = {"transform": "none", "refine": 0}
 QUICK = {
     "gptq": PLAIN,
-    "fp4": PLAIN | {"search": False},
+    "fp4": PLAIN | {"search_scale": False},
     "fp8": PLAIN,
     "w8a8": PLAIN,
     "awq": {"candidates": 3, "search_scale": False},

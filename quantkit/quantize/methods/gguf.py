@@ -56,9 +56,9 @@ class Options:
     )
     solver: str = option(
         "gptq",
-        "rtn: llama-quantize's own encoder. gptq: error feedback on calibration text, half the loss at the "
-        "same size. yaqa: error feedback that also uses gradients of the model's loss, the least loss, in "
-        "several times the time.",
+        "rtn: llama-quantize's own encoder, with the importance of --imatrix. gptq: error feedback on "
+        "calibration text, half the loss at the same size. yaqa: error feedback that also uses gradients of "
+        "the model's loss, the least loss, in several times the time.",
         names=composing.SOLVERS,
     )
     imatrix: str = option(

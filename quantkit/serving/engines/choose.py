@@ -122,4 +122,5 @@ def _way_out(found: Sequence[Offer]) -> str:
     there = [offer.engine for offer in found if offer.usable is not False]
     if there:
         return f"{' and '.join(there)} can: leave out --engine, or name it"
-    return "; ".join(f"with {offer.engine}: {offer.install or offer.reason}" for offer in found)
+    ways = "; ".join(f"with {offer.engine}: {offer.install or offer.reason}" for offer in found)
+    return ways.replace("it reads GGUF files", "write a file for it with quantkit gguf")
