@@ -204,6 +204,6 @@ def test_grids_that_are_only_read_refuse_to_be_fitted():
     statistics, weight = SiteStatistics(hessian=torch.eye(64)), torch.randn(4, 64)
     for solver in (RtnSolver(), *SOLVERS.values()):
         with pytest.raises(
-            QuantkitError, match="odd values: quantkit reads such weights, but does not write them"
+            QuantkitError, match="odd values: quantkit only reads such weights"
         ):
             solver.solve([weight], [ReadGrid()], statistics)

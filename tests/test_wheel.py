@@ -30,7 +30,7 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
     packed = zipfile.ZipFile(wheel)
     names = {name for name in packed.namelist() if ".dist-info/" not in name}
-    patterns = "**/*.py", "**/*.html", "**/*.yaml", "**/*.json", "**/*.jsonl"
+    patterns = "**/*.py", "**/*.html", "**/*.jinja", "**/*.yaml", "**/*.json", "**/*.jsonl"
     places = [(REPOSITORY / "quantkit", pattern, "quantkit") for pattern in patterns]
     places += [(REPOSITORY / name, "*", f"quantkit/data/{name}") for name in ("recipes", "calibration")]
     expected = {
@@ -43,6 +43,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
     assert {Path(name).suffix for name in names} == {
         ".py",
         ".html",
+        ".jinja",
         ".json",
         ".jsonl",
         ".yaml",

@@ -154,7 +154,7 @@ def _scaled(linears: Mapping[str, dict]) -> str:
 def _seconds(stages: dict[str, float]) -> str:
     """Return total and single stages, such as `15.5 (forward 10.1, solve 5.4)`."""
     parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
-    return f"{sum(stages.values()):.1f} ({parts})"
+    return f"{sum(stages.values()):.1f}" + (f" ({parts})" if parts else "")
 
 
 def computes(how: dict, calibrated: bool) -> str:

@@ -190,7 +190,7 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
         raise QuantkitError(
             f"{request.source} is quantized already",
             hint="start from the original checkpoint: quantizing twice adds the errors of both "
-            "(--allow-requantize does it all the same)",
+            "(--allow-requantize quantizes it anyway)",
             exit_code=UNSUPPORTED,
         )
     progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")

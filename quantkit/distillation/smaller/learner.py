@@ -168,7 +168,7 @@ class Targets:
         return len(self.ids) - self.held_out
 
     def predictions(self, sequences: Tensor) -> Prediction:
-        """Return the teacher's logits and inputs of the head for `sequences`, indices `[batch]`."""
+        """Return the teacher's logits and the head's inputs for sequences given by index, `[batch]`."""
         with entering(self._skeleton.model) as found:
             logits = torch.stack([self._skeleton.logits(self.states[index]) for index in sequences.tolist()])
         return logits, torch.cat(found)

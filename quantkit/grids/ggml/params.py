@@ -61,7 +61,7 @@ class SubHalves:
 
 @dataclass(frozen=True)
 class SubScalesAndMins:
-    """The step is d times an unsigned scale; dmin times an unsigned min is subtracted from every value."""
+    """Scales and minimums of sub-blocks, unsigned: a value is d · scale · code - dmin · min."""
 
     d: Tensor
     dmin: Tensor

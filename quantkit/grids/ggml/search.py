@@ -92,7 +92,7 @@ WITH_IMPORTANCE = Plan(-0.9, 0.05, 36)
 def make_qkx(
     x: Tensor, weights: Tensor, nmax: int, plan: Plan, codes: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return scale and low `[groups]` for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
+    """Return scale and offset `low`, `[groups]`, for codes in 0 .. nmax (make_qkx2_quants, make_qkx3_quants).
 
     Starting with the range of x, finer and coarser scales are tried. For the codes of each, scale and low
     with the least `Σ weights (x - scale code + low)²` are computed; the best are kept. codes: also return the
