@@ -415,7 +415,7 @@ def test_refusals(workplace, refuse, tiny_model):
     error, hint = refuse(2, "distill", teacher, student, "--epochs", 0, "--block-epochs", 0)
     assert "leave nothing to do" in error
     for flag, value in (("--lr", 0), ("--temperature", -1), ("--epochs", -1)):
-        assert refuse(2, "distill", teacher, student, flag, value)[0].startswith(f"{flag} {value} makes")
+        assert refuse(2, "distill", teacher, student, flag, value)[0].startswith(f"{flag} {value} is invalid")
     small = ["--calibration", workplace / "text.txt", "--seqlen", 32]
     assert "one sequence" in refuse(2, "distill", teacher, student, *small, "--samples", 1)[0]
     assert "holds the student" in refuse(2, "distill", teacher, student, *small, "-o", student)[0]
