@@ -203,7 +203,5 @@ def test_grids_that_are_only_read_refuse_to_be_fitted():
 
     statistics, weight = SiteStatistics(hessian=torch.eye(64)), torch.randn(4, 64)
     for solver in (RtnSolver(), *SOLVERS.values()):
-        with pytest.raises(
-            QuantkitError, match="odd values: quantkit only reads such weights"
-        ):
+        with pytest.raises(QuantkitError, match="odd values: quantkit only reads such weights"):
             solver.solve([weight], [ReadGrid()], statistics)
