@@ -1,6 +1,7 @@
 """Compare quantkit with llama.cpp's own code, and record what llama.cpp does for the tests.
 
     python scripts/ggml.py mixtures LIBRARIES [--write tests/data/gguf_mixtures.json]
+    python scripts/ggml.py like LIBRARIES
     python scripts/ggml.py digests [--write]
 
 mixtures: the ggml types that llama-quantize chooses. LIBRARIES is the folder of a prebuilt llama.cpp that
@@ -8,6 +9,7 @@ mixtures: the ggml types that llama-quantize chooses. LIBRARIES is the folder of
     (`npm pack` fetches it). Tiny models of many shapes go through `llama_model_quantize` as every file type,
     with and without an importance matrix and with its options; every tensor's type in the file it writes must
     be the one that `quantkit.models.gguf.mixtures` chooses.
+like: writes tests/data/llama_quantize.gguf, a file of zeros that llama-quantize made with `--tensor-type`.
 digests: the bytes that ggml's own encoder makes of the weights of tests/test_iquants.py. ggml takes up to a
     minute for the tables of some types, so the tests compare with what this wrote. Needs the xllamacpp
     package.
@@ -122,6 +124,8 @@ def _number(type: str) -> int:
     return gguf.GGMLQuantizationType[type.upper()].value
 
 
+LIKE = Path(__file__).parents[1] / "tests" / "data" / "llama_quantize.gguf"
+
 # mixtures
 
 
@@ -131,8 +135,8 @@ def _named(names: str, shape: list[int]) -> dict[str, list[int]]:
 
 LLAMA = _named("attn_q attn_k attn_v attn_output ffn_gate ffn_up", [2, 256]) | _named("ffn_down", [2, 512])
 FUSED = _named("attn_qkv attn_output ffn_up", [2, 256]) | _named("ffn_down", [2, 512])
-FLOATS = {"attn_norm.weight": [256], "attn_q_norm.weight": [2, 256]}
-FLOATS |= {"ffn_up.bias": [512], "ffn_down.bias": [2, 256]}
+VECTORS = {"attn_norm.weight": [256], "attn_q_norm.weight": [2, 256]}
+VECTORS |= {"ffn_up.bias": [512], "ffn_down.bias": [2, 256]}
 TIED = _named("token_embd", [2, 256])
 UNTIED = TIED | _named("output", [2, 256])
 EXPERTS = {name: shape for name, shape in LLAMA.items() if not name.startswith("ffn")}
@@ -152,7 +156,7 @@ def _model(model: Model, head: dict, block: dict) -> dict:
 
 
 SHAPES = {
-    "llama of 2": _model(Model("llama", 2, 4, 4), UNTIED | {"rope_freqs.weight": [32]}, FLOATS | LLAMA),
+    "llama of 2": _model(Model("llama", 2, 4, 4), UNTIED | {"rope_freqs.weight": [32]}, VECTORS | LLAMA),
     "llama of 3, tied": _model(Model("llama", 3, 4, 4), TIED, LLAMA),
     "llama of 8, four heads share": _model(Model("llama", 8, 4, 1), TIED, LLAMA),
     "llama of 17": _model(Model("llama", 17, 4, 2), UNTIED, LLAMA),
@@ -170,7 +174,7 @@ SHAPES = {
     ),
     "falcon of 32": _model(Model("falcon", 32, 4, 1), UNTIED, FUSED),
     "falcon of 9, tied": _model(Model("falcon", 9, 4, 4), TIED, FUSED),
-    "gpt2 of 12": _model(Model("gpt2", 12, 4, 4), TIED | {"position_embd.weight": [4, 256]}, FLOATS | FUSED),
+    "gpt2 of 12": _model(Model("gpt2", 12, 4, 4), TIED | {"position_embd.weight": [4, 256]}, VECTORS | FUSED),
     "phi3 of 32": _model(Model("phi3", 32, 4, 1), UNTIED, FUSED),
     "96 columns": _model(Model("llama", 10, 4, 4), _wide(UNTIED, 96), _wide(LLAMA, 96)),
     "96 columns, tied": _model(Model("llama", 10, 4, 4), _wide(TIED, 96), _wide(LLAMA, 96)),
@@ -330,6 +334,19 @@ def of_mixtures(args: argparse.Namespace) -> None:
         args.write.write_text("{\n" + body + "\n}\n")
 
 
+def of_like(args: argparse.Namespace) -> None:
+    block = _named("attn_q attn_output ffn_gate ffn_up ffn_down", [256, 256])
+    block |= _named("attn_k attn_v", [128, 256]) | {"attn_norm.weight": [256], "ffn_norm.weight": [256]}
+    head = {"token_embd.weight": [512, 256], "output_norm.weight": [256]}
+    wishes = [r"blk\.1\.ffn_down=Q6_K", "attn_v=Q5_K", "ffn_up=Q3_K", "attn_k=IQ4_XS", r"0\.attn_q=BF16"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "source.gguf"
+        write(source, _model(Model("llama", 2, 4, 2), head, block))
+        wished = {"tensor_type": wishes, "token_embedding_type": "Q5_1"}
+        assert Library(args.libraries).quantize(source, LIKE, number("Q4_K_M"), **wished)
+    print(json.dumps(compact(types(LIKE))))
+
+
 def of_digests(args: argparse.Namespace) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import ggml_library
@@ -359,6 +376,9 @@ def main() -> None:
     part.set_defaults(run=of_mixtures)
     part.add_argument("libraries", type=Path)
     part.add_argument("--write", type=Path, help="record the answers here, if all agree")
+    part = parts.add_parser("like")
+    part.set_defaults(run=of_like)
+    part.add_argument("libraries", type=Path)
     part = parts.add_parser("digests")
     part.set_defaults(run=of_digests)
     part.add_argument("--write", action="store_true", help="record the digests where the tests read them")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 import threading
@@ -147,6 +146,11 @@ def prepare(
         method, specs = _resolve(skeleton, request)
         method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
     checkpoint = skeleton.checkpoint
+    if method.outside and "hessian" in method.needs:
+        checkpoint = method.output.rounded(checkpoint, specs)
+    if checkpoint is not skeleton.checkpoint:
+        dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
+        skeleton = open_skeleton(checkpoint, request.run, adopted | dtype)
     for note in method.notes:
         progress.warn(note)
     if not request.run.allow_unread and (
@@ -328,14 +332,14 @@ def _fingerprint(
     mixture: bool,
 ) -> dict:
     """Return everything that affects the output's bytes. Only a job with an equal fingerprint resumes."""
-    run, options = request.run, dataclasses.asdict(request.options)
+    run = request.run
     found = {
         "quantkit": __version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "source_sha256": source_sha256,
         "method": request.method,
-        "options": json.loads(json.dumps(options)),  # as it will be read again
+        "options": methods.record(request.method, request.options),
         "exclude": list(run.exclude),
         "override": list(run.override),
         "allow_requantize": run.allow_requantize,

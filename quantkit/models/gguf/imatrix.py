@@ -7,10 +7,11 @@ the number of these tokens (`NAME.counts`). Source: llama.cpp, `tools/imatrix/im
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch import Tensor
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
 from quantkit.models.files import gguf_file, gguf_writer, reading
 from quantkit.models.files.safetensors_folder import TensorInfo
+
+if TYPE_CHECKING:
+    from quantkit.models.gguf.tensors import Target
 
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -95,6 +99,24 @@ def read(path: Path) -> Imatrix:
         if not (torch.isfinite(sums).all() and torch.isfinite(counts).all() and sums.min() >= 0):
             _refuse(path, f"{name} has values that are no sums of squares")
     return imatrix
+
+
+def of_model(path: Path, targets: Iterable[Target]) -> Imatrix:
+    """Return the importance matrix at `path`. Raises QuantkitError if it belongs to another model."""
+    found = read(path)
+    shapes = {target.name: target.shape for target in targets}
+    odd = [
+        f"{name} ({sums.numel()})"
+        for name, sums in found.sums.items()
+        if name not in shapes or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
+    ]
+    if odd:
+        raise QuantkitError(
+            f"{path} is an importance matrix of another model: {name_all(odd)}",
+            "make one of this model with quantkit imatrix",
+            USAGE,
+        )
+    return found
 
 
 def _refuse(path: Path, why: str) -> NoReturn:

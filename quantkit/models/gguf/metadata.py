@@ -50,12 +50,12 @@ ENDS = frozenset(  # llama.cpp stops at these for their text alone
 
 
 def assemble(
-    checkpoint: Checkpoint, targets: Iterable[Target], file_type: str, tokenizer: Mapping[str, Any]
+    checkpoint: Checkpoint, targets: Iterable[Target], file_type: str | None, tokenizer: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return all keys and values in the order of writing.
 
-    file_type: llama-quantize's name, such as "Q4_K_M" or "F16". tokenizer: the keys from `tokenizer`. Raises
-    QuantkitError as `configuration.to_metadata` does.
+    file_type: llama-quantize's name, such as "Q4_K_M" or "F16", or None. tokenizer: the keys from
+    `tokenizer`. Raises QuantkitError as `configuration.to_metadata` does.
     """
     keys = configuration.to_metadata(checkpoint.text_config)
     weights = sum(math.prod(target.shape) for target in targets if target.values is None)
@@ -68,10 +68,10 @@ def assemble(
     }
     kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
-        "general.file_type": file_types.number(file_type),
+        "general.file_type": file_type and file_types.number(file_type),
     }
-    known = {key: value for key, value in general.items() if value is not None}
-    return known | keys | dict(tokenizer) | kind
+    known = general | keys | dict(tokenizer) | kind
+    return {key: value for key, value in known.items() if value is not None}
 
 
 def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from quantkit.errors import USAGE, QuantkitError, compiled, name_all, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, name_all, require
 from quantkit.models.gguf.file_types import (
     BLOCKS,
     FALLBACKS,
@@ -24,6 +25,7 @@ from quantkit.models.gguf.file_types import (
     FileType,
     Model,
     Place,
+    number,
     parse_type,
 )
 
@@ -57,13 +59,14 @@ class Wishes:
     """The types that a user asks for, named as llama-quantize's options.
 
     tensor_type: texts `REGEX=TYPE`, searched for in GGUF names; the first match counts. pure: use the base
-    type for all other tensors.
+    type for all other tensors. exact: types by GGUF name, which win over all others.
     """
 
     tensor_type: tuple[str, ...] = ()
     output_tensor_type: str | None = None
     token_embedding_type: str | None = None
     pure: bool = False
+    exact: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,22 @@ def nbytes(type: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * size // weights
 
 
+def of_file(path: Path) -> tuple[str | None, dict[str, str]]:
+    """Return the file type that a GGUF file names, None if quantkit does not write it, and the types of its
+    tensors, without separate scales. Raises QuantkitError naming tensors of types that are not written."""
+    from quantkit.models.files import gguf_file  # imports gguf
+
+    metadata, infos = gguf_file.read_header(path)
+    if read_only := [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BLOCKS]:
+        raise QuantkitError(
+            f"{path} has types that quantkit reads but does not write: {name_all(read_only)}",
+            f"choose a file with types among {', '.join(BLOCKS)}",
+            UNSUPPORTED,
+        )
+    named = (name for name in FILE_TYPES if number(name) == metadata.get("general.file_type"))
+    return next(named, None), {n: info.dtype for n, info in infos.items() if not n.endswith("scale")}
+
+
 def choose(
     file_type: str,
     model: Model,
@@ -131,10 +150,11 @@ def choose(
     mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=requested.wishes.pure)
     choices, biases = [], {name for name, _ in tensors if name.endswith(".bias")}
     for name, shape in tensors:
-        if stays_float(name, shape):
+        exact = requested.wishes.exact.get(name)
+        if stays_float(name, shape) and not exact:
             choices.append(Choice(name, "F32"))
         else:
-            first_choice = requested.type(name) or mixture.type(name, shape[-1])
+            first_choice = exact or requested.type(name) or mixture.type(name, shape[-1])
             unscaled = _unscaled(name, model, biases) if first_choice in SCALED else None
             choices.append(_fitting(name, shape, first_choice, unscaled))
     return choices
@@ -246,7 +266,7 @@ def _kind(name: str) -> str | None:
 def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str | None = None) -> Choice:
     """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
     ignores its scale."""
-    columns, block = shape[-1], BLOCKS[first_choice][0]
+    columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is a column
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type
         return Choice(name, type, first_choice, unscaled, nbytes(type, shape) - nbytes(first_choice, shape))

@@ -8,6 +8,7 @@ layout   `layout(options)` and `width(options, in_features, override)`: how a li
          depends on the whole model, `stored_as(options)`: the name of a format of `quantkit plan`.
 grid     `grid(options, width, name)`: the grid of the linear stored as `name`.
 COMPUTES the type in which engines multiply, a name of `capacity/devices.py`; default: 16 bit.
+record   optional `record(options)`: options in the fingerprint that replace the values typed, such as paths.
 VARIANTS optional further formats for plans: name -> (options, type in which engines multiply).
 build    optional `build(options, calibrated, skeleton)`: the method, if `compose` does not suffice.
          calibrated: the user gave calibration text. skeleton: the model, for methods whose choice depends
@@ -18,10 +19,11 @@ torch is imported inside `grid` and `build`, so that `--help` stays fast and pla
 from __future__ import annotations
 
 import importlib
+import json
 import pkgutil
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -136,6 +138,13 @@ def check(name: str, options: Any) -> None:
     from quantkit.quantize.methods import composing
 
     getattr(load(name), "check", composing.check)(options)
+
+
+def record(name: str, options: Any) -> dict:
+    """Return options as a fingerprint has them when it is read again."""
+    module = load(name)
+    found = json.loads(json.dumps(asdict(options)))
+    return found | (module.record(options) if hasattr(module, "record") else {})
 
 
 def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from quantkit.models.gguf.mixtures import (
     Wishes,
     choose,
     nbytes,
+    of_file,
     without_importance,
 )
 from quantkit.options import option
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 UNUSED = ("override", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
+TYPED = ("type", "tensor_type", "output_tensor_type", "token_embedding_type", "pure")  # options of types
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."
 WORK = Work(1, 10, (0.35e-6, 1.9e-6), (1.4, 8), GPTQ_PUBLISHED, sample=1 / 8, outside=True)
 
@@ -53,6 +56,11 @@ class Options:
         f"File type: {', '.join(FILE_TYPES)}. Repeatable: --solver rtn makes all of them in one pass.",
         short="-t",
         names=FILE_TYPES,
+    )
+    like: str | None = option(
+        None,
+        "FILE.gguf: give each tensor the type that it has in this file, such as a mixture made by others. "
+        "Excludes other options of types. (default: the types of --type)",
     )
     solver: str = option(
         "gptq",
@@ -95,7 +103,16 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `Q4_K_M.gguf`."""
-    return f"{stored_as(options)}{composing.suffix(options, 'transform')}.gguf"
+    types = f"like-{Path(options.like).stem}" if options.like else stored_as(options)
+    return f"{types}{composing.suffix(options, 'transform')}.gguf"
+
+
+def record(options: Options) -> dict[str, str]:
+    """Return {"like": sha256 of the types} for `--like`: not the path of the file decides the output."""
+    if not options.like:
+        return {}
+    types = json.dumps(of_file(Path(options.like)), sort_keys=True)
+    return {"like": hashlib.sha256(types.encode()).hexdigest()}
 
 
 def stored_as(options: Options) -> str:
@@ -109,6 +126,10 @@ def check(options: Options) -> None:
     for name in options.type:
         parse_file_type(name)
     composing.check(options)
+    typed = [name for name in TYPED if getattr(options, name) != getattr(Options(), name)]
+    if options.like and typed:
+        flags = name_all([f"--{name.replace('_', '-')}" for name in typed])
+        raise QuantkitError(f"--like decides all types, not {flags}", f"leave out {flags}", USAGE)
     if "awq" in composing.transform_parts(options.transform) and options.solver == "rtn":
         raise QuantkitError(
             f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
@@ -140,7 +161,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     """Return the method. Every tensor's type is chosen here, from names and shapes."""
     from quantkit.grids.ggml import TYPES, named
     from quantkit.layouts.ggml import GgmlLayout
-    from quantkit.models.gguf import configuration, metadata, tensors
+    from quantkit.models.gguf import configuration, imatrix, metadata, tensors
     from quantkit.models.skeleton.names import copied_modules
     from quantkit.quantize.outputs.gguf import GgufOutput
 
@@ -151,6 +172,7 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
     feedback = options.solver != "rtn"
+    label = of_file(Path(options.like))[0] if options.like else file_type
     choices = chosen_types(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
     if feedback and (refused := [choice for choice in choices if choice.type in NO_FEEDBACK]):
@@ -167,13 +189,13 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     tokenizer = metadata.tokenizer(checkpoint, rows, options.pre_tokenizer, notes.append)
     weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
     given = options.imatrix if weighted and not feedback else "none"
-    weighed = None if given in ("auto", "none") else _imatrix(Path(given), targets)
+    weighed = None if given in ("auto", "none") else imatrix.of_model(Path(given), targets)
     if not feedback and given != "auto":
         _check_importance(choices, weighed, given)
     output = GgufOutput(
         targets=tuple(targets),
         chosen={choice.name: choice.type for choice in choices},
-        metadata=metadata.assemble(checkpoint, targets, file_type, tokenizer),
+        metadata=metadata.assemble(checkpoint, targets, label, tokenizer),
         imatrix=weighed,
         gathers=given == "auto",
         origin="gathered by quantkit" if given == "auto" else given,
@@ -245,30 +267,10 @@ def _fallbacks(choices: Sequence[Choice]) -> list[str]:
     return found
 
 
-def _imatrix(path: Path, targets: Sequence[Target]) -> Imatrix:
-    """Read an importance matrix. Raises QuantkitError if it belongs to another model."""
-    from quantkit.models.gguf import imatrix
-
-    found = imatrix.read(path)
-    shapes = {target.name: target.shape for target in targets}
-    odd = [
-        f"{name} ({sums.numel()})"
-        for name, sums in found.sums.items()
-        if name not in shapes or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
-    ]
-    if odd:
-        raise QuantkitError(
-            f"{path} is an importance matrix of another model: {name_all(odd)}",
-            "make one of this model with quantkit imatrix",
-            USAGE,
-        )
-    return found
-
-
 def chosen_types(
     options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
 ) -> list[Choice]:
-    """Return the type of every target. Raises QuantkitError if --strict forbids a replacement."""
+    """Return the type of every target. Raises QuantkitError if --strict or --like forbids a replacement."""
     from quantkit.models.gguf import architectures
     from quantkit.models.gguf.variants import kv_heads
 
@@ -281,8 +283,9 @@ def chosen_types(
         kv_heads(config),
         row.experts(config),
     )
+    like = of_file(Path(options.like))[1] if options.like else {}
     wishes = Wishes(
-        options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure
+        options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure, like
     )
     tensors = [(target.name, target.shape) for target in targets]
     choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
@@ -290,10 +293,12 @@ def chosen_types(
         why = next(choice.reason for choice in choices if choice.first_choice == file_type)
         raise QuantkitError(f"no matrix can have the type {file_type}: {why}", "choose MXFP4", UNSUPPORTED)
     unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
-    if unfit and options.strict:
-        raise QuantkitError(
-            f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}",
-            hint="leave out --strict for the next type that fits, or choose one with --tensor-type",
-            exit_code=UNSUPPORTED,
-        )
+    hint = "leave out --strict for the next type that fits, or choose one with --tensor-type"
+    if like:
+        names, hint = {target.name for target in targets}, f"is {options.like} a file of another model?"
+        unfit += [f"{name} (not in the model)" for name in like if name not in names]
+        unfit += [f"{name} (not in {options.like})" for name in names if name not in like]
+    if unfit and (options.strict or like):
+        what = f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}"
+        raise QuantkitError(what, hint, UNSUPPORTED)
     return choices

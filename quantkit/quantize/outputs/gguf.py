@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scal
 from quantkit.models.files import checksums, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.reading import Rewritten
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.checkpoint import PLAIN
 from quantkit.models.gguf.imatrix import Imatrix
@@ -91,6 +93,17 @@ class GgufOutput(Output):
                 info = checkpoint.infos.get(target.stored[0])
                 found[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
         return found
+
+    def rounded(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> Checkpoint:
+        """Return the source with tensors that the file holds in 16 bit rounded to their type."""
+        types, infos = self.types(checkpoint, specs), {}
+        for target in self.targets:
+            for name in target.stored if types[target.name] in ("F16", "BF16") else ():
+                info, type = checkpoint.infos.get(name), types[target.name]
+                if info and info.dtype != type and target.part is None:
+                    place = type, info.shape, info.file, info.offset, info.nbytes
+                    infos[name] = Rewritten(name, *place, name, partial(_rounded, checkpoint, name, type))
+        return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """Return the exact sizes of the output, computed from the types of all tensors."""
@@ -254,6 +267,11 @@ class GgufOutput(Output):
             if part == part_name:
                 infos[f"{linear}.weight"] = info
         return infos
+
+
+def _rounded(checkpoint: Checkpoint, name: str, type_name: str, exact: bool) -> Tensor:
+    """Return a tensor of the source in another type: a rotation's `exact` would be lost in the file."""
+    return checkpoint.read(name, reading.DTYPES[type_name])
 
 
 def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.files import headers, untrusted
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
+from quantkit.quantize import methods
 from quantkit.quantize.job import Request, output_of, staging_of
 from quantkit.quantize.staging.fingerprint import differences
 from quantkit.text import calibration
@@ -82,7 +82,7 @@ def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}
     ours = {"model": Path(request.source).name, "method": request.method}
-    ours["options"] = json.loads(json.dumps(dataclasses.asdict(request.options)))
+    ours["options"] = methods.record(request.method, request.options)
     ours |= {"exclude": list(run.exclude), "override": list(run.override)}
     for name in ("experts", "allow_requantize", "max_shard_gb"):
         ours[name] = getattr(run, name)
