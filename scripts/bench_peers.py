@@ -237,7 +237,7 @@ def warm_up(bench: Bench, parts: list[str]) -> None:
 HELDOUT = ROOT / "tests/data/heldout.txt"
 SAMPLES, SEQLEN = 128, 256  # of calibration
 CONTEXT, LIMIT = 256, 40960  # of measuring
-OWN = 512  # texts of the model's own
+OWN_TEXTS = 512  # texts of the model's own
 BITS = (4, 3, 2)  # in groups of 128
 LABELS = ("model, format", "tool and options")  # headings of the first columns
 TYPES = ("Q4_K_M", "Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
@@ -275,17 +275,22 @@ PEERS = (
     Case("llm-compressor awq, then gptq, asymmetric", "llmcompressor", {"method": "awq-gptq", "sym": False}),
     Case("AutoRound, 200 iterations", "autoround", {"method": "signround", "iterations": 200}),
     Case("llama-quantize, imatrix", "llamacpp", {}, TYPES),
-    Case(f"AutoRound, {OWN} own texts", "autoround", {"method": "signround", "iterations": 200}, own=OWN),
+    Case(
+        f"AutoRound, {OWN_TEXTS} own texts",
+        "autoround",
+        {"method": "signround", "iterations": 200},
+        own=OWN_TEXTS,
+    ),
 )
 OURS = {  # label -> METHOD[,OPTION=VALUE...], by the names of the method's Options; own: see `Case`
     "gptq": "gptq",
-    "gptq, target original": "gptq,target=original",
-    "yaqa, target original": "gptq,solver=yaqa,target=original",
-    "yaqa, target original, asymmetric": "gptq,solver=yaqa,target=original,sym=false",
-    "yaqa, target original, asymmetric, own text": f"gptq,solver=yaqa,target=original,sym=false,own={OWN}",
+    "gptq, target own": "gptq,target=own",
+    "yaqa": "gptq,solver=yaqa",
+    "yaqa, asymmetric": "gptq,solver=yaqa,sym=false",
+    "yaqa, asymmetric, own text": f"gptq,solver=yaqa,sym=false,own={OWN_TEXTS}",
     "gguf": "gguf",
-    "gguf, yaqa, target original": "gguf,solver=yaqa,target=original",
-    "gguf, yaqa, target original, own text": f"gguf,solver=yaqa,target=original,own={OWN}",
+    "gguf, yaqa": "gguf,solver=yaqa",
+    "gguf, yaqa, own text": f"gguf,solver=yaqa,own={OWN_TEXTS}",
 }
 
 
@@ -331,6 +336,7 @@ def add_flags(group) -> None:
     """Flags of this part, for an argparse group."""
     add = group.add_argument
     add("--text", type=Path, default=HELDOUT, help="measured on, beside the held-out text")
+    add("--only", default="", metavar="REGEX", help="of our rows, run those that match; nothing is written")
     add("--ours", action="append", default=[], metavar="NAME=METHOD,OPTION=VALUE", help="besides `OURS`")
     add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match")
     add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
@@ -436,7 +442,7 @@ class Quality:
         path = self.folder / f"{model}-own.jsonl"
         took = path.with_suffix(".seconds")
         if not took.exists():
-            samples = self.size[0] if self.args.quick else OWN
+            samples = self.size[0] if self.args.quick else OWN_TEXTS
             asked = ["sample", self.models[model], "-o", path, "--samples", samples, "--seqlen", self.size[1]]
             asked += ["--batch-size", 128, "--dtype", "float32", "-q", "--overwrite"]
             command = [sys.executable, "-m", "quantkit", *map(str, asked)]
@@ -461,7 +467,8 @@ class Quality:
 
     def own_cases(self) -> list[Case]:
         chosen = OURS | dict(each.split("=", 1) for each in self.args.ours)
-        return [our_case(label, text) for label, text in chosen.items()]
+        found = [our_case(label, text) for label, text in chosen.items()]
+        return [case for case in found if re.search(self.args.only, case.label)]
 
     def show(self) -> None:
         """Run everything, print the tables or put them where they belong."""
@@ -473,7 +480,7 @@ class Quality:
         note = f"CPU seconds of one thread. Versions: {', '.join(sorted(tools))}.\n"
         texts = [path.name for path in self.texts]
         for marker, text in self.sections(peers, ours, texts, note).items():
-            if self.args.write:
+            if self.args.write and not self.args.only:
                 write_section(marker, text, ROOT / "docs/measurements/other-tools.md")
                 if f"<!-- {marker} -->" in (ROOT / "README.md").read_text():
                     write_section(marker, text, ROOT / "README.md")
@@ -486,8 +493,8 @@ class Quality:
         about = (
             f"\nThe columns KL were measured on {texts[0]}: {self.limit:,} tokens, context {CONTEXT}. "
             f"All tools calibrate on the same {SAMPLES} × {SEQLEN} tokens. Rows with own text calibrate on "
-            f"{OWN} × {SEQLEN} tokens that the model wrote (`quantkit sample`); their CPU seconds include "
-            f"writing them. "
+            f"{OWN_TEXTS} × {SEQLEN} tokens that the model wrote (`quantkit sample`); their CPU seconds "
+            f"include writing them. "
         )
         return {"peers": best + about + note, "peers-all": every}
 
@@ -577,8 +584,8 @@ LINES = {  # label in the table -> label in the picture, colour, marker
     "GPTQModel, mse 2.4": ("GPTQModel GPTQ", "#7a8793", "D"),
     "AutoRound, 200 iterations": ("AutoRound", "#b07d2b", "^"),
     "llama-quantize, imatrix": ("llama-quantize", "#a05195", "v"),
-    "**quantkit yaqa, target original, asymmetric**": ("quantkit gptq, yaqa", "#1a6fdb", "o"),
-    "**quantkit gguf, yaqa, target original**": ("quantkit gguf, yaqa", "#0b3c8c", "P"),
+    "**quantkit yaqa, asymmetric**": ("quantkit gptq, yaqa", "#1a6fdb", "o"),
+    "**quantkit gguf, yaqa**": ("quantkit gguf, yaqa", "#0b3c8c", "P"),
 }
 
 
@@ -589,8 +596,9 @@ def points() -> dict[str, list[tuple[float, float]]]:
     found = defaultdict(list)
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) > 3 and cells[0].startswith("demo,") and cells[1] in LINES:
-            found[cells[1]].append((float(cells[2]), float(cells[3])))
+        label = cells[1].replace(", target original", "") if len(cells) > 3 else ""
+        if cells[0].startswith("demo,") and label in LINES:
+            found[label].append((float(cells[2]), float(cells[3])))
     return found
 
 

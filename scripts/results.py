@@ -56,11 +56,7 @@ GPTQ = {
     for solver in ("gptq", "rtn")
 }
 BEST = {  # what takes more time
-    f"{bits} bit, yaqa, target original": (
-        "gptq",
-        {"bits": bits, "solver": "yaqa", "target": "original"},
-    )
-    for bits in (4, 3, 2)
+    f"{bits} bit, yaqa": ("gptq", {"bits": bits, "solver": "yaqa"}) for bits in (4, 3, 2)
 }
 OWN = {  # calibrated on text that the model writes itself
     f"{name}, own text": made
@@ -147,13 +143,13 @@ README = (
     "gptq 4 bit",
     "nf4 gptq",
     "gptq 3 bit",
-    "4 bit, yaqa, target original, own text",
+    "4 bit, yaqa, own text",
 )
 # (better, worse, factor): the KL divergence of the first is at most factor times that of the second
 CLAIMS = {
     "every": [
         *((f"gptq {bits} bit", f"rtn {bits} bit", 1.0) for bits in (8, 4, 3, 2)),
-        *((f"{bits} bit, yaqa, target original", f"gptq {bits} bit", 0.9) for bits in (4, 3, 2)),
+        *((f"{bits} bit, yaqa", f"gptq {bits} bit", 0.9) for bits in (4, 3, 2)),
         *((f"{name}, own text", name, 0.9) for name in BEST),
         ("nf4 gptq", "nf4", 0.6),
         ("awq 4 bit", "rtn 4 bit", 1.0),
@@ -397,7 +393,7 @@ PRESETS = {  # engine and further flags -> presets whose bits are the budgets
     ("llama.cpp",): ("Q2_K", "Q3_K_M", "Q4_K_M"),
     ("any", "--no-sym"): ("3 bit g128",),
 }
-STRONGEST = ["--set", "quant.solver=yaqa", "--set", "quant.target=original"]
+STRONGEST = ["--set", "quant.solver=yaqa"]
 UNIFORM, IMATRIX = 0.7, 0.5  # of the uniform preset's divergence, and of the imatrix file's, at most
 AUTO_HEAD = ["model", "engine", "size of", "bits/weight", "uniform: predicted", "uniform: measured"]
 AUTO_HEAD += ["searched: predicted", "searched: measured", "searched / uniform", "yaqa: measured"]

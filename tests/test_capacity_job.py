@@ -103,7 +103,7 @@ def test_times_are_ranges_with_a_basis():
     for row in here.values():
         quick, slow = row["seconds"]
         assert 0 < quick < slow and "GFLOPS a core" in row["basis"]
-    assert here["nf4"]["seconds"][1] < here["gptq"]["seconds"][0] < here["awq"]["seconds"][0]
+    assert here["nf4"]["seconds"][1] < min(here["gptq"]["seconds"][0], here["awq"]["seconds"][0])
     # published: 13B in 21 minutes
     quick, slow = of_config("Llama-2-13b", devices.find("a100-80g"))["gptq"]["seconds"]
     assert quick <= 21 * 60 <= slow

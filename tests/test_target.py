@@ -41,7 +41,8 @@ def site(signal: float, tokens: int = TOKENS, missing: bool = True):
     short = signal * inputs @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(tokens, ROWS, seed=6)
     sums = Statistics(WIDTH, torch.device("cpu"))
     for part in (slice(0, tokens // 3), slice(tokens // 3, tokens)):
-        sums.add(inputs[part], Counterpart(theirs[part], short[part] if missing else None))
+        alone = (weight, short[part]) if missing else ()
+        sums.add(inputs[part], Counterpart(theirs[part], *alone))
     meant = theirs @ weight.T + (short if missing else 0)
     return weight, inputs, meant, sums.finish()
 
@@ -62,6 +63,36 @@ def test_a_move_is_the_least_squares_answer_as_far_as_it_is_real(missing):
     assert 0.99 < share < 1
     before, after = ((inputs @ w.T - meant).square().sum() for w in (weight, moved))
     assert after < 0.3 * before
+
+
+def test_a_linear_alone_has_the_same_answer_as_one_of_several():
+    """W (X̃ - X)ᵀX is one product with W or two without."""
+    weight, inputs, _, several = site(signal=1.0, missing=False)
+    sums = Statistics(WIDTH, torch.device("cpu"))
+    theirs = inputs + inputs @ randn(WIDTH, WIDTH, seed=3) + 0.5 * randn(TOKENS, WIDTH, seed=4)
+    for part in cut(torch.arange(TOKENS), TOKENS):
+        sums.add(inputs[part], Counterpart(theirs[part], weight))
+    (one,), (other,) = move([weight], sums.finish()), move([weight], several)
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+def test_batches_without_a_counterpart_count_for_the_hessian_alone():
+    weight, inputs, _, paired = site(signal=1.0)
+    sums, more = Statistics(WIDTH, torch.device("cpu")), 3 * randn(500, WIDTH, seed=7)
+    meant = inputs + inputs @ randn(WIDTH, WIDTH, seed=3) + 0.5 * randn(TOKENS, WIDTH, seed=4)
+    short = inputs @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(TOKENS, ROWS, seed=6)
+    first, last = cut(torch.arange(TOKENS), TOKENS)
+    sums.add(inputs[first], Counterpart(meant[first], weight, short[first]))
+    sums.add(more)
+    sums.add(inputs[last], Counterpart(meant[last], weight, short[last]))
+    found = sums.finish()
+    everything = torch.cat([inputs, more]).double()
+    torch.testing.assert_close(
+        found.hessian.double(), 2 * everything.T @ everything / (TOKENS + 500), rtol=1e-4, atol=1e-4
+    )
+    torch.testing.assert_close(found.paired, paired.hessian)
+    torch.testing.assert_close(gptq.aimed([weight], found, 0.01), gptq.aimed([weight], paired, 0.01))
+    assert paired.paired is None, "H of all is that of the pairs"
 
 
 def test_the_share_that_is_real_is_what_two_halves_say_alike():
@@ -113,7 +144,7 @@ def test_error_feedback_comes_nearer_to_the_original():
         assert solved.fallback is None
         errors[name] = (inputs @ solved.weight.values().T - meant).square().sum()
     assert errors["original"] < 0.5 * errors["own"]
-    assert GptqSolver().needs == {"hessian"} and GptqSolver(target="original").needs == {"hessian", "drift"}
+    assert GptqSolver().needs == {"hessian", "drift"} and GptqSolver(target="own").needs == {"hessian"}
 
 
 WRITERS = {
@@ -172,7 +203,6 @@ def test_a_job_ends_nearer_to_the_original(model, tmp_path):
     "method, options", [("gptq", TWO_BITS), ("awq", {"group_size": 32, "solver": "gptq"})]
 )
 def test_ways_of_running_and_a_resumed_job_write_the_same(model, tmp_path, monkeypatch, method, options):
-    options = {**options, "target": "original"}
     arguments = {"calibration": jobs.calibration(tmp_path), "batch_size": 2, "sequential": "suspend"}
     jobs.quantize(method, model, tmp_path / "suspend" / "out", options, **arguments)
     jobs.quantize(method, model, tmp_path / "repeat" / "out", options, **arguments | {"sequential": "repeat"})
@@ -204,18 +234,16 @@ def test_experts_that_are_streamed_and_those_in_memory_become_the_same(tmp_path,
     for name in ("streamed", "resident"):
         monkeypatch.setattr(expert_share, "streams", lambda nbytes, free, name=name: name == "streamed")
         made = tmp_path / name / "out"
-        jobs.quantize("gptq", folder, made, {**TWO_BITS, "target": "original"}, **arguments)
+        jobs.quantize("gptq", folder, made, TWO_BITS, **arguments)
         files.append(jobs.tensors(made))
     own = tmp_path / "own"
-    jobs.quantize("gptq", folder, own, TWO_BITS, **arguments)
+    jobs.quantize("gptq", folder, own, {**TWO_BITS, "target": "own"}, **arguments)
     for name, tensor in files[0].items():
         assert torch.equal(tensor, files[1][name]), name
     name = next(name for name in files[0] if "layers.1.self_attn.o_proj" in name and "weight" in name)
     assert not torch.equal(files[0][name], jobs.tensors(own)[name])
 
 
-def test_rounding_to_nearest_has_no_other_target(model, tmp_path):
-    with pytest.raises(QuantkitError, match="--target original needs --solver gptq"):
-        jobs.prepare("nf4", model, tmp_path / "out", {"target": "original"}, progress=Progress())
+def test_an_unknown_target_is_refused(model, tmp_path):
     with pytest.raises(QuantkitError, match="--target none: no such target"):
         jobs.prepare("gptq", model, tmp_path / "out", {"target": "none"}, progress=Progress())

@@ -18,6 +18,7 @@ from quantkit.capacity.settings import Settings
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
+from quantkit.quantize.calibrate import original_every
 from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
@@ -82,7 +83,7 @@ def _record(
     shapes = shapes_of(parameters, settings, DTYPE_BYTES[dtype], samples, seqlen, free)
     calibrated = work.forwards > 0
     scaled = 1.0 if work.transform else work.sample
-    needs = {"hessian"} if calibrated else ()
+    needs = _needs(module.Options()) if calibrated else frozenset()
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
@@ -92,7 +93,7 @@ def _record(
     need = peak(suspend)
     if ordered and not suspend:
         need = peak(suspend, sites_at_once(shapes, memory, need.computing))
-    seconds, basis = _seconds(work, parameters, device, suspend, samples, seqlen)
+    seconds, basis = _seconds(work, needs, parameters, device, suspend, samples, seqlen)
     return {
         "peak_memory_bytes": need.computing + (0 if on_gpu else INTERPRETER_BYTES),
         "above_interpreter_bytes": need.computing,
@@ -109,8 +110,20 @@ def _record(
     }
 
 
+def _needs(options: Any) -> frozenset[str]:
+    """Return the statistics that the solver of these options needs."""
+    feeds_back = getattr(options, "solver", "rtn") != "rtn" and options.target == "original"
+    return frozenset({"hessian", "drift"} if feeds_back else {"hessian"})
+
+
 def _seconds(
-    work: Work, parameters: Parameters, device: Device | None, suspend: bool, samples: int, seqlen: int
+    work: Work,
+    needs: frozenset[str],
+    parameters: Parameters,
+    device: Device | None,
+    suspend: bool,
+    samples: int,
+    seqlen: int,
 ) -> tuple[list[float] | None, str]:
     """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
     soonest, latest = START_SECONDS
@@ -119,7 +132,7 @@ def _seconds(
     if device is None or device.kind != "cuda":
         cores, linears = processor.cores(), parameters.linears
         encoded = [one for one in parameters.outside if len(one.shape) > 1] if work.outside else []
-        operations = _operations(work, parameters, suspend, samples, seqlen)
+        operations = _operations(work, needs, parameters, suspend, samples, seqlen)
         weights = sum(one.size for one in [*linears, *encoded])
         times = [
             start + (operations / rate + each * weights) / cores
@@ -137,7 +150,9 @@ def _seconds(
     return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
 
-def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int, seqlen: int) -> float:
+def _operations(
+    work: Work, needs: frozenset[str], parameters: Parameters, suspend: bool, samples: int, seqlen: int
+) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, samples * seqlen
     if not work.forwards:
@@ -145,7 +160,11 @@ def _operations(work: Work, parameters: Parameters, suspend: bool, samples: int,
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
     forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, seqlen) / tokens)
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
-    moments = sum(width**2 for *_, width in sites) * tokens * (1 + work.sample)
+    squares = sum(width**2 for *_, width in sites) * tokens
+    moments = squares * (1 + work.sample)
+    if "drift" in needs:  # of the original, and of its inputs with those here
+        share = 1 / original_every(tokens, max(width for *_, width in sites))
+        forwards, moments = forwards + share, moments + 2 * share * squares
     head = [one for one in parameters.outside if len(one.shape) > 1][-1:] if work.outside else []
     solver = work.products * sum(one.size * one.shape[-1] for one in [*linears, *head])
     return forwards * OVERHEAD * 2 * sum(one.size for one in linears) * tokens + moments + solver

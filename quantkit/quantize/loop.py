@@ -21,7 +21,7 @@ from quantkit.models.files.open import check_unchanged, watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
-from quantkit.quantize.calibrate import cache_peaks, curvature, walk
+from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
 from quantkit.quantize.calibrate.original import Original
@@ -103,18 +103,24 @@ class _Loop:
             self.timings.notes.append(note)
         with self.timings("load"), mapped():
             self.skeleton.load_rest()
-            self.originals = self._entering() if "drift" in self.method.needs else None
+            self.originals = self._entering(self._sample()) if "drift" in self.method.needs else None
         self.curvatures = self._curvatures() if "curvature" in self.method.needs else None
         with self.timings("load"):
             self.method.output.install_rest(
                 job.material, self.method.solver, job.batches, progress, self.place
             )
-        self.states = self._entering()
+        self.states = self._entering(range(len(job.batches)))
 
-    def _entering(self) -> States:
-        """Return the inputs of the first block."""
-        entering = (self.skeleton.embed(ids) for ids in self.job.batches)
+    def _entering(self, numbers: Iterable[int]) -> States:
+        """Return the inputs of the first block, of these batches."""
+        entering = (self.skeleton.embed(self.job.batches[k]) for k in numbers)
         return States(entering, self.skeleton.device, self.place)
+
+    def _sample(self) -> range:
+        """Return the numbers of this rank's batches that the original model runs on."""
+        widest = max(row.in_features for row in self.job.specs if row.grid)
+        every = original_every(self.job.calibration.tokens.numel(), widest)
+        return range(0, len(self.job.batches), every)
 
     def _curvatures(self) -> Curvatures:
         """Return the curvatures of the linears in all blocks that are not staged yet."""
@@ -243,7 +249,15 @@ class _Loop:
             return nullcontext()
         with self.timings("original"):
             return closing(
-                Original(self.skeleton, block.index, block.sites, block.chosen, self.originals, self.states)
+                Original(
+                    self.skeleton,
+                    block.index,
+                    block.sites,
+                    block.chosen,
+                    self.originals,
+                    self.states,
+                    self._sample(),
+                )
             )
 
     def _measure(self, block: Block, parts: BlockParts, original: Original | None) -> Measured:

@@ -1,3 +1,11 @@
 """Run a block on the calibration text and sum the statistics of its sites."""
 
 LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
+
+ENOUGH = 24  # tokens for each input of the widest linear, with a counterpart in the original model
+
+
+def original_every(tokens: int, widest: int) -> int:
+    """Return n: the original model runs on every n-th batch, so at most on half of the tokens. tokens: of the
+    calibration text. widest: number of inputs of the widest linear."""
+    return max(2, tokens // (ENOUGH * widest))

@@ -21,16 +21,17 @@ KEPT_INPUTS = 512  # inputs of a site that are kept as they are, at most
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A batch in the original model. inputs: of the site, `[..., in]`. missing: hidden states to which the
-    site's linear adds its output, original minus quantized model, float32 `[..., out]`."""
+    """A batch in the original model. inputs: of the site, `[..., in]`. weight: of the site's only linear,
+    `[out, in]`. missing: hidden states to which that linear adds its output, original minus quantized model,
+    float32 `[..., out]`."""
 
     inputs: Tensor
+    weight: Tensor | None = None
     missing: Tensor | None = None
 
 
 def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
     """Add `shortᵀ rows` of the first and the second half of a batch to `sums [2, width, in]`."""
-    short = short.reshape(len(rows), -1)
     if sums is None:
         sums = rows.new_zeros(2, short.shape[1], rows.shape[1])
     half = len(rows) // 2
@@ -57,6 +58,8 @@ class Statistics:
         self.fourths: list[Tensor] | None = [] if "fourth" in needs else None  # of each half of a batch
         self.inputs = torch.zeros(0, in_features, device=device) if "inputs" in needs else None
         self.every = 1  # of so many tokens, one is kept
+        self.paired: Tensor | None = None  # the part of H of batches with a counterpart
+        self.paired_tokens = 0
         self.drift: Tensor | None = None
         self.missing: Tensor | None = None
 
@@ -75,42 +78,60 @@ class Statistics:
         if self.fourths is not None:
             equal = rows * rows.square().mean(1, keepdim=True).clamp(min=TINY).rsqrt()
             self.fourths += (part.pow(4).sum(0) for part in equal.tensor_split(2))
-        if self.hessian is not None:
-            for start in range(0, self.in_features, self.width):
-                panel = slice(start, min(start + self.width, self.in_features))
-                self.hessian[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
         if self.magnitude is not None:
             self.magnitude += rows.abs().sum(0)
         if counterpart is not None:
-            self.drift = _correlate(self.drift, counterpart.inputs.reshape(rows.shape).float() - rows, rows)
-        if counterpart is not None and counterpart.missing is not None:
-            self.missing = _correlate(self.missing, counterpart.missing, rows)
+            self._pair(rows, counterpart)
+        elif self.hessian is not None:
+            self._add_moments(self.hessian, rows)
+
+    def _pair(self, rows: Tensor, counterpart: Counterpart) -> None:
+        """Add a batch and its counterpart in the original model."""
+        self.paired = torch.zeros_like(self.hessian) if self.paired is None else self.paired
+        self._add_moments(self.paired, rows)
+        self.paired_tokens += len(rows)
+        drift = counterpart.inputs.reshape(rows.shape).float() - rows
+        if counterpart.weight is None:
+            self.drift = _correlate(self.drift, drift, rows)
+            return
+        missing = drift @ counterpart.weight.float().t()
+        if counterpart.missing is not None:
+            missing += counterpart.missing.view_as(missing)
+        self.missing = _correlate(self.missing, missing, rows)
+
+    def _add_moments(self, sums: Tensor, rows: Tensor) -> None:
+        for start in range(0, self.in_features, self.width):
+            panel = slice(start, min(start + self.width, self.in_features))
+            sums[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
 
     def finish(self) -> SiteStatistics:
         """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
         if distributed.count() > 1:
             self._add_up()
         tokens = max(self.tokens, 1)
-        if self.hessian is not None:
-            lower = self.hessian.tril_()
-            diagonal = lower.diagonal().clone()
-            lower.add_(lower.t().clone()).mul_(2 / tokens)
-            lower.diagonal().copy_(diagonal.mul_(2 / tokens))
+        if self.paired is not None:
+            self.hessian += self.paired
+        if self.paired_tokens == self.tokens:
+            self.paired = None
+        for sums, summed in ((self.hessian, tokens), (self.paired, self.paired_tokens)):
+            if sums is not None:
+                _mirror(sums.mul_(2 / summed))
         if self.magnitude is not None:
             self.magnitude.div_(tokens)
         for sums in (self.drift, self.missing):
             if sums is not None:
-                sums.mul_(2 / tokens)
+                sums.mul_(2 / self.paired_tokens)
         square = self.square_sums()
         square = None if square is None else square.float() / tokens
         return SiteStatistics(
-            self.hessian, self.magnitude, self.peak, square, self.tokens, self.drift, self.missing,
-            inputs=self.inputs, fourth=self._fourth(),
+            self.hessian, self.magnitude, self.peak, square, self.tokens, self.paired, self.drift,
+            self.missing, inputs=self.inputs, fourth=self._fourth(),
         )  # fmt: skip
 
     def _add_up(self) -> None:
         """Add the sums of the other ranks."""
         self.tokens = sum(distributed.all_gather(self.tokens))
+        self.paired_tokens = sum(distributed.all_gather(self.paired_tokens))
         if self.peak is not None:
             distributed.largest_(self.peak)
         if self.squares is not None:
@@ -125,14 +146,15 @@ class Statistics:
         for sums in (self.hessian, self.magnitude):
             if sums is not None:
                 distributed.sum_(sums)
-        self.drift, self.missing = self._added(self.drift), self._added(self.missing)
+        for name in ("paired", "drift", "missing"):
+            setattr(self, name, self._added(getattr(self, name)))
 
     def _added(self, sums: Tensor | None) -> Tensor | None:
-        """Return the sum over all ranks that have `sums [2, width, in]`; None if no rank has them."""
-        width = max(distributed.all_gather(0 if sums is None else sums.shape[1]))
-        if width and sums is None:
-            sums = torch.zeros(2, width, self.in_features, device=self.device)
-        return distributed.sum_(sums) if width else None
+        """Return the sum over all ranks that have `sums`; None if no rank has them."""
+        shape = max(distributed.all_gather(() if sums is None else tuple(sums.shape)))
+        if shape and sums is None:
+            sums = torch.zeros(shape, device=self.device)
+        return distributed.sum_(sums) if shape else None
 
     def _keep(self, rows: Tensor) -> None:
         """Keep every `every`-th row, at most KEPT_INPUTS rows in all."""
@@ -157,6 +179,13 @@ class Statistics:
         if not self.squares:
             return None if self.squares is None else torch.zeros(self.in_features, dtype=torch.float64)
         return torch.stack(self.squares).cpu().double().sum(0)
+
+
+def _mirror(lower: Tensor) -> None:
+    """Copy the part below the diagonal to above the diagonal, in place."""
+    diagonal = lower.tril_().diagonal().clone()
+    lower.add_(lower.t().clone())
+    lower.diagonal().copy_(diagonal)
 
 
 def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:

@@ -1,13 +1,16 @@
 """The original model's run on the same tokens as the model that is being quantized.
 
 Before a block is quantized, the original model's hidden states run through it; the inputs of its sites and
-the outputs of its writers (residual.py) are kept. Each batch of the quantized model at a site then has a
-counterpart. Sites of single experts have none, because the original model routes tokens differently.
+the outputs of its writers (residual.py) are kept. Each of these batches of the quantized model at a site then
+has a counterpart. Sites of single experts have none, because the original model routes tokens differently.
+
+The original model runs on a sample of the batches (`original_every`), because the move of the weights
+(`moved` in solvers/gptq.py) needs fewer tokens than error feedback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
@@ -26,8 +29,9 @@ Batches = dict[int, Tensor]
 
 
 class Original:
-    """A block with its original weights, run on the `original` model's hidden states. Later `run` runs the
-    same block on `states`, while it is quantized. leaving: the outputs for the original states.
+    """A block with its original weights, run on the `original` model's hidden states: one batch for each
+    number in `sample`, this rank's numbers of batches. Later `run` runs the same block on `states`, while it
+    is quantized. leaving: the outputs for the original states.
 
     The inputs of all sites and the outputs of all writers but the last are kept where the states are.
     """
@@ -40,16 +44,18 @@ class Original:
         chosen: Iterable[Site],
         original: States,
         states: States,
+        sample: Sequence[int],
     ):
         self._skeleton, self._index = skeleton, index
         self._original, self._states = original, states
+        self._at = {k: at for at, k in enumerate(sample)}
         self._where = original.home
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
         self._inputs: dict[Site, Batches] = {
             site: {} for site in chosen if site.linears and not site.pool and site.calls == 1
         }
-        probe = distributed.broadcast(lambda: original[0][:1, :PROBE_TOKENS].clone())
+        probe = distributed.broadcast(lambda: states[0][:1, :PROBE_TOKENS].clone())
         self._block = skeleton.blocks[index]
         self.writers = find_writers(self._block, list(sites), partial(skeleton.run_block, index), probe)
         self._theirs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
@@ -58,25 +64,33 @@ class Original:
         self.leaving = self._observe()
         self._hooks = self._listen(self._ours, skeleton.device)
 
-    def run(self, k: int, most: int | None = None, states: States | None = None) -> Tensor:
-        """Return the block's present output for batch k of `states`, by default the quantized model's. most:
-        only its first sequences."""
+    def run(self, k: int, most: int | None = None) -> Tensor:
+        """Return the block's present output for batch k of the quantized model. most: only its first
+        sequences."""
+        return self._run(k if k in self._at else None, self._states[k][:most])
+
+    def _run(self, k: int | None, hidden: Tensor) -> Tensor:
         token = self._batch.set(k)
         try:
-            return self._skeleton.run_block(self._index, (states or self._states)[k][:most])
+            return self._skeleton.run_block(self._index, hidden)
         finally:
             self._batch.reset(token)
 
     def counterpart(self, site: Site, k: int | None = None) -> Counterpart | None:
         """Return batch k at `site` in the original model, and forget it; None if unknown. Without k, the
         batch is that of the forward pass that is running."""
-        if site not in self._inputs:
-            return None
         k = self._batch.get() if k is None else k
+        if site not in self._inputs or k not in self._at:
+            return None
         inputs = self._inputs[site].pop(k).to(self._skeleton.device)
         if site in self._scales:
             inputs = inputs / self._scales[site]
-        return Counterpart(inputs, self._missing(site.linears[0], k) if len(site.linears) == 1 else None)
+        if len(site.linears) > 1:
+            return Counterpart(inputs)
+        (name,) = site.linears
+        weight, missing = self._skeleton.part(self._index, name).weight, self._missing(name, k)
+        narrow = len(weight) <= site.in_features
+        return Counterpart(inputs, weight if narrow or missing is not None else None, missing)
 
     def divide(self, scales: Mapping[Site, Tensor]) -> None:
         """Divide the kept inputs of these sites by a scale `[in]`, as the transformed block does."""
@@ -86,7 +100,7 @@ class Original:
         """Return the hidden states that a writer adds to, original minus quantized; None for others."""
         if name not in self.writers:
             return None
-        missing = self._original[k].float() - self._states[k]
+        missing = self._original[self._at[k]].float() - self._states[k]
         for before in self.writers[: self.writers.index(name)]:
             missing += self._theirs[before][k].to(missing.device)
             missing -= self._ours[before][k]
@@ -106,8 +120,9 @@ class Original:
                     lambda module, args, kept=kept: self._keep(kept, args[0], self._where)
                 )
                 stack.callback(hook.remove)
-            run = partial(self.run, states=self._original)
-            outputs = self._skeleton.in_step(self._index, run, len(self._original))
+            batches = list(self._at)
+            run = lambda at: self._run(batches[at], self._original[at])  # noqa: E731
+            outputs = self._skeleton.in_step(self._index, run, len(batches))
             return [output.to(self._where) for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quantkit.models.machine import expert_share
-from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, original_every
 
 MIB = 1 << 20
 COMFORT = 0.8  # of the free memory that a job may take where there is another way
@@ -183,8 +183,10 @@ def peak_memory(
             experts = map(expert_share.expert_of, shapes.experts)
             elsewhere = shapes.states * len({name.rpartition(".")[0] for name in experts})
         if "drift" in needs:  # inputs and outputs of the original's sites, and their moments with those here
-            elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * shapes.tokens * element
-            moments *= 5
+            batches = -(-shapes.tokens // shapes.batch_tokens)
+            sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
+            elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * sampled * element
+            moments *= 4
         if "curvature" in needs:
             solving += _curvatures(shapes)
         if whole:

@@ -21,9 +21,11 @@ class SiteStatistics:
     over each half of the tokens, `[2, in]`. curvatures: for each linear to be quantized, G of its outputs,
     `[out, out]` (`curvature`), or None if no gradient reached it.
 
-    With the original model's inputs X̃: drift, `2 (X̃ - X)ᵀX / tokens`, `[2, in, in]`, one part for each half
-    of the tokens, to be added up; missing, for a linear that adds its output to hidden states,
-    `2 RᵀX / tokens`, `[2, out, in]`, with R the original model's hidden states minus the quantized model's.
+    Of the tokens that also have inputs X̃ of the original model: paired, their H; None if it is that of all.
+    drift, `2 (X̃ - X)ᵀX / tokens`, `[2, in, in]`, one part for each half of the tokens, to be added up.
+    missing, instead of a drift where a linear has the site alone, `2 ((X̃ - X)Wᵀ + R)ᵀX / tokens`,
+    `[2, out, in]`, with R the original minus the quantized model's hidden states to which that linear adds
+    its output.
     """
 
     hessian: Tensor | None = None
@@ -31,6 +33,7 @@ class SiteStatistics:
     peak: Tensor | None = None
     square: Tensor | None = None
     tokens: int = 0
+    paired: Tensor | None = None
     drift: Tensor | None = None
     missing: Tensor | None = None
     curvatures: tuple[Tensor | None, ...] = ()
@@ -39,11 +42,11 @@ class SiteStatistics:
 
     def divided(self, scale: Tensor) -> SiteStatistics:
         """Return the statistics of inputs divided by `scale [in]`; changes this object's tensors in place."""
-        drift = None if self.drift is None else self.drift.div_(scale).div_(scale[:, None])
-        missing = None if self.missing is None else self.missing.div_(scale)
-        hessian = self.hessian.div_(scale).div_(scale[:, None])
-        peak = None if self.peak is None else self.peak / scale
-        return replace(self, hessian=hessian, magnitude=None, peak=peak, drift=drift, missing=missing)
+        for moments in filter(lambda found: found is not None, (self.hessian, self.paired, self.drift)):
+            moments.div_(scale).div_(scale[:, None])
+        if self.missing is not None:
+            self.missing.div_(scale)
+        return replace(self, magnitude=None, peak=None if self.peak is None else self.peak / scale)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class GptqSolver:
     damp: float = 0.01
     act_order: str = "group"
     refine: int = 2
-    target: Target = "own"
+    target: Target = "original"
 
     @property
     def needs(self) -> frozenset[str]:
@@ -115,9 +115,10 @@ class GptqSolver:
 
 def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
     """Return the weights to be rounded: `weights`, or with a drift the W* that compensate for it."""
-    if statistics.drift is None:
+    if statistics.drift is None and statistics.missing is None:
         return weights
-    factor, _ = factorize(statistics.hessian.clone(), damp)
+    hessian = statistics.hessian if statistics.paired is None else statistics.paired
+    factor, _ = factorize(hessian.clone(), damp)
     return weights if factor is None else moved(weights, statistics, factor)
 
 
@@ -206,12 +207,10 @@ TINY = torch.finfo(torch.float32).tiny
 
 def moved(weights: Sequence[Tensor], statistics: SiteStatistics, factor: Tensor) -> list[Tensor]:
     """Return W* of each of a site's linears, `[out_k, in]`. factor: upper triangular A; `A Aᵀ` is the damped
-    H."""
+    H of the paired tokens."""
     found = []
-    for weight in weights:
-        halves = weight @ statistics.drift  # [2, out, in]
-        if statistics.missing is not None:
-            halves += statistics.missing
+    for weight in weights:  # [2, out, in]
+        halves = weight @ statistics.drift if statistics.missing is None else statistics.missing
         # Δ H Δᵀ of a move Δ is the square of these, [2, in, out]
         halves = torch.linalg.solve_triangular(factor, halves.mT, upper=True)
         move = halves.sum(0)

@@ -62,7 +62,10 @@ class YaqaSolver(GptqSolver):
         A linear keeps GPTQ's result, with a note, if its two-sided loss is lower or no gradient arrived.
         """
         assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
-        weights, statistics = aimed(weights, statistics, self.damp), replace(statistics, drift=None)
+        weights, statistics = (
+            aimed(weights, statistics, self.damp),
+            replace(statistics, drift=None, missing=None),
+        )
         plain = super().solve(weights, grids, statistics)
         if not statistics.curvatures:  # of the output matrix
             return plain
