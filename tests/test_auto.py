@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.auto import run, show, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.sensitivities import Row, Sensitivities
+from quantkit.capacity import devices
 from quantkit.quantize.prepare import plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -94,6 +95,49 @@ def test_a_size_holds_all_files(auto, tmp_path):
     found = auto("--max-size", f"{whole}", "-o", "sized", "--sensitivities", "table.json")
     assert found["searched"]["disk_bytes"] <= whole
     assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole
+
+
+MEMORY = 12 << 30  # of an rtx-3060, of which nine tenths are used
+PER_TOKEN = 6 * 2 * 2 * 64  # values of the demo model: layers, keys and values, heads, size of a head
+
+
+def test_what_a_device_leaves_to_the_weights_is_counted(quantkit, demo_model):
+    """Against the formula by hand, and the fixed bytes that --max-size subtracts."""
+
+    def planned(*arguments) -> dict:
+        words = ["--engine", "llama.cpp", "--samples", "8", "--dry-run", "--json", "-q"]
+        return json.loads(quantkit("auto", demo_model, *words, *arguments).out)
+
+    fixed = 4_000_000 - planned("--max-size", "4MB")["budget_bytes"]
+    found = planned("--gpu", "RTX 3060", "--ctx", "512", "--batch", "7371")
+    rows = {(row["ctx"], row["cache"]): row for row in found["rooms"]}
+    assert list(rows) == [(ctx, cache) for ctx in (512, 256) for cache in ("float16", "q8_0", "q4_0")]
+    room = int(0.9 * MEMORY) - 7371 * 512 * PER_TOKEN * 2 - fixed
+    assert rows[512, "float16"]["bytes"] == room
+    assert rows[512, "float16"]["bits"] == pytest.approx(8 * room / found["weights"])
+    assert {row["bits"] for row in rows.values()} == {rows[512, "float16"]["bits"], found["most_bits"]}
+    assert found["budget_bytes"] == rows[512, "q4_0"]["bytes"] and "cache" not in found
+    crowded = ["--gpu", "rtx-3060", "--ctx", "512", "--batch", "30000", "--engine", "llama.cpp"]
+    refused = quantkit("auto", demo_model, *crowded, "--samples", "8", "--dry-run")
+    assert refused.code == 4 and "too small" in refused.err and "less --ctx or --batch" in refused.err
+
+
+def test_bits_and_the_type_of_the_cache_are_chosen_together(auto, quantkit, source, tmp_path, monkeypatch):
+    gib = 0.00038  # with a cache of 16 bit, 5 bits a weight are left
+    monkeypatch.setitem(devices.DEVICES, "toy", devices.Device("toy", "cuda", gib, 1.0, 1.0))
+    text = ["--text", "calibration.txt", "--ctx", "64", "--limit", "1024"]
+    found = auto("--engine", "vllm", "--gpu", "toy", "--batch", "8", "-o", "found", *text)
+    whole = [row for row in found["rooms"] if row["ctx"] == 64]
+    assert [row["cache"] for row in whole] == ["bfloat16", "fp8"] and whole[0]["bits"] < 6 < whole[1]["bits"]
+    assert 0 < whole[0]["cache_kld"] < whole[1]["cache_kld"] < whole[0]["predicted_kld"]
+    assert found["cache"] == "fp8", "the weights lose more by few bits than the cache does"
+    cache = 8 * 64 * 2 * 2 * 16  # one layer with keys and values of two heads of 16
+    assert found["searched"]["output_bytes"] + cache <= 0.9 * gib * 2**30
+    done = quantkit("eval", source, "found", *text, "--kv-dtype", "fp8", "--dtype", "float32", "--json", "-q")
+    rows = json.loads(done.out)["models"]
+    assert [row["kv"] and row["kv"]["dtype"] for row in rows] == [None, "fp8", None, "fp8"]
+    assert rows[3]["metrics"]["kld"]["mean"] == pytest.approx(found[found["kept"]]["kld"])
+    assert rows[1]["metrics"]["kld"]["mean"] == pytest.approx(whole[1]["cache_kld"])
 
 
 def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):

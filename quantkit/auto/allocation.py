@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quantkit.auto.units import Candidate, Unit
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.tables import megabytes
 
 Losses = Mapping[tuple[str, str], float]  # by the names of unit and candidate
@@ -41,7 +41,7 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
             smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
         raise QuantkitError(
             f"{given} is too small; the smallest possible result is {smallest}",
-            "raise the budget, or choose another --engine",
+            "raise the budget (with --gpu: give less --ctx or --batch), or choose another --engine",
             UNSUPPORTED,
         )
 
@@ -52,12 +52,8 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
     Raises QuantkitError if even the best candidates lose more.
     """
     least = sum(min(losses[unit.name, one.name] for one in unit.candidates) for unit in units)
-    if least > bound:
-        raise QuantkitError(
-            f"--max-kld {bound:.2g} is too small: the smallest possible divergence is {least:.2g}",
-            "raise --max-kld, or choose another --engine",
-            USAGE,
-        )
+    what = f"--max-kld {bound:.2g} is too small: the smallest possible divergence is {least:.2g}"
+    require(least <= bound, what, "raise --max-kld, or choose another --engine", USAGE)
     return _solve(units, losses, bound, by_bytes=False)
 
 

@@ -34,6 +34,7 @@ from quantkit.quantize.outputs.gguf import TIED, solved_head
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import loss, rtn
 
+FP8 = ("bfloat16", "fp8")  # vLLM's caches
 EXPERT = re.compile(r"(.*\.experts)\.\d+\.")
 
 
@@ -43,7 +44,7 @@ class FolderSpace:
 
     widths: numbers of bits. groups: group sizes, used if they divide in_features. fuses: the engine fuses
     q/k/v and gate/up, which then need equal formats. zero_points: the engine can read several widths with
-    zero points. symmetric: candidates have no zero points.
+    zero points. symmetric: candidates have no zero points. caches: types of the KV cache.
     """
 
     layout: str
@@ -52,6 +53,7 @@ class FolderSpace:
     fuses: bool = True
     zero_points: bool = False
     symmetric: bool = True
+    caches: tuple[str, ...] = ("bfloat16",)
     method = "gptq"
 
     @property
@@ -127,6 +129,7 @@ class GgufSpace:
     """The units and candidates of llama.cpp, like `FolderSpace`. All experts' up matrices are one tensor."""
 
     method = "gguf"
+    caches = ("float16", "q8_0", "q4_0")
     options = gguf.Options()
     zero_points = False  # the types say which of them have a minimum
 
@@ -139,10 +142,8 @@ class GgufSpace:
             outside = target.name in (EMBEDDING, OUTPUT)
             if target.part is None and not stays_float(target.name, target.shape) and (members or outside):
                 fits = [name for name in TYPES if target.shape[-1] % BLOCKS[name][0] == 0]
-                found = sorted(
-                    (Candidate(name, nbytes(name, target.shape)) for name in fits),
-                    key=lambda one: one.nbytes,
-                )
+                found = [Candidate(name, nbytes(name, target.shape)) for name in fits]
+                found.sort(key=lambda one: one.nbytes)
                 block, weights = (members[0].block if members else None), math.prod(target.shape)
                 units += [Unit(target.name, block, members, weights, tuple(found))] if found else []
         return units
@@ -155,9 +156,8 @@ class GgufSpace:
         """Return the choices that llama-quantize makes for its file types."""
         found, targets = [], job.method.output.targets
         for name in FILE_TYPES:
-            types = {
-                one.name: one.type for one in gguf.chosen_types(self.options, name, targets, job.skeleton)
-            }
+            chosen = gguf.chosen_types(self.options, name, targets, job.skeleton)
+            types = {one.name: one.type for one in chosen}
             choice = {unit.name: types[unit.name] for unit in units}
             if all(kind in TYPES for kind in choice.values()):
                 found.append(Preset(name, choice, {"quant.type": (name,)}))
@@ -248,8 +248,9 @@ class GgufOutside:
 
 Space = FolderSpace | GgufSpace
 ENGINES: dict[str, Space] = {
-    "any": FolderSpace("gptq", (2, 3, 4, 8), zero_points=True),  # widths that most clients read
+    "any": FolderSpace("gptq", (2, 3, 4, 8), zero_points=True, caches=FP8),  # what most clients read
     "llama.cpp": GgufSpace(),
     "transformers": FolderSpace("compressed-tensors", tuple(WIDTHS), (32, 64, 128, 256), fuses=False),
-    "vllm": FolderSpace("compressed-tensors", (4, 8)),  # widths of the fast kernels, Marlin and Machete
+    # vLLM 0.32 on a GPU: Marlin and Machete run 4 and 8 bits, Humming all. Tried: 4 bits on a CPU
+    "vllm": FolderSpace("compressed-tensors", tuple(WIDTHS), caches=FP8),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -17,11 +18,13 @@ from quantkit.auto.engines import ENGINES, Space
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.solving import KEPT_IN
 from quantkit.auto.units import Preset, Unit, nbytes, usual
+from quantkit.capacity import source
+from quantkit.capacity.question import Question
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
 from quantkit.models.machine.device import free_memory
-from quantkit.options import CalibrationOptions, RunOptions, size_bytes
+from quantkit.options import MOST, CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
 from quantkit.quantize.prepare import recipe
@@ -42,7 +45,8 @@ STREAMS_SHARE = 0.25  # share of the free memory for streams
 class Auto:
     """A prepared search. job: a quantization job, which lists the linears. windows: text to measure results
     on. tokens: ids `[sequences, tokens]` to measure units on. statistics: other ids, for the solver's
-    Hessians. held_out: number of calibration sequences used as `windows`."""
+    Hessians. held_out: number of calibration sequences used as `windows`. cache: chosen type of the KV cache
+    with --gpu; None: the smallest."""
 
     request: AutoRequest
     space: Space
@@ -54,6 +58,7 @@ class Auto:
     statistics: Tensor
     output: Path
     held_out: int
+    cache: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -135,9 +140,27 @@ class Auto:
             "disk_bytes": max(waiting, two_results),
         }
 
+    @cached_property
+    def rooms(self) -> list[dict[str, Any]]:
+        """Return the bytes that fit the device of --gpu next to the KV cache, for all units: for the whole
+        context, then half of it, and each type of the cache. Activations get the share that plan leaves."""
+        options, checkpoint, rows = self.request.options, self.job.checkpoint, []
+        most = sum(unit.candidates[-1].nbytes for unit in self.units)
+        whole = options.ctx or min(windows_of.DEFAULT_CONTEXT, checkpoint.context or MOST)
+        for ctx, cache in itertools.product((whole, whole // 2), self.space.caches):
+            each = source.cache_bytes(checkpoint.folder, ctx, cache)
+            require(each is not None, "the KV cache of this model is unknown", "give --max-size", UNSUPPORTED)
+            left = Question(gpu=options.gpu).memory - options.batch * each - self.fixed_bytes
+            room = min(left, most)
+            rows.append({"ctx": ctx, "cache": cache, "bytes": room, "bits": max(0, 8 * room / self.weights)})
+        return rows
+
     def budget_bytes(self) -> int | None:
         """Return the bytes that all units may take; None with --max-kld."""
         options = self.request.options
+        if options.gpu is not None:
+            rows = self.rooms[: len(self.space.caches)]
+            return max(row["bytes"] for row in rows if self.cache in (None, row["cache"]))
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)
         if options.max_size is not None:
@@ -201,9 +224,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     kept = prepared.calibration.tokens[: len(prepared.calibration.tokens) - held_out]
     tokens, statistics = _apart(kept, request.options.search_tokens)
     presets = space.presets(units, prepared)
-    auto = Auto(
-        request, space, prepared, units, presets, windows, tokens, statistics, output, held_out
-    )  # fmt: skip
+    auto = Auto(request, space, prepared, units, presets, windows, tokens, statistics, output, held_out)
     if (budget := auto.budget_bytes()) is not None:
         sized = request.options.max_size is not None
         allocation.refuse_too_few(units, budget, auto.fixed_bytes if sized else None)
@@ -223,7 +244,7 @@ def _name(request: AutoRequest, space: Space) -> str:
     elif options.max_size is not None:
         budget = options.max_size.replace(" ", "")
     else:
-        budget = f"kld{options.max_kld:g}"
+        budget = options.gpu or f"kld{options.max_kld:g}"
     ending = ".gguf" if space.method == "gguf" else ""
     return f"{job.base_name(request.source)}-auto-{budget}{ending}"
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from quantkit.capacity.question import Question
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.options import option, parse_tokens, size_bytes
 from quantkit.quantize.methods import composing
 
+BUDGETS = ("bpw", "max_size", "max_kld", "gpu")
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
 
 
@@ -27,10 +29,14 @@ class AutoOptions:
     max_kld: float | None = option(
         None, "Largest KL divergence from the original, in nats per token: find the smallest such model."
     )
+    gpu: str | None = option(
+        None, "Device that the model must fit, with the best type of the KV cache, such as rtx-3090."
+    )
+    batch: int = option(1, "With --gpu: sequences at once.")
     engine: Literal["any", "llama.cpp", "transformers", "vllm"] = option(
         "any",
-        "Engine that loads the result. llama.cpp: a GGUF file. vllm: 4 and 8 bits. transformers: 2 to 8 bits "
-        "as compressed-tensors. any: 2, 3, 4 and 8 bits in the gptq layout.",
+        "Engine that loads the result. llama.cpp: a GGUF file. vllm, transformers: 2 to 8 bits as "
+        "compressed-tensors (vllm: not tried on a GPU). any: 2, 3, 4 and 8 bits in the gptq layout.",
     )
     sym: bool = option(
         True, "Symmetric grids; with --engine any also a zero point per group, better at 2 and 3 bits."
@@ -53,7 +59,8 @@ class AutoOptions:
     )
     ctx: int | None = option(
         None,
-        "Tokens of a window of --text, such as 2048 or 4k. (default: 2048, at most the model's context)",
+        "Tokens of a sequence, such as 2048 or 32k: of a window of --text, and with --gpu in the KV cache. "
+        "(default: 2048, at most the model's context)",
         parser=parse_tokens,
     )
     limit: int | None = option(None, "Use the first N tokens of --text.")
@@ -68,16 +75,16 @@ class AutoOptions:
 
     def check(self) -> None:
         """Raise QuantkitError for an invalid value, or unless exactly one budget is given."""
-        budgets = [name for name in ("bpw", "max_size", "max_kld") if getattr(self, name) is not None]
+        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(budgets) != 1:
             what = "no budget is given" if not budgets else f"{len(budgets)} budgets are given"
-            raise QuantkitError(what, "give one of --bpw 4.25, --max-size 4GB or --max-kld 0.02", USAGE)
+            raise QuantkitError(what, "give --bpw 4.25, --max-size 4GB, --max-kld 0.02 or --gpu NAME", USAGE)
+        Question(gpu=self.gpu, batch=self.batch).check()
         for name in ("bpw", "max_kld", "search_tokens", "search_streams"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise QuantkitError(
-                    f"--{name.replace('_', '-')} {value:g} is invalid", "choose a positive number", USAGE
-                )
+                what = f"--{name.replace('_', '-')} {value:g} is invalid"
+                raise QuantkitError(what, "choose a positive number", USAGE)
         for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
             if getattr(self, name) not in names:
                 what = f"--{name} {getattr(self, name)} is not supported by auto"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 
 from quantkit.auto import allocation, sensitivities
 from quantkit.auto.job import TABLE, Auto
+from quantkit.auto.options import BUDGETS
 from quantkit.auto.sensitivities import USUAL, Sensitivities, measure
 from quantkit.auto.units import Choice, Preset, anchors, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import job, loop
 from quantkit.quantize.prepare import finished
@@ -64,7 +67,9 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     with disk_errors(auto.folder, "run the same command with --resume"):
         table = _sensitivities(auto, known, progress)
         losses = table.losses(auto.units)
-        search = _Search(auto, losses, progress)
+        search, rooms = _Search(auto, losses, progress), []
+        if auto.request.options.gpu:
+            auto, rooms = search.with_cache()
         budget = auto.budget_bytes()
         tried = search.within_divergence() if budget is None else [search.within_bytes(budget)]
         searched, uniform = tried[-1], search.uniform(tried[-1])
@@ -73,6 +78,8 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
             recipe.write_text(kept.written, encoding="utf-8")
         _publish(auto, kept)
     return plan_record(auto) | {
+        "cache": auto.cache,
+        "rooms": rooms,
         "kept": SEARCHED if kept is searched else UNIFORM,
         SEARCHED: searched.record,
         UNIFORM: uniform and uniform.record,
@@ -93,7 +100,8 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "source": auto.request.source,
         "output": str(auto.output),
         "engine": options.engine,
-        "budget": {name: getattr(options, name) for name in ("bpw", "max_size", "max_kld")},
+        "budget": {name: getattr(options, name) for name in (*BUDGETS, "batch")},
+        "rooms": auto.rooms if options.gpu else [],
         "budget_bytes": auto.budget_bytes(),
         "units": len(auto.units),
         "weights": auto.weights,
@@ -166,6 +174,22 @@ class _Search:
     def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
         self._auto, self._losses, self._progress = auto, losses, progress
 
+    def with_cache(self) -> tuple[Auto, list[dict[str, Any]]]:
+        """Choose the type of the KV cache with which weights and cache together lose least. Return the search
+        with this type, and the rows of `rooms` that suffice, with both divergences."""
+        auto, losses = self._auto, self._losses
+        results = self._evaluated([auto.job.checkpoint], auto.space.caches)
+        measured, rooms = {one.kv.dtype: one.metrics.kld.mean for one in results[1:]}, []
+        smallest = sum(unit.candidates[0].nbytes for unit in auto.units)
+        for row in auto.rooms:
+            if row["bytes"] >= smallest:
+                predicted = self._predicted(allocation.within_bytes(auto.units, losses, row["bytes"]))
+                rooms.append(row | {"predicted_kld": predicted, "cache_kld": measured[row["cache"]]})
+        whole = [row for row in rooms if row["ctx"] == auto.rooms[0]["ctx"]]
+        best = min(whole, key=lambda row: row["predicted_kld"] + row["cache_kld"])
+        self._auto = replace(auto, cache=best["cache"])
+        return self._auto, rooms
+
     def within_bytes(self, budget: int) -> Made:
         """Make the best choice within `budget` bytes; a smaller one if its files exceed --max-size."""
         auto, limit = self._auto, None
@@ -235,13 +259,8 @@ class _Search:
             loop.run(job.prepare(request, progress), progress)
         source = auto.job.checkpoint
         models = [source, open_checkpoint(str(place), trust_remote_code=source.trust_remote_code)]
-        device = auto.job.plan.execution.torch_device
-
-        def listen(name: str, done: int, total: int) -> None:
-            progress.counting(f"evaluating {name}", done, total)
-
-        result = evaluate.evaluate(models, auto.windows, torch.float32, device, listen, chosen=METRICS)
-        metrics, size = result.results[1].metrics, result.results[1].size
+        *_, result = self._evaluated(models, (auto.cache,) if auto.cache else ())
+        metrics, size = result.metrics, result.size
         record = {
             "name": preset.name,
             "bits_per_weight": bits,
@@ -255,6 +274,16 @@ class _Search:
             "ppl": metrics.ppl.value,
         }
         return Made(preset, place, written, record)
+
+    def _evaluated(self, models: Sequence[Checkpoint], caches: Sequence[str]) -> list[evaluate.Result]:
+        """Measure models in float32, also with types of the KV cache."""
+        device, progress = self._auto.job.plan.execution.torch_device, self._progress
+
+        def listen(name: str, done: int, total: int) -> None:
+            progress.counting(f"evaluating {name}", done, total)
+
+        asked = {"chosen": METRICS, "kv_dtypes": caches}
+        return evaluate.evaluate(models, self._auto.windows, torch.float32, device, listen, **asked).results
 
 
 def _clear(folder: Path) -> None:

@@ -14,6 +14,7 @@ from quantkit.tables import make_table, megabytes, print_facts, ranges
 def print_record(record: dict[str, Any]) -> None:
     """Print the result of a search, or its plan in a dry run."""
     console = Console(highlight=False, markup=False)
+    _print_rooms(console, record["rooms"])
     if "searched" not in record:
         return _print_plan(console, record)
     _print_choice(console, record["choice"])
@@ -36,6 +37,9 @@ def print_record(record: dict[str, Any]) -> None:
     if uniform:
         facts["uniform"] = f"{uniform['name']}, the best preset that fits"
     facts |= {"kept": _verdict(record), "written": record["output"]}
+    if record["cache"]:
+        shape = f"--ctx {record['rooms'][0]['ctx']} --parallel {record['budget']['batch']}"
+        facts["serve with"] = f"--kv-dtype {record['cache']} {shape}"
     if not record["reached"]:
         facts["missed"] = f"a divergence of {record['budget']['max_kld']:g} was not reached"
     search = f"measuring sensitivities took {record['sensitivities_seconds']:.1f}"
@@ -62,6 +66,16 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "disk": f"{megabytes(needs['disk_bytes'])} while it runs",
         },
     )
+
+
+def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:
+    """Print how many bits fit with each type of the KV cache and with half of the context."""
+    table = make_table("KV cache", "tokens", "bits/weight", "KL of weights", "KL of cache")
+    for row in rooms:
+        lost = (f"{row[name]:.5f}" if name in row else "–" for name in ("predicted_kld", "cache_kld"))
+        table.add_row(row["cache"], f"{row['ctx']:,}", f"{row['bits']:.2f}", *lost)
+    if rooms:
+        console.print(table)
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:

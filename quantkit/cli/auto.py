@@ -30,9 +30,7 @@ RUN = (
     "exclude", "experts", "allow_unread", "dtype", "device", "batch_size", "sequential", "states", "threads",
     "max_shard_gb",
 )  # fmt: skip
-FIXED = (
-    "dry_run", "resume", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet",
-)  # fmt: skip
+FIXED = ("dry_run", "resume", "overwrite", *flags.OPENING)
 ASKED = ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
 
 

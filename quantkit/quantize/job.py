@@ -282,10 +282,8 @@ def _check_ranks(method: Method) -> None:
 def output_of(request: Request) -> Path:
     """Return the output path: as requested, or derived from source and options, with `mixed` if bits are
     overridden."""
-    suffix, bits = (
-        methods.load(request.method).suffix(request.options),
-        getattr(request.options, "bits", None),
-    )
+    suffix = methods.load(request.method).suffix(request.options)
+    bits = getattr(request.options, "bits", None)
     if any(linears.parse_override(text).bits != bits for text in request.run.override):
         suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
     return request.output or Path(f"{base_name(request.source)}-{suffix}")

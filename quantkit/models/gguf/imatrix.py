@@ -8,20 +8,17 @@ the number of these tokens (`NAME.counts`). Source: llama.cpp, `tools/imatrix/im
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all, require
 from quantkit.models.files import gguf_file, gguf_writer, reading
 from quantkit.models.files.safetensors_folder import TensorInfo
-
-if TYPE_CHECKING:
-    from quantkit.models.gguf.tensors import Target
 
 DATASETS, CHUNK_COUNT, CHUNK_SIZE = "imatrix.datasets", "imatrix.chunk_count", "imatrix.chunk_size"
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -101,21 +98,17 @@ def read(path: Path) -> Imatrix:
     return imatrix
 
 
-def of_model(path: Path, targets: Iterable[Target]) -> Imatrix:
-    """Return the importance matrix at `path`. Raises QuantkitError if it belongs to another model."""
+def of_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> Imatrix:
+    """Return the importance matrix at `path`. Raises QuantkitError if it belongs to another model. shapes: of
+    the model's tensors, by GGUF name."""
     found = read(path)
-    shapes = {target.name: target.shape for target in targets}
     odd = [
         f"{name} ({sums.numel()})"
         for name, sums in found.sums.items()
         if name not in shapes or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
     ]
-    if odd:
-        raise QuantkitError(
-            f"{path} is an importance matrix of another model: {name_all(odd)}",
-            "make one of this model with quantkit imatrix",
-            USAGE,
-        )
+    what = f"{path} is an importance matrix of another model: {name_all(odd)}"
+    require(not odd, what, "make one of this model with quantkit imatrix", USAGE)
     return found
 
 

@@ -122,14 +122,11 @@ def of_file(path: Path) -> tuple[str | None, dict[str, str]]:
     from quantkit.models.files import gguf_file  # imports gguf
 
     metadata, infos = gguf_file.read_header(path)
-    if read_only := [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BLOCKS]:
-        raise QuantkitError(
-            f"{path} has types that quantkit reads but does not write: {name_all(read_only)}",
-            f"choose a file with types among {', '.join(BLOCKS)}",
-            UNSUPPORTED,
-        )
+    read_only = [f"{name} ({info.dtype})" for name, info in infos.items() if info.dtype not in BLOCKS]
+    what = f"{path} has types that quantkit reads but does not write: {name_all(read_only)}"
+    require(not read_only, what, f"choose a file with types among {', '.join(BLOCKS)}", UNSUPPORTED)
     named = (name for name in FILE_TYPES if number(name) == metadata.get("general.file_type"))
-    return next(named, None), {n: info.dtype for n, info in infos.items() if not n.endswith("scale")}
+    return next(named, None), {n: info.dtype for n, info in sorted(infos.items()) if not n.endswith("scale")}
 
 
 def choose(

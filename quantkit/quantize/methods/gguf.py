@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,12 +106,10 @@ def suffix(options: Options) -> str:
     return f"{types}{composing.suffix(options, 'transform')}.gguf"
 
 
-def record(options: Options) -> dict[str, str]:
+def record(options: Options) -> dict[str, str | None]:
     """Return {"like": sha256 of the types} for `--like`: not the path of the file decides the output."""
-    if not options.like:
-        return {}
-    types = json.dumps(of_file(Path(options.like)), sort_keys=True)
-    return {"like": hashlib.sha256(types.encode()).hexdigest()}
+    types = repr(of_file(Path(options.like))) if options.like else None
+    return {"like": types and hashlib.sha256(types.encode()).hexdigest()}
 
 
 def stored_as(options: Options) -> str:
@@ -130,18 +127,11 @@ def check(options: Options) -> None:
     if options.like and typed:
         flags = name_all([f"--{name.replace('_', '-')}" for name in typed])
         raise QuantkitError(f"--like decides all types, not {flags}", f"leave out {flags}", USAGE)
-    if "awq" in composing.transform_parts(options.transform) and options.solver == "rtn":
-        raise QuantkitError(
-            f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come",
-            "leave it out, or choose --solver gptq",
-            USAGE,
-        )
-    if options.solver != "rtn" and options.imatrix != "auto":
-        raise QuantkitError(
-            f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that",
-            "add --solver rtn, or leave it out",
-            USAGE,
-        )
+    nearest, awq = options.solver == "rtn", "awq" in composing.transform_parts(options.transform)
+    what = f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come"
+    require(not (awq and nearest), what, "leave it out, or choose --solver gptq", USAGE)
+    what = f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that"
+    require(nearest or options.imatrix == "auto", what, "add --solver rtn, or leave it out", USAGE)
 
 
 def each(options: Options, output: Path | None, model: str) -> list[tuple[Options, Path | None]]:
@@ -149,9 +139,8 @@ def each(options: Options, output: Path | None, model: str) -> list[tuple[Option
     several files are requested; names inside are derived as without `output`."""
     names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
     if len(names) > 1 and output and output.suffix == ".gguf":
-        raise QuantkitError(
-            f"--output {output} is one file, {len(names)} are requested", "give a folder", USAGE
-        )
+        what = f"--output {output} is one file, {len(names)} are requested"
+        raise QuantkitError(what, "give a folder", USAGE)
     inside = output and (len(names) > 1 or output.is_dir())
     single = [dataclasses.replace(options, type=(name,)) for name in names]
     return [(one, output / f"{model}-{suffix(one)}" if inside else output) for one in single]
@@ -175,21 +164,19 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     label = of_file(Path(options.like))[0] if options.like else file_type
     choices = chosen_types(options, file_type, targets, skeleton)
     encoded = any(choice.type in TYPES for choice in choices)
-    if feedback and (refused := [choice for choice in choices if choice.type in NO_FEEDBACK]):
-        types = name_all(sorted({choice.type for choice in refused}))
-        raise QuantkitError(
-            f"error feedback does not support {types}: {name_all([choice.name for choice in refused], 3)}",
-            "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback",
-            UNSUPPORTED,
-        )
+    refused = [choice for choice in choices if feedback and choice.type in NO_FEEDBACK]
+    types, names = ({getattr(choice, part) for choice in refused} for part in ("type", "name"))
+    what = f"error feedback does not support {name_all(sorted(types))}: {name_all(sorted(names))}"
+    hint = "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback"
+    require(not refused, what, hint, UNSUPPORTED)
     if feedback and encoded:
         choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
     notes = _fallbacks(choices)
-    rows = next(target.shape[0] for target in targets if target.name == EMBEDDING)
-    tokenizer = metadata.tokenizer(checkpoint, rows, options.pre_tokenizer, notes.append)
+    shapes = {target.name: target.shape for target in targets}
+    tokenizer = metadata.tokenizer(checkpoint, shapes[EMBEDDING][0], options.pre_tokenizer, notes.append)
     weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
     given = options.imatrix if weighted and not feedback else "none"
-    weighed = None if given in ("auto", "none") else imatrix.of_model(Path(given), targets)
+    weighed = None if given in ("auto", "none") else imatrix.of_model(Path(given), shapes)
     if not feedback and given != "auto":
         _check_importance(choices, weighed, given)
     output = GgufOutput(
@@ -209,18 +196,13 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
             f"not written, because the file holds a language model alone: {name_all(list(output.left_out))}"
         )
     notes += configuration.notes(checkpoint.text_config)
-    stored = {
-        name: output.chosen[target.name]
-        for target in targets
-        for name in target.stored
-        if target.part is None
-    }
+    linears = output.linears
 
     def make_grid(
         name: str, out_features: int, in_features: int, override: Override | None
     ) -> BlockGrid | None:
         refuse_override(override, "use --tensor-type for GGUF files")
-        type = stored.get(f"{name}.weight")
+        type = output.chosen.get(linears.get(name))
         return named(type) if feedback and type in TYPES else None
 
     chosen = composing.solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")

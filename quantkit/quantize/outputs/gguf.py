@@ -102,7 +102,8 @@ class GgufOutput(Output):
                 info, type = checkpoint.infos.get(name), types[target.name]
                 if info and info.dtype != type and target.part is None:
                     place = type, info.shape, info.file, info.offset, info.nbytes
-                    infos[name] = Rewritten(name, *place, name, partial(_rounded, checkpoint, name, type))
+                    values = partial(checkpoint.read, name, reading.DTYPES[type])
+                    infos[name] = Rewritten(name, *place, name, lambda exact, values=values: values())
         return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
@@ -267,11 +268,6 @@ class GgufOutput(Output):
             if part == part_name:
                 infos[f"{linear}.weight"] = info
         return infos
-
-
-def _rounded(checkpoint: Checkpoint, name: str, type_name: str, exact: bool) -> Tensor:
-    """Return a tensor of the source in another type: a rotation's `exact` would be lost in the file."""
-    return checkpoint.read(name, reading.DTYPES[type_name])
 
 
 def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Tensor:
