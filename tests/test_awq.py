@@ -1,12 +1,17 @@
 """AWQ against the paper's idea by hand, and against searches that go through the tokens one by one."""
 
+from types import SimpleNamespace
+
 import blocks
 import pytest
 import torch
 
 from quantkit.grids.affine import AffineGrid
+from quantkit.quantize import solvers
 from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import loss, row_losses, rtn
+from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import SHRINKS, RtnSolver, clipped_ranges
 from quantkit.quantize.transforms import awq, scaling
 from quantkit.quantize.transforms.awq import AwqScaling, search
@@ -116,12 +121,25 @@ def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, sy
         assert ours * len(x) / 2 == pytest.approx(total, rel=1e-4)
         assert ours / 2 < site.of(scale, limit=ours / 2) <= ours == site.of(scale, ours)
 
-    best = min(losses, key=lambda k: losses[k][0])
+    best = min((0, 3, 6), key=lambda k: losses[k][0])
+    best = min(range(max(0, best - 1), min(best + 2, n_grid)), key=lambda k: losses[k][0])
     found = search(site, gathered.magnitude, n_grid)
     assert float(sum(site.plain)) * len(x) / 2 == pytest.approx(losses[0][0], rel=1e-4)
     assert best > 0 and losses[best][0] < 0.97 * losses[0][0]  # the test's own: there is something to find
     torch.testing.assert_close(found, losses[best][1], rtol=1e-5, atol=0)
     assert (found.max() * found.min()).item() == pytest.approx(1, rel=1e-5)
+
+
+def test_twenty_exponents_take_nine_losses_and_lose_little(monkeypatch):
+    """Every third, then the neighbours of the best."""
+    tried, gained = [], []
+    monkeypatch.setattr(awq, "candidate", lambda magnitude, alpha: magnitude * 0 + alpha)
+    for best in range(20):
+        site = SimpleNamespace(plain=[torch.tensor(best**2 + 1.0)])
+        site.of = lambda scale, limit, best=best: tried.append(scale) or (scale.item() * 19 - best) ** 2 + 1
+        found = search(site, torch.ones(1), 20)
+        gained.append(0 if found is None else round(found.item() * 19))
+    assert gained == list(range(20)) and len(tried) <= 8 * 20
 
 
 def test_nothing_is_scaled_where_nothing_is_gained():
@@ -167,6 +185,38 @@ def test_losses_are_sums_over_tokens_however_wide_the_matrix():
     literal = [token_by_token(x, row[None]) * 2 / len(x) for row in delta]
     assert row_losses(delta, hessian).tolist() == pytest.approx(literal, rel=1e-4)
     assert loss(delta, hessian) == pytest.approx(sum(literal), rel=1e-4)
+
+
+@pytest.mark.parametrize("rows, step", ((8, 1), (9, 2), (16, 2), (17, 3)))
+def test_errors_are_those_of_an_even_sample_of_rows(monkeypatch, rows, step):
+    """By round to nearest and by error feedback, through the tokens one by one."""
+    monkeypatch.setattr(solvers, "MEASURED_ROWS", 8)
+    x, weight, grid = inputs(32, 50, 3), weight_of(rows, 32, 3), AffineGrid(4, 16, search=False)
+    whole = token_by_token(x, weight[::step])
+    nearest = token_by_token(x, (rtn.quantize(weight, grid).values() - weight)[::step]) / whole
+    for solver in (RtnSolver(weighted=True), GptqSolver()):
+        (solved,) = solver.solve([weight], [grid], statistics(x))
+        error = token_by_token(x, (solved.weight.values() - weight)[::step]) / whole
+        assert solved.error == pytest.approx(error, rel=1e-3)
+        assert solved.rtn_error == pytest.approx(nearest, rel=1e-3)
+    assert solved.error < 0.8 * nearest
+
+
+def test_scales_are_searched_on_the_same_sample(monkeypatch):
+    """Each row stands for as many as the sample leaves out, so a linear of many rows counts as much."""
+    monkeypatch.setattr(solvers, "MEASURED_ROWS", 8)
+    x, site = inputs(32, 50, 3), Site(("q", "k"))
+    block = torch.nn.ModuleDict({name: torch.nn.Linear(32, rows) for name, rows in (("q", 20), ("k", 6))})
+    grids = dict.fromkeys(block, AffineGrid(4, 16, search=False, clip=True))
+    view = SimpleNamespace(statistics={site: statistics(x)}, block=block, grids=grids)
+    readers = scaling._readers(view, site)
+    scale = awq.candidate(x.abs().mean(0), 0.5)
+    expected = 0.0
+    for name, step, stands_for in (("q", 3, 20 / 7), ("k", 1, 1)):
+        weight = block[name].weight.detach()[::step]
+        delta = rounded_matrix(weight * scale, 16, True) / scale - weight
+        expected += stands_for * token_by_token(x, delta)
+    assert Losses(readers).of(scale) * len(x) / 2 == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("symmetric", (True, False))

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import jobs
@@ -17,6 +18,9 @@ from typer.testing import CliRunner
 from quantkit import cli
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate, windows
+from quantkit.grids.ggml import named
+from quantkit.layouts.ggml import GgmlLayout
+from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files.gguf_file import read_header
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
@@ -26,8 +30,11 @@ from quantkit.options import RunOptions
 from quantkit.quantize import job, loop
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs import gguf as gguf_output
+from quantkit.quantize.outputs.gguf import solved_head
 from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
 
 pytest.importorskip("xllamacpp")
@@ -321,3 +328,19 @@ def test_a_plan_of_several_types_ends_in_what_all_take(short_demo, monkeypatch, 
     assert f"in all       2 files, {sum(sizes) / 1e6:.2f} MB" in told
     assert told.count("memory  ") == 1 and f"{disk / 1e6:.2f} MB while it runs" in told
     assert [f"→ {size / 1e6:.2f} MB" in told for size in sizes] == [True, True]
+
+
+@pytest.mark.parametrize("type, refine", (("Q4_K", 2), ("Q6_K", 0), ("Q8_0", 0)))
+@pytest.mark.parametrize("name, damp", (("token_embd.weight", 1.0), ("output.weight", 0.01)))
+def test_a_head_of_six_bits_is_not_refined(type, refine, name, damp):
+    """The parts of the head are solved one by one; a tied head with the damping of the embedding."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(400, 256, generator=generator) * torch.rand(256, generator=generator)
+    weight = torch.randn(10, 256, generator=generator)
+    statistics = SiteStatistics(2 * x.t() @ x)
+    head = SimpleNamespace(name=name, shape=weight.shape, read=lambda checkpoint: weight)
+    material = SimpleNamespace(checkpoint=None, layout=GgmlLayout(), specs=[SimpleNamespace(weights=4 * 256)])
+    found = solved_head(head, type, statistics, material, GptqSolver(), Progress())
+    own = GptqSolver(damp=damp, refine=refine)
+    parts = [own.solve([part], [named(type)], statistics)[0].weight.values() for part in weight.split(4)]
+    assert torch.equal(decode_rows(type, found, 256), torch.cat(parts))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -54,7 +55,8 @@ class Solved:
     """One quantized linear and its errors.
 
     error: `tr(dW H dWᵀ) / tr(W H Wᵀ)`, the relative squared error of the linear's output on the calibration
-    tokens; None without statistics: the loop then measures `|dW|² / |W|²` of the stored values.
+    tokens, for an even sample of rows (`measured`); None without statistics: the loop then measures
+    `|dW|² / |W|²` of the stored values.
     rtn_error: the same for round to nearest; None if the linear was only rounded to nearest.
     fallback: the reason why the requested solver was not used; None if it was.
     notes: other facts for the user.
@@ -116,7 +118,13 @@ class Solver(Protocol):
         """Quantize weights `[out, in]` float32 of one site, given the statistics of its inputs."""
 
 
+MEASURED_ROWS = 1024  # of a linear on which its errors are measured, at most
 WIDTH = 128  # columns of a loss computed at a time
+
+
+def measured(rows: int) -> slice:
+    """Return an even sample of at most MEASURED_ROWS of a linear's rows."""
+    return slice(None, None, math.ceil(rows / MEASURED_ROWS))
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:

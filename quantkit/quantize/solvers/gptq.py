@@ -39,7 +39,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, row_losses, rtn, vectors
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, measured, row_losses, rtn, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.refine import refine
 
@@ -251,11 +251,13 @@ def solve_site(
 
 
 def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
-    """Return an attempt's rows of one linear, or round to nearest if that has a lower loss."""
-    params = rtn.fitted(weight, grid, hessian)
-    sums = [row_losses(weight, hessian).sum(), row_losses(rtn.missed(weight, grid, params), hessian).sum()]
+    """Return an attempt's rows of one linear, or round to nearest if that has a lower loss on a sample."""
+    some = slice(None) if grid.spans_matrix else measured(len(weight))
+    part = weight[some]
+    nearest = rtn.missed(part, grid, rtn.fitted(part, grid, hessian))
+    sums = [row_losses(part, hessian).sum(), row_losses(nearest, hessian).sum()]
     if attempt.weight is not None:
-        sums += attempt.lost[:, rows].sum(1)
+        sums += attempt.lost[:, rows][:, some].sum(1)
     full, rtn_loss, *lost = torch.stack(sums).tolist()
     scale = max(full, 1e-30)
     rtn_error, reason = rtn_loss / scale, attempt.note
@@ -266,11 +268,11 @@ def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: 
         damped, damping = lost
         error = (damped - damping) / scale
         if not damped - damping > CANCELLED * damped:  # too little is left of their digits
-            error = row_losses(chosen.values() - weight, hessian).sum().item() / scale
+            error = row_losses(chosen.values()[some] - part, hessian).sum().item() / scale
         if error <= rtn_error:  # not a number loses, too
             return Solved(chosen, error, rtn_error, notes=notes + clipping(chosen))
         reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
-    baseline = rtn.nearest(weight, grid, params)
+    baseline = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian))
     return Solved(baseline, rtn_error, rtn_error, fallback=reason, notes=notes + clipping(baseline))
 
 

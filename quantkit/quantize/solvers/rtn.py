@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.grids.grid import Grid, QuantizedWeight, flat, join, select
 from quantkit.grids.grid import rows as rows_of
 from quantkit.grids.parallel import by_chunks
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, row_losses
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss, measured
 
 
 def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
@@ -84,15 +84,13 @@ class RtnSolver:
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
     """Round a linear; if its grid has `clip` and the outputs' error falls, with clipped ranges."""
 
-    def loss(delta: Tensor) -> float:
-        return row_losses(delta, hessian).sum().item()
-
-    scale = max(loss(weight), 1e-30)
+    some = measured(len(weight))
+    scale = max(loss(weight[some], hessian), 1e-30)
     plain = nearest(weight, grid, fitted(weight, grid, hessian))
-    plain_error = loss(plain.values() - weight) / scale
+    plain_error = loss(plain.values()[some] - weight[some], hessian) / scale
     if grid.clip:
         clipped = nearest(weight, grid, clipped_ranges(weight, grid.plain(), hessian))
-        error = loss(clipped.values() - weight) / scale
+        error = loss(clipped.values()[some] - weight[some], hessian) / scale
         if error <= plain_error:
             return Solved(clipped, error, plain_error, notes=clipping(clipped))
     return Solved(plain, plain_error, plain_error, notes=clipping(plain))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, group, stack
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss
+from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss, measured
 from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.descent import Descent
 from quantkit.quantize.solvers.gptq import (
@@ -89,8 +89,9 @@ class YaqaSolver(GptqSolver):
         if not lost <= plain_lost:  # not a number loses, too
             note = f"yaqa's loss {lost:.3g} is above gptq's {plain_lost:.3g}: it is gptq's"
             return replace(plain, notes=(*plain.notes, note))
-        whole = max(loss(weight, hessian), 1e-30)
-        return replace(plain, weight=chosen, error=loss(delta, hessian) / whole, notes=clipping(chosen))
+        some = measured(len(weight))
+        error = loss(delta[some], hessian) / max(loss(weight[some], hessian), 1e-30)
+        return replace(plain, weight=chosen, error=error, notes=clipping(chosen))
 
     def quantize_both_sides(
         self, weight: Tensor, grid: Grid, hessian: Tensor, curvature: Tensor

@@ -210,9 +210,8 @@ class Following:
         Rows that affect single channels are found by halving. Then the row number of each channel is read bit
         by bit: if all rows whose number has bit k are doubled, their channels double.
         """
-        out_features = self.probe.block.get_submodule(self.name).out_features
-        granule = math.gcd(out_features, GRANULES[out_features > LARGE])
-        everything = torch.arange(out_features, device=self.before.output.device)
+        granule = math.gcd(self._out_features, GRANULES[self._out_features > LARGE])
+        everything = torch.arange(self._out_features, device=self.before.output.device)
         if self._response(everything) is _UNMOVED:
             return None
         rows = torch.cat(list(self._proportional(everything, granule)) or [everything[:0]])
@@ -230,6 +229,10 @@ class Following:
             if isinstance(response, Tensor):
                 numbers |= response.long() << bit
         return rows[numbers] if int(numbers.max()) < len(rows) else None
+
+    @property
+    def _out_features(self) -> int:
+        return self.probe.block.get_submodule(self.name).out_features
 
     @property
     def _entering(self) -> Tensor:
@@ -251,14 +254,8 @@ class Following:
 
         _UNMOVED if no channel changes; None if a channel changes in another way or is zero.
         """
-        module = self.probe.block.get_submodule(self.name)
-        with self.probe.restored():
-            for part in ("weight", "bias"):
-                if getattr(module, part, None) is not None:
-                    changed = getattr(module, part).detach().clone()
-                    changed[rows] *= 2
-                    assign(self.probe.block, f"{self.name}.{part}", changed)
-            after = self.probe.run().inputs[self.place]
+        factor = torch.ones(self._out_features, device=rows.device).index_fill_(0, rows, 2)
+        after = self.probe.entering(self.place, self.name, factor)
         if after.shape != self._entering.shape:
             return None  # tokens were routed otherwise
         after, expected = after.flatten(0, -2), self._entering.flatten(0, -2)

@@ -96,6 +96,22 @@ class Probe:
             output = self._run().float()
         return Observation(inputs, entered, left, output)
 
+    def entering(self, place: str, name: str, factor: Tensor) -> Tensor:
+        """Return the inputs at `place` if the outputs of linear `name` are multiplied by `factor [out]`. The
+        forward pass ends there."""
+
+        def arrive(module: nn.Module, args: tuple) -> None:
+            raise _Arrived(args[0].float())
+
+        linear, reader = self.block.get_submodule(name), self.block.get_submodule(place)
+        with linear.register_forward_hook(lambda module, args, output: output * factor):
+            with reader.register_forward_pre_hook(arrive):
+                try:
+                    self._run()
+                except _Arrived as arrived:
+                    return arrived.args[0]
+        raise AssertionError(f"no inputs arrived at {place}")
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore all parameters after the context. Experts are skipped, because they do not change."""
@@ -107,6 +123,10 @@ class Probe:
             for module, parameters in kept:
                 for name, parameter in parameters.items():
                     setattr(module, name, parameter)
+
+
+class _Arrived(Exception):
+    """Ends a forward pass; its argument is the inputs of a module."""
 
 
 @contextmanager

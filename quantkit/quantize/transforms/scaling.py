@@ -27,7 +27,7 @@ from quantkit.grids.parallel import elements_at_once
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.view import BlockView, Transformed
-from quantkit.quantize.solvers import SiteStatistics, row_losses
+from quantkit.quantize.solvers import SiteStatistics, measured, row_losses
 from quantkit.quantize.transforms import expert_folds
 from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
@@ -154,7 +154,7 @@ class ColumnScaling:
         readers = _readers(view, site)
         losses = self.losses(readers)
         for name, reader, loss in zip(_quantized(view, site), readers, losses.plain, strict=True):
-            full = row_losses(reader.weight, reader.hessian).sum().clamp(min=1e-30)
+            full = reader.counted(row_losses(reader.weight, reader.hessian)).clamp(min=1e-30)
             result.report(name, rtn_error=(loss / full).item())
         return losses
 
@@ -204,10 +204,14 @@ def _quantized(view: BlockView, site: Site) -> list[str]:
 
 
 def _readers(view: BlockView, site: Site) -> list[Reader]:
-    """Return one reader for each quantized linear of a site."""
-    hessian = view.statistics[site].hessian
-    weights = {name: view.block.get_submodule(name).weight for name in _quantized(view, site)}
-    return [Reader(part, view.grids[name].plain(), hessian) for name, part in weights.items()]
+    """Return a reader of an even sample of rows for each quantized linear of a site."""
+    hessian, readers = view.statistics[site].hessian, []
+    for name in _quantized(view, site):
+        weight = view.block.get_submodule(name).weight
+        part = weight[measured(len(weight))]
+        share = part.new_full((len(part),), len(weight) / len(part))
+        readers.append(Reader(part, view.grids[name].plain(), hessian, share))
+    return readers
 
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
