@@ -121,25 +121,12 @@ def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, sy
         assert ours * len(x) / 2 == pytest.approx(total, rel=1e-4)
         assert ours / 2 < site.of(scale, limit=ours / 2) <= ours == site.of(scale, ours)
 
-    best = min((0, 3, 6), key=lambda k: losses[k][0])
-    best = min(range(max(0, best - 1), min(best + 2, n_grid)), key=lambda k: losses[k][0])
+    best = min(losses, key=lambda k: losses[k][0])
     found = search(site, gathered.magnitude, n_grid)
     assert float(sum(site.plain)) * len(x) / 2 == pytest.approx(losses[0][0], rel=1e-4)
     assert best > 0 and losses[best][0] < 0.97 * losses[0][0]  # the test's own: there is something to find
     torch.testing.assert_close(found, losses[best][1], rtol=1e-5, atol=0)
     assert (found.max() * found.min()).item() == pytest.approx(1, rel=1e-5)
-
-
-def test_twenty_exponents_take_nine_losses_and_lose_little(monkeypatch):
-    """Every third, then the neighbours of the best."""
-    tried, gained = [], []
-    monkeypatch.setattr(awq, "candidate", lambda magnitude, alpha: magnitude * 0 + alpha)
-    for best in range(20):
-        site = SimpleNamespace(plain=[torch.tensor(best**2 + 1.0)])
-        site.of = lambda scale, limit, best=best: tried.append(scale) or (scale.item() * 19 - best) ** 2 + 1
-        found = search(site, torch.ones(1), 20)
-        gained.append(0 if found is None else round(found.item() * 19))
-    assert gained == list(range(20)) and len(tried) <= 8 * 20
 
 
 def test_nothing_is_scaled_where_nothing_is_gained():

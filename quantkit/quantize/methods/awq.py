@@ -32,9 +32,7 @@ class Options:
     group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
     sym: bool = option(False, "Symmetric grid: no zero point for each group.", negated=True)
     candidates: int = option(
-        20,
-        "Number of strengths of scaling, from none to full, to choose from for each site. Every third is "
-        "tried, then the neighbours of the best.",
+        20, "Number of strengths of scaling, from none to full, that are tried for each site."
     )
     search_scale: bool = option(
         True,

@@ -22,7 +22,6 @@ from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 
 LEAST_SCALE = 1e-4  # least s before normalisation
-COARSE = 3  # of so many exponents, one is tried first
 
 
 @dataclass(frozen=True)
@@ -45,19 +44,16 @@ class AwqScaling(ColumnScaling):
 def search(losses: Losses, magnitude: Tensor, n_grid: int) -> Tensor | None:
     """Return the scale `[in]` with the least loss; None if no scaling is best.
 
-    magnitude: mean |x| of each channel, `[in]`. Every third exponent is tried, then both neighbours of the
-    best. Of equal losses the smaller α wins. Middle exponents are tried first: they are likely the best, and
-    then others are given up early.
+    magnitude: mean |x| of each channel, `[in]`. Of equal losses the smaller α wins. Middle exponents are
+    tried first: they are likely the best, and then others are given up early. (The loss has many minima. With
+    every third exponent and then the neighbours of the best, the demo model's KL is 4 percent higher.)
     """
     best, best_loss, chosen = None, float(sum(losses.plain)), 0
-    tried = sorted(range(COARSE, n_grid, COARSE), key=lambda k: abs(k - n_grid / 2))
-    for _ in ("coarse", "fine"):
-        for k in tried:
-            scale = candidate(magnitude, k / (n_grid - 1))
-            loss = losses.of(scale, limit=best_loss)
-            if loss < best_loss or (loss == best_loss and k < chosen):  # not a number loses
-                best, best_loss, chosen = scale, loss, k
-        tried = [k for k in (chosen - 1, chosen + 1) if 0 < k < n_grid]
+    for k in sorted(range(1, n_grid), key=lambda k: abs(k - n_grid / 2)):
+        scale = candidate(magnitude, k / (n_grid - 1))
+        loss = losses.of(scale, limit=best_loss)
+        if loss < best_loss or (loss == best_loss and k < chosen):  # not a number loses
+            best, best_loss, chosen = scale, loss, k
     return best
 
 
