@@ -210,8 +210,9 @@ class Following:
         Rows that affect single channels are found by halving. Then the row number of each channel is read bit
         by bit: if all rows whose number has bit k are doubled, their channels double.
         """
-        granule = math.gcd(self._out_features, GRANULES[self._out_features > LARGE])
-        everything = torch.arange(self._out_features, device=self.before.output.device)
+        out_features = self.probe.block.get_submodule(self.name).out_features
+        granule = math.gcd(out_features, GRANULES[out_features > LARGE])
+        everything = torch.arange(out_features, device=self.before.output.device)
         if self._response(everything) is _UNMOVED:
             return None
         rows = torch.cat(list(self._proportional(everything, granule)) or [everything[:0]])
@@ -229,10 +230,6 @@ class Following:
             if isinstance(response, Tensor):
                 numbers |= response.long() << bit
         return rows[numbers] if int(numbers.max()) < len(rows) else None
-
-    @property
-    def _out_features(self) -> int:
-        return self.probe.block.get_submodule(self.name).out_features
 
     @property
     def _entering(self) -> Tensor:
@@ -254,8 +251,7 @@ class Following:
 
         _UNMOVED if no channel changes; None if a channel changes in another way or is zero.
         """
-        factor = torch.ones(self._out_features, device=rows.device).index_fill_(0, rows, 2)
-        after = self.probe.entering(self.place, self.name, factor)
+        after = self.probe.entering(self.place, self.name, rows)
         if after.shape != self._entering.shape:
             return None  # tokens were routed otherwise
         after, expected = after.flatten(0, -2), self._entering.flatten(0, -2)

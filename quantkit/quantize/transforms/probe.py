@@ -96,21 +96,21 @@ class Probe:
             output = self._run().float()
         return Observation(inputs, entered, left, output)
 
-    def entering(self, place: str, name: str, factor: Tensor) -> Tensor:
-        """Return the inputs at `place` if the outputs of linear `name` are multiplied by `factor [out]`. The
-        forward pass ends there."""
+    def entering(self, place: str, name: str, rows: Tensor) -> Tensor:
+        """Return the inputs at `place` if these rows of linear `name` double. The forward pass ends there."""
 
         def arrive(module: nn.Module, args: tuple) -> None:
             raise _Arrived(args[0].float())
 
+        def double(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+            return output * output.new_ones(output.shape[-1]).index_fill_(0, rows, 2)
+
         linear, reader = self.block.get_submodule(name), self.block.get_submodule(place)
-        with linear.register_forward_hook(lambda module, args, output: output * factor):
-            with reader.register_forward_pre_hook(arrive):
-                try:
-                    self._run()
-                except _Arrived as arrived:
-                    return arrived.args[0]
-        raise AssertionError(f"no inputs arrived at {place}")
+        with linear.register_forward_hook(double), reader.register_forward_pre_hook(arrive):
+            try:
+                self._run()
+            except _Arrived as arrived:
+                return arrived.args[0]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
