@@ -295,7 +295,8 @@ def test_what_lies_otherwise_in_the_file_is_encoded(name, solver, tmp_path):
         jobs.quantize("gguf", folder, path, options | {"imatrix": "none"})
     else:
         calibration = jobs.calibration(tmp_path)
-        options |= PLAIN | {"target": "own"}  # with it, no token of this text is routed otherwise by llama.cpp
+        # with it, no token of this text is routed otherwise by llama.cpp
+        options |= PLAIN | {"target": "own"}
         summary = jobs.quantize("gguf", folder, path, options, calibration=calibration)
         assert summary.error < summary.rtn_error
     agrees_with_llama_cpp(path)
