@@ -164,11 +164,9 @@ def test_states_of_a_gguf_job_in_a_file_change_no_byte(options, tiny_model, tmp_
 
 def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, monkeypatch):
     model, listener = tiny_model("llama", tokenizer=True), jobs.Listener()
-    run = {"calibration": jobs.calibration(tmp_path), "batch_size": 1}
+    run, own = {"calibration": jobs.calibration(tmp_path), "batch_size": 1}, SMALL | {"target": "own"}
     plans = {
-        states: jobs.prepare(
-            "gptq", model, tmp_path / states, SMALL, sequential="repeat", states=states, **run
-        )
+        states: jobs.prepare("gptq", model, tmp_path / states, own, sequential="repeat", states=states, **run)
         for states in ("device", "disk")
     }
     here, there = (plans[states].plan for states in ("device", "disk"))
@@ -176,7 +174,7 @@ def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, mo
     assert here.memory_bytes - there.memory_bytes == states - 3 * states // 6
     assert there.disk_bytes - here.disk_bytes == states
     monkeypatch.setattr(plan, "free_memory", lambda device: there.memory_bytes)
-    made = jobs.prepare("gptq", model, tmp_path / "out", SMALL, listener, **run)
+    made = jobs.prepare("gptq", model, tmp_path / "out", own, listener, **run)
     assert made.plan.execution.states == "disk"
     summary = loop.run(made, listener)
     assert summary.steps_down == [
