@@ -173,8 +173,8 @@ def peak_memory(
         running = shapes.states * (suspend or not away) + shapes.moving * away + shapes.batch
         running += shapes.tokens * shapes.flight * suspend
         together = FLOAT32 * sum(width**2 for width in shapes.widths) if scaled else 0
-        moments = max(FLOAT32 * shapes.widest**2 * ("hessian" in needs), together)
-        moments += (at_once + 1) * shapes.moments
+        matrices = 4 if "drift" in needs else "hessian" in needs  # H twice, drift twice
+        moments = max(FLOAT32 * shapes.widest**2 * matrices, together) + (at_once + 1) * shapes.moments
         if "hessian" in needs and (accelerated or "drift" in needs or not whole):
             # of the second moments; errors and codes of two linears
             factors = max(4 * shapes.widest**2, 2 * shapes.widest**2 + 9 * largest)
@@ -182,11 +182,10 @@ def peak_memory(
         if scaled and shapes.streamed:  # what enters each layer of experts, until all of them have come
             experts = map(expert_share.expert_of, shapes.experts)
             elsewhere = shapes.states * len({name.rpartition(".")[0] for name in experts})
-        if "drift" in needs:  # inputs and outputs of the original's sites, and their moments with those here
+        if "drift" in needs:  # inputs and outputs of the original's sites
             batches = -(-shapes.tokens // shapes.batch_tokens)
             sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
             elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * sampled * element
-            moments *= 4
         if "curvature" in needs:
             solving += _curvatures(shapes)
         if whole:

@@ -39,7 +39,6 @@ from quantkit.tables import size
 ENCODING = 1 << 24  # temporaries of an encoder
 TENTH = 10**8  # bytes: sizes are said in tenths of a GB
 LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples or a shorter --seqlen"
-LEAST = f"--target own; if that does not fit either, {LESS}"
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ def decide(
     if way.sequential == "repeat" and "hessian" in method.needs:
         way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way).computing))
     peak = need(way)
-    less = LEAST if "drift" in method.needs else LESS
+    less = f"--target own {LESS}" if "drift" in method.needs else LESS
     rooms.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
     scratch, spilled = 0, 0
     if "curvature" in method.needs and any(spec.grid for spec in specs):
