@@ -116,11 +116,11 @@ class _Loop:
         entering = (self.skeleton.embed(self.job.batches[k]) for k in numbers)
         return States(entering, self.skeleton.device, self.place)
 
-    def _sample(self) -> range:
-        """Return the numbers of this rank's batches that the original model runs on."""
+    def _sample(self) -> list[int]:
+        """Return the numbers of this rank's batches that the original model runs on: every n-th of all."""
         widest = max(row.in_features for row in self.job.specs if row.grid)
         every = original_every(self.job.calibration.tokens.numel(), widest)
-        return range(0, len(self.job.batches), every)
+        return [at for at, k in enumerate(distributed.span(self.job.batch_count)) if k % every == 0]
 
     def _curvatures(self) -> Curvatures:
         """Return the curvatures of the linears in all blocks that are not staged yet."""
@@ -146,11 +146,11 @@ class _Loop:
             return self.job.material.with_block(index), False
 
         def source(index: int) -> walk.Source:
-            return (None, True) if self.originals or not done[index] else written(index)
+            return (None, True) if self.originals is not None or not done[index] else written(index)
 
         for index, module in walk.blocks(skeleton, source, self.timings):
             if done[index]:  # by an earlier run: as it was written
-                if self.originals:
+                if self.originals is not None:
                     outputs = skeleton.outputs(index, self.originals)
                     self.originals.advance(self.timings.waiting("original", outputs))
                     skeleton.load_block(index, *written(index))
@@ -245,7 +245,7 @@ class _Loop:
 
     def _original(self, block: Block) -> AbstractContextManager[Original | None]:
         """Return the run of the original model's block as a context, or an empty context if not needed."""
-        if not self.originals:
+        if self.originals is None:
             return nullcontext()
         with self.timings("original"):
             return closing(

@@ -83,9 +83,10 @@ class States:
 
     def advance(self, outputs: Iterable[Tensor]) -> None:
         """Replace the batches by a block's outputs, one by one."""
-        for k, hidden in enumerate(outputs):
-            self[k] = hidden
-        assert k + 1 == len(self), "as many outputs as batches"
+        count = 0
+        for count, hidden in enumerate(outputs, 1):
+            self[count - 1] = hidden
+        assert count == len(self), "as many outputs as batches"
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[k] for k in range(len(self)))
