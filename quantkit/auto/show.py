@@ -102,4 +102,4 @@ def _verdict(record: dict[str, Any]) -> str:
     less = 1 - searched["kld"] / max(uniform["kld"], 1e-30)
     if record["kept"] == "searched":
         return f"the searched model: {less:.0%} less KL divergence than {uniform['name']}"
-    return f"{uniform['name']}: the searched model has {-less:.0%} more KL divergence"
+    return f"{uniform['name']}: the searched model has {abs(less):.0%} more KL divergence"
