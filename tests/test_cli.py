@@ -245,7 +245,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     record = json.loads(done.out)
     assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/3", 14, 0)
     assert "block 2/2" in done.err
-    stages = {"load", "forward", "hessian", "solve", "pack", "write", "verify", "hash", "transform"}
+    stages = set("load original forward hessian solve pack write verify hash transform".split())
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
@@ -777,7 +777,7 @@ def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, 
     assert chosen(int(repeat / 0.8) + 1) == ("repeat", "device", repeat)
     assert chosen(disk) == ("repeat", "disk", disk)
     error, hint = refuse(5, "gptq", model, *small, "--sequential", "suspend")
-    assert "of memory" in error and hint.startswith("use --sequential repeat --states disk ")
+    assert "of memory" in error and hint.startswith("use --target own --sequential repeat --states disk ")
     monkeypatch.setattr(plan, "free_memory", lambda device: disk - 1)
     error, hint = refuse(5, "gptq", model, *small)
     assert hint.endswith("fewer --samples or a shorter --seqlen")
