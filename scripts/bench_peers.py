@@ -393,7 +393,7 @@ class Quality:
             "limit": self.limit,
             "texts": {path.name: sha256(path) for path in self.texts},
         }
-        place = self.folder / f"quick-{self.STORE.name}" if args.quick else args.store or self.STORE
+        place = self.folder / f"quick-{self.STORE.name}" if args.quick else self.STORE
         self.store = Store(place, protocol)
         self.failed: dict[str, str] = {}
 
