@@ -2,10 +2,10 @@
 
 LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
 
-ENOUGH = 24  # tokens for each input of the widest linear, with a counterpart in the original model
+ENOUGH = 24  # tokens that the original model sees for each input of the widest linear
 
 
 def original_every(tokens: int, widest: int) -> int:
-    """Return n: the original model runs on every n-th batch, so at most on half of the tokens. tokens: of the
+    """Return n: the original model runs on every n-th batch, at most on every second. tokens: of the
     calibration text. widest: number of inputs of the widest linear."""
     return max(2, tokens // (ENOUGH * widest))

@@ -59,7 +59,7 @@ OPTIONS = {  # of several methods: name -> default, help, names
         "original",
         "gptq, yaqa: the output that a quantized linear approximates. original: the original model's output, "
         "which compensates the errors of earlier linears. own: the output of its original weights on the "
-        "quantized model's inputs: more loss, less memory, two thirds of the time.",
+        "quantized model's inputs: more loss, less memory and time.",
         TARGETS,
     ),
     "transform": (
