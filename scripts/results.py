@@ -720,7 +720,7 @@ def main() -> None:
     add("--keep", type=Path, help="folder for what is made")
     add("--write", action="store_true", help="put the tables where they belong")
     add("--transforms", type=lambda text: text.split(","), help="of transforms, parted by commas",
-        default=["none", "auto", "rotate-v+auto", "rotate", "rotate+auto"])  # fmt: skip
+        default=["none", "awq", "auto"])  # fmt: skip
     add("--i-quants", action="store_true", help="of gguf: the types of 2 and 3 bits")
     add("--search-tokens", type=int, default=4096, help="of auto")
     add("--best", action="store_true", help="of auto: the searched recipes by yaqa, too")

@@ -106,7 +106,6 @@ METHODS = {
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--sequential", "repeat"],
     "gptq original": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--target", "original"],
     "gptq rtn": ["gptq", *SMALL, "--solver", "rtn"],
-    "gptq rotated": ["gptq", *SMALL, *CALIBRATED, "--transform", "rotate"],
     "nf4": ["nf4"],
     "nf4 single": ["nf4", "--no-double-quant"],
     "nf4 gptq": ["nf4", "--solver", "gptq", *CALIBRATED, "--transform", "none"],
@@ -365,7 +364,18 @@ def test_distill_learns_what_it_learns_on_the_cpu(both, make, source, text, meth
     made = "made.gguf" if method == "gguf" else "made"
     command = ["gguf", "-t", "Q4_0", "--solver", "rtn"] if method == "gguf" else METHODS[method]
     make(command[0], source, *command[1:], "-o", made, *(["--imatrix", "none"] if method == "gguf" else []))
-    asked = ["--text", text, "--samples", "8", "--seqlen", "32", "--epochs", "1", "--block-epochs", "1"]
+    asked = [
+        "--calibration",
+        text,
+        "--samples",
+        "8",
+        "--seqlen",
+        "32",
+        "--epochs",
+        "1",
+        "--block-epochs",
+        "1",
+    ]
     on_cpu, on_far = both("distill", source, made, *asked)
     found, wanted = (Student(open_checkpoint(str(path)), torch.float32, CPU) for path in (on_far, on_cpu))
     with found.block(0) as ours, wanted.block(0) as theirs:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import kv_rounding
+from quantkit.evaluation.kv_rounding import sylvester
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.models import kv_types
 from quantkit.models.files.open import open_checkpoint
-from quantkit.quantize.transforms.rotation.orthogonal import sylvester
 
 CPU = torch.device("cpu")
 TOKENS = 140

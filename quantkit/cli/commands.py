@@ -180,13 +180,10 @@ class Root(TyperGroup):
         return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Return the command that is called, with all its flags. Old spellings are replaced by new ones."""
-        from quantkit.quantize.prepare import old_names
-
+        """Return the command that is called, with all its flags."""
         if (part := " ".join(args[:2])) in PARTS:
             args = [part, *args[2:]]
-        name, args = old_names.renewed(args[0], args[1:], ctx.resilient_parsing)
-        name, command, rest = super().resolve_command(ctx, [name, *args])
+        name, command, rest = super().resolve_command(ctx, args)
         return name, command and self.commands[name], rest
 
 

@@ -17,7 +17,6 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
 from quantkit.models.kv_types import BLOCK, TYPES
-from quantkit.quantize.transforms.rotation.orthogonal import sylvester
 
 ROTATED = 64  # smallest rotation in llama.cpp
 
@@ -86,6 +85,14 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
     codes, params = grid.quantize(rows)
     read = grid.decode(codes, group(params, 0)).view(turned.shape)
     return (read if turn is None else _turn(read, turn)).to(x.dtype)
+
+
+def sylvester(size: int, device: torch.device | None = None) -> Tensor:
+    """Return Sylvester's orthonormal matrix `[size, size]`, float32, its own inverse; size: a power of 2."""
+    found = torch.ones(1, 1, device=device)
+    while len(found) < size:
+        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
+    return found / size**0.5
 
 
 def _turn(x: Tensor, turn: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import methods
-from quantkit.quantize.methods import Method, composing
+from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Sizes
 from quantkit.quantize.prepare import linears, recipe
 
@@ -32,9 +32,6 @@ def _method(name: str, settings: Sequence[str]) -> Method:
     """Return a method with settings such as `solver=rtn` in place of defaults. Raises QuantkitError."""
     options = recipe.options(name, settings, "--as")
     methods.check(name, options)
-    if turned := composing.rotation(options):
-        raise QuantkitError(f"--as {name},transform={turned}: the whole model is rotated by a job alone",
-                            f"write it with quantkit {name}, then evaluate that folder", USAGE)  # fmt: skip
     return methods.build(name, options)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import threading
@@ -28,7 +27,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.options import CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import methods
-from quantkit.quantize.methods import Method, composing
+from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import linears, plan
 from quantkit.quantize.prepare.plan import JobPlan
@@ -36,7 +35,6 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.fingerprint import check_equal
 from quantkit.quantize.staging.folder import Staging
-from quantkit.quantize.transforms import rotation
 from quantkit.text import calibration
 from quantkit.text.calibration import CalibrationSet
 
@@ -139,12 +137,6 @@ def prepare(
     if source_sha256 is None:
         source_sha256 = Future() if dry_run or distributed.rank() else _begin(partial(_hash, checkpoint))
 
-    turned = None
-    if choice := composing.rotation(request.options):
-        turned = rotation.rotate(skeleton, choice, progress, prove=not (dry_run or staged))
-        skeleton = open_skeleton(turned.checkpoint, request.run, adopted)
-        method, specs = _resolve(skeleton, request)
-        method = dataclasses.replace(method, notes=(*turned.notes, *method.notes))
     checkpoint = skeleton.checkpoint
     if method.outside and "hessian" in method.needs:
         checkpoint = method.output.rounded(checkpoint, specs)
@@ -175,7 +167,6 @@ def prepare(
             source_sha256.result()
         known = source_sha256.result() if source_sha256.done() else None
         fingerprint = _fingerprint(request, known, calibrated, job_plan, skeleton.is_mixture)
-        fingerprint |= {"rotation": turned.record} if turned else {}
         check_equal(fingerprint)
     batches = plan.own_batches(tokens, execution.batch_size) if method.needs else [tokens]
     batch_count = -(-len(tokens) // execution.batch_size)

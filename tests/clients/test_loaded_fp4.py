@@ -17,7 +17,7 @@ def fp4(source: str = "demo", loader: str = "dequantized", **options) -> Case:
 
 CASES = {
     "nvfp4": fp4(),
-    "nvfp4, rounded, rotated": fp4(solver="rtn", transform="rotate"),
+    "nvfp4, rounded": fp4(solver="rtn", transform="none"),
     "mxfp4": fp4(format="mxfp4"),
     "qwen2 nvfp4": fp4("qwen2"),  # biases
     "qwen2 tied mxfp4": fp4("qwen2 tied", format="mxfp4"),
@@ -58,7 +58,7 @@ def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
 
 def test_what_engines_fuse_has_one_divisor(folders):
     """Whatever chose it; and it is a power of two."""
-    for name in ("nvfp4", "nvfp4, rounded, rotated", "nvfp4, inputs"):
+    for name in ("nvfp4", "nvfp4, rounded", "nvfp4, inputs"):
         checkpoint = open_checkpoint(str(folders[name]))
         divisors = {
             linear["name"]: checkpoint.load(f"{linear['name']}.weight_global_scale").item()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,54 +23,43 @@ Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hi
 
 
 class Replay:
-    """A block whose modules can repeat the outputs of a first run (`returned`). entered: inputs of modules in
-    the last run; first: in the first run."""
+    """A block whose modules can be silent or nudged. returned: outputs of modules in a run as they are."""
 
     def __init__(self, block: nn.Module, run: Run, hidden: Tensor, names: Sequence[str]):
         self._block, self._run, self._hidden = block, run, hidden
         self.returned: dict[str, object] = {}
-        self.entered: dict[str, Tensor | None] = {}
         with ExitStack() as stack:
             for name in names:
                 stack.callback(block.get_submodule(name).register_forward_hook(self._keeping(name)).remove)
-            self.before = run(hidden)
-        self.first = dict(self.entered)
+            run(hidden)
 
-    def nudged(
-        self, nudge: Tensor, fixed: Sequence[str], writer: str | None = None, silent: bool = False
-    ) -> Tensor:
-        """Return the block's output if `nudge` is added to the output of `writer`, or to the block's input
-        without a writer. Modules `fixed` repeat their outputs, or return zeros if `silent`."""
+    def nudged(self, nudge: Tensor, silent: Sequence[str], writer: str) -> Tensor:
+        """Return the block's output if `nudge` is added to the output of `writer`. Modules `silent` return
+        zeros."""
 
         def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
             return output + nudge.reshape(output.shape) if output.numel() == nudge.numel() else output
 
         with ExitStack() as stack:
-            for name in fixed:
+            for name in silent:
                 module = self._block.get_submodule(name)
-                module.forward = self._returning(name, silent)
+                module.forward = partial(self._zeros, name)
                 stack.callback(delattr, module, "forward")
-            if writer is not None:
-                stack.callback(self._block.get_submodule(writer).register_forward_hook(add).remove)
-            return self._run(self._hidden if writer else self._hidden + nudge)
+            stack.callback(self._block.get_submodule(writer).register_forward_hook(add).remove)
+            return self._run(self._hidden)
 
     def _keeping(self, name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
-            self.entered[name] = args[0] if args else None
-            self.returned.setdefault(name, _copied(output))
+            self.returned[name] = _copied(output)
 
         return hook
 
-    def _returning(self, name: str, silent: bool) -> Callable:
-        def forward(*args: object, **kwargs: object) -> object:
-            self.entered[name] = args[0] if args else None
-            output = _copied(self.returned[name])
-            states = output[0] if isinstance(output, tuple) and output else output
-            if silent and isinstance(states, Tensor):
-                states.zero_()
-            return output
-
-        return forward
+    def _zeros(self, name: str, *args: object, **kwargs: object) -> object:
+        output = _copied(self.returned[name])
+        states = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(states, Tensor):
+            states.zero_()
+        return output
 
 
 def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:
@@ -92,7 +82,7 @@ def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tens
             continue
         own = name.partition(".")[0]
         after = order[order.index(own) + 1 :] if own in order else []
-        outcome = replay.nudged(nudge, after, name, silent=True)
+        outcome = replay.nudged(nudge, after, name)
         written = [replay.returned[writer].reshape(hidden.shape) for writer in (*found, name)]
         if outcome.shape == hidden.shape and _equal(outcome, sum(written, hidden) + nudge):
             found.append(name)

@@ -1,5 +1,5 @@
 """Solver and transform of methods with error feedback, and their options: `--solver`, `--damp`, `--refine`,
-`--target` and `--transform` (one part, or several joined by `+`).
+`--target` and `--transform`.
 
 torch is imported inside functions, so that `--help` stays fast.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import USAGE, QuantkitError, one_of, require
+from quantkit.errors import USAGE, one_of, require
 from quantkit.options import option
 
 if TYPE_CHECKING:
@@ -22,16 +22,8 @@ if TYPE_CHECKING:
 
 SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would cut names off
 TARGETS = ("own", "original")
-ROTATIONS = ("rotate", "rotate-v")  # of the whole model, before any block runs
-TRANSFORMS = ("awq", "auto", *ROTATIONS)
-SMOOTHED = ("smooth", *ROTATIONS)  # of methods that round activations
-
 
 REWRITE = "Rewrite the model before rounding, without changing its function. "
-ROTATE = (
-    "rotate: rotate hidden states and attention values; a tied head becomes a tensor of its own. rotate-v: "
-    "rotate attention values only. "
-)
 OPTIONS = {  # of several methods: name -> default, help, names
     "damp": (
         0.01,
@@ -65,15 +57,14 @@ OPTIONS = {  # of several methods: name -> default, help, names
     "transform": (
         "auto",
         f"{REWRITE}auto: scale columns up, and their inputs down, if --solver gptq then loses less. awq: the "
-        f"same, judged by the loss of round to nearest. {ROTATE}rotate+auto: both. none: no rewrite.",
-        ("none", *TRANSFORMS),
+        "same, judged by the loss of round to nearest. none: no rewrite.",
+        ("none", "awq", "auto"),
     ),
     "smoothing": (
         "smooth",
         f"{REWRITE}smooth: scale large inputs down, and the columns that read them up, if rounding both then "
-        f"loses less. {ROTATE}rotate+smooth: both. none: no rewrite; --solver rtn then needs no calibration "
-        "text.",
-        ("none", *SMOOTHED),
+        "loses less. none: no rewrite; --solver rtn then needs no calibration text.",
+        ("none", "smooth"),
     ),
 }
 
@@ -89,30 +80,9 @@ def check(options: Any) -> None:
     require(options.refine >= 0, f"--refine {options.refine} is invalid", "choose 0 or more", USAGE)
     require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
-    for name in ("solver", "target", "format"):
+    for name in ("solver", "target", "format", "transform"):
         if name in names:
             one_of(value := getattr(options, name), names[name], f"--{name} {value}: no such {name}")
-    if "transform" in names:
-        transform_parts(options.transform, names["transform"][1:])
-
-
-def transform_parts(value: str, transforms: tuple[str, ...] = (*TRANSFORMS, "smooth")) -> tuple[str, ...]:
-    """Return the parts of `--transform VALUE`; () for "none". Raises QuantkitError if a part is unknown or
-    two parts exclude each other."""
-    parts = () if value == "none" else tuple(value.split("+"))
-    if unknown := [part for part in parts if part not in transforms]:
-        hint = f"choose none, or {', '.join(transforms)}, or a rotation and another joined by +"
-        raise QuantkitError(f"--transform {value}: no transform {unknown[0]!r}", hint, USAGE)
-    turned = [part for part in parts if part in ROTATIONS]
-    if len(turned) > 1 or len(parts) - len(turned) > 1:
-        raise QuantkitError(f"--transform {value} has two of one kind", "choose one of them", USAGE)
-    return parts
-
-
-def rotation(options: Any) -> str | None:
-    """Return the part of `--transform` that rotates the whole model; None without one."""
-    parts = transform_parts(getattr(options, "transform", "none"))
-    return next((part for part in parts if part in ROTATIONS), None)
 
 
 def suffix(options: Any, *names: str) -> str:
@@ -131,8 +101,8 @@ def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:
     from quantkit.quantize.solvers.yaqa import YaqaSolver
 
     if options.solver == "rtn":
-        scaled = {"awq", "smooth"}.intersection(transform_parts(getattr(options, "transform", "none")))
-        return RtnSolver(weighted=weighted or bool(scaled))
+        scaled = getattr(options, "transform", "none") in ("awq", "smooth")
+        return RtnSolver(weighted=weighted or scaled)
     kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
     return kind(options.damp, act_order, options.refine, options.target)
 
@@ -147,9 +117,8 @@ def block_transform(
     from quantkit.quantize.transforms.awq import AwqScaling
     from quantkit.quantize.transforms.smooth import SmoothScaling
 
-    parts = transform_parts(value)
-    if "auto" in parts and not isinstance(solver, RtnSolver):
+    if value == "auto" and not isinstance(solver, RtnSolver):
         return FeedbackScaling(solver)
-    if "smooth" in parts:
+    if value == "smooth":
         return SmoothScaling(solver, rounded)
-    return AwqScaling() if "awq" in parts else None
+    return AwqScaling() if value == "awq" else None

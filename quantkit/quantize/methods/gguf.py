@@ -127,7 +127,7 @@ def check(options: Options) -> None:
     if options.like and typed:
         flags = name_all([f"--{name.replace('_', '-')}" for name in typed])
         raise QuantkitError(f"--like decides all types, not {flags}", f"leave out {flags}", USAGE)
-    nearest, awq = options.solver == "rtn", "awq" in composing.transform_parts(options.transform)
+    nearest, awq = options.solver == "rtn", options.transform == "awq"
     what = f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come"
     require(not (awq and nearest), what, "leave it out, or choose --solver gptq", USAGE)
     what = f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that"

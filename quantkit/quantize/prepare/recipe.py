@@ -18,7 +18,6 @@ from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, require
 from quantkit.models.files import untrusted
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import methods
-from quantkit.quantize.prepare import old_names
 from quantkit.text.shipped import shipped_folder
 
 RECIPE_BYTES = 1 << 20
@@ -126,7 +125,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         if key not in ("quant", *SHARED):
             flat[str(key)] = value
         elif isinstance(value, dict):
-            flat |= dict(old_names.renewed_key(named, f"{key}.{one}", inner) for one, inner in value.items())
+            flat |= {f"{key}.{one}": inner for one, inner in value.items()}
         elif value is not None:
             hint = f"put options under it, two spaces in: see quantkit recipes init {named}"
             raise QuantkitError(f"{path}: {key} is {value!r}, not a section", hint, USAGE)
@@ -271,8 +270,7 @@ def _settings(
         name, equals, text = setting.partition("=")
         require(equals, f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
         key = leaves.get(name.strip().replace("-", "_"), name)
-        key, value = old_names.renewed_key(method, key, _parse(f"{flag} {key}={text}", text))
-        found[key] = value
+        found[key] = _parse(f"{flag} {key}={text}", text)
     return _checked(flag, found, known)
 
 
