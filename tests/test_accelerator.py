@@ -103,6 +103,7 @@ METHODS = {
     "gptq v2": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--no-sym", "--checkpoint-format", "gptq_v2"],
     "gptq 8 bit": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--bits", "8", "--no-search-scale"],
     "gptq ct": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "compressed-tensors"],
+    "gptq mlx": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "mlx", "--bits", "3"],
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--sequential", "repeat"],
     "gptq original": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--target", "original"],
     "gptq rtn": ["gptq", *SMALL, "--solver", "rtn"],
@@ -112,6 +113,7 @@ METHODS = {
     "nvfp4 rtn": ["fp4", "--solver", "rtn"],
     "nvfp4 inputs": ["fp4", *CALIBRATED, *PLAIN, "--activations"],
     "mxfp4": ["fp4", "--format", "mxfp4", *CALIBRATED, *PLAIN],
+    "mlx nvfp4": ["fp4", *CALIBRATED, *PLAIN, "--layout", "mlx"],
     "int8": ["int8"],
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],

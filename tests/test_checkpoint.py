@@ -332,7 +332,7 @@ def test_a_folder_without_weights_is_refused(tiny_model):
         ('{"model_type": "llama", "quantization_config": {"quant_method": "alien"}}', "'alien'", UNSUPPORTED),
         ('{"model_type": "llama", "quantization_config": "alien"}', "'alien'", UNSUPPORTED),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', "bits", RUNTIME),
-        ('{"model_type": "llama", "quantization": {"group_size": 64, "bits": 4}}', "'mlx'", UNSUPPORTED),
+        ('{"model_type": "llama", "quantization": {"group_size": 64, "bits": 7}}', "7 bits", RUNTIME),
     ],
 )
 def test_configurations_that_do_not_serve(tiny_model, text, words, code):

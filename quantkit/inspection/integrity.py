@@ -20,7 +20,7 @@ from quantkit.models.files.headers import Contents
 VOCABULARIES = (
     "tokenizer.json", "*.model", "*.tiktoken", "vocab*", "merges.txt", "tekken.json", "*token*.py",
 )  # fmt: skip
-CODE_TYPES = {"I8", "U8", "I32", "F8_E4M3", "F8_E5M2"}  # types of matrices that need scales
+CODE_TYPES = {"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2"}  # types of matrices that need scales
 
 
 def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None) -> list[str]:

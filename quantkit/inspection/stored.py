@@ -45,7 +45,7 @@ class Codes:
         """Return a phrase such as `4 bit, groups of 128`, or only the type's name, such as `Q4_K`."""
         if self.form.isupper() or self.form == "nf4":  # upper case: a ggml type
             return self.form
-        form = f"{self.bits} bit" if self.form in ("gptq", "awq", "pack-quantized") else self.form
+        form = f"{self.bits} bit" if self.form in ("gptq", "awq", "mlx", "pack-quantized") else self.form
         return f"{form}, groups of {self.group_size}" if self.group_size else f"{form}, whole rows"
 
 

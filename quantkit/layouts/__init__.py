@@ -118,6 +118,14 @@ class Layout(ABC):
         """Return the layout of one linear in a stored checkpoint; itself if all linears share one layout."""
         return self
 
+    def of_job(self, specs: Sequence[LinearSpec]) -> Layout:
+        """Return the layout for the linears of a job, if their tensors alone do not tell their bits."""
+        return self
+
+    def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
+        """Return the grid of what the layout stores in place of a method's grid. dtype: of the model."""
+        return grid
+
     @abstractmethod
     def check(self, spec: LinearSpec) -> str | None:
         """Return why this layout cannot hold `spec`, with the fix; None if it can."""
@@ -189,6 +197,11 @@ class Layout(ABC):
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config` of config.json. outside: names of modules outside the language model,
         such as towers of other modalities; they are not quantized."""
+
+    def configured(self, config: Mapping[str, Any], found: dict) -> dict:
+        """Return config.json with `found`, the result of `config`, where clients look for it."""
+        rest = {key: value for key, value in config.items() if key != "quantization"}
+        return rest | {"quantization_config": found}
 
     def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return further JSON files that clients look for, by file name."""

@@ -253,7 +253,7 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
         )
     if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return method, specs
+    return dataclasses.replace(method, layout=method.layout.of_job(specs)), specs
 
 
 def _check_ranks(method: Method) -> None:

@@ -152,25 +152,31 @@ def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton 
     module = load(name)
     if hasattr(module, "build"):
         return module.build(options, calibrated, skeleton)
-    return compose(name, options)
+    return compose(name, options, skeleton)
 
 
 def compose(
-    name: str, options: Any, weighted: bool = False, rounded: Callable[[Tensor], Tensor] | None = None
+    name: str,
+    options: Any,
+    skeleton: Skeleton | None = None,
+    weighted: bool = False,
+    rounded: Callable[[Tensor], Tensor] | None = None,
 ) -> Method:
     """Return a method with its own layout and grid, and the solver and transform in its options. weighted:
     see `composing.solver`; rounded: see `composing.block_transform`."""
     from quantkit.quantize.methods import composing
 
     module = load(name)
+    layout, dtype = module.layout(options), skeleton.checkpoint.config.dtype if skeleton else None
 
     def make_grid(stored: str, out_features: int, in_features: int, override: Override | None) -> Grid:
-        return module.grid(options, module.width(options, in_features, override), stored)
+        found = module.grid(options, module.width(options, in_features, override), stored)
+        return layout.grid(found, dtype)
 
     solver = composing.solver(options, getattr(options, "act_order", "group"), weighted)
     transform = composing.block_transform(getattr(options, "transform", "none"), solver, rounded)
     notes = module.notes(options) if hasattr(module, "notes") else ()
-    return Method(name, solver, module.layout(options), make_grid, transform, notes=notes)
+    return Method(name, solver, layout, make_grid, transform, notes=notes)
 
 
 def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:

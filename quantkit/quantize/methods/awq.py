@@ -1,4 +1,4 @@
-"""awq: activation-aware scaling and clipping (arXiv:2306.00978) on affine grids, in two layouts."""
+"""awq: activation-aware scaling and clipping (arXiv:2306.00978) on affine grids, in three layouts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
+from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
 from quantkit.quantize.methods import Method, Work, affine_width, check_grid, compose, composing
 
@@ -43,23 +44,25 @@ class Options:
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
-    layout: Literal["awq", "compressed-tensors"] = option(
-        "awq", "Layout on disk. awq: most clients. compressed-tensors: vLLM and SGLang."
-    )
+    layout: Literal["awq", "compressed-tensors", "mlx"] = option("awq", composing.LAYOUTS.format("awq"))
 
 
 def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `awq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     solver = composing.suffix(options, "solver")
-    return f"awq{solver}-w{options.bits}{group}" + ("-sym" if options.sym else "")
+    return (
+        f"awq{solver}-w{options.bits}{group}"
+        + ("-sym" if options.sym else "")
+        + ("-mlx" if options.layout == "mlx" else "")
+    )
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
     check_grid(options.bits, options.group_size)
     if options.bits != 4 and options.layout == "awq":
-        hint = "add --layout compressed-tensors, which holds 2 to 8"
+        hint = "add --layout compressed-tensors, which holds 2 to 8, or --layout mlx"
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
     if options.candidates < 2:
         raise QuantkitError(
@@ -86,11 +89,13 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     """Return the method."""
     from quantkit.quantize.transforms.awq import AwqScaling
 
-    return replace(compose("awq", options, weighted=True), transform=AwqScaling(options.candidates))
+    return replace(compose("awq", options, skeleton, weighted=True), transform=AwqScaling(options.candidates))
 
 
 def layout(options: Options) -> Layout:
     """Return the layout."""
     if options.layout == "awq":
         return AwqLayout(options.group_size, not options.sym)
+    if options.layout == "mlx":
+        return MlxLayout(options.bits, options.group_size)
     return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))

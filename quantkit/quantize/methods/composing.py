@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms.scaling import ColumnScaling
 
+LAYOUTS = (
+    "Layout on disk. {}: most clients. compressed-tensors: vLLM and SGLang. mlx: mlx-lm; groups of 32, 64 or "
+    "128, each with a float offset, whatever --sym says."
+)
 SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would cut names off
 TARGETS = ("own", "original")
 

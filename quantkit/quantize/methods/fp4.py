@@ -1,13 +1,15 @@
-"""fp4: 4-bit floats in groups of 16 (NVFP4) or 32 (MXFP4), by error feedback; compressed-tensors."""
+"""fp4: 4-bit floats in groups of 16 (NVFP4) or 32 (MXFP4), by error feedback; compressed-tensors or MLX."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from quantkit.layouts import Width
+from quantkit.errors import USAGE, require
+from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
+from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, composing, refuse_override
 
@@ -35,6 +37,11 @@ class Options:
         False,
         "Round the inputs of linears to 4 bits, too: more tokens per second in large batches, more loss.",
     )
+    layout: Literal["compressed-tensors", "mlx"] = option(
+        "compressed-tensors",
+        "Layout on disk. compressed-tensors: transformers, vLLM. mlx: mlx-lm; nvfp4 then has no divisor, "
+        "which costs precision.",
+    )
     search_scale: bool = option(
         True,
         "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
@@ -48,11 +55,21 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `nvfp4`."""
-    return options.format + ("a4" if options.activations else "") + composing.suffix(options)
+    layout = "-mlx" if options.layout == "mlx" else ""
+    return options.format + ("a4" if options.activations else "") + composing.suffix(options) + layout
 
 
-def layout(options: Options) -> CompressedTensorsLayout:
+def check(options: Options) -> None:
+    """Raise QuantkitError if options are invalid for every model."""
+    composing.check(options)
+    rounded = options.layout == "mlx" and options.activations
+    require(not rounded, "--layout mlx stores no --activations", "leave one of them out", USAGE)
+
+
+def layout(options: Options) -> Layout:
     """Return the layout."""
+    if options.layout == "mlx":
+        return MlxLayout(4, FORMATS[options.format].GROUP, options.format)
     return CompressedTensorsLayout(FORMATS[options.format](options.activations))
 
 

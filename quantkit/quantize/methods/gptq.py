@@ -1,4 +1,4 @@
-"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), GPTQ or compressed-tensors layout."""
+"""gptq: affine integer grid, Hessian error feedback (arXiv:2210.17323), in three layouts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
+from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid, composing
 
@@ -46,9 +47,7 @@ class Options:
     target: str = composing.shared("target")
     solver: str = composing.shared("solver")
     transform: str = composing.shared("transform")
-    layout: Literal["gptq", "compressed-tensors"] = option(
-        "gptq", "Layout on disk. gptq: most clients. compressed-tensors: vLLM and SGLang."
-    )
+    layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", composing.LAYOUTS.format("gptq"))
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
         "gptq",
         "gptq: loads everywhere. gptq_v2: also stores zero points of 0, but old clients read it wrong.",
@@ -58,7 +57,7 @@ class Options:
 def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
-    layout = "-ct" if options.layout == "compressed-tensors" else ""
+    layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
     grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
     return f"{options.solver}-{grid}{composing.suffix(options, 'transform')}{layout}"
 
@@ -69,7 +68,7 @@ def check(options: Options) -> None:
     composing.check(options)
     if options.layout == "gptq":
         return
-    only = "--layout compressed-tensors does not hold"
+    only = f"--layout {options.layout} does not hold"
     if options.act_order == "full":
         raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
     if options.checkpoint_format != "gptq":
@@ -100,6 +99,8 @@ def notes(options: Options) -> tuple[str, ...]:
 
 def layout(options: Options) -> Layout:
     """Return the layout."""
+    if options.layout == "mlx":
+        return MlxLayout(options.bits, options.group_size)
     if options.layout == "compressed-tensors":
         return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))
     return GptqLayout(

@@ -89,7 +89,7 @@ class Output:
         infos = _as_stored(checkpoint, infos | material.staging.tensors())
         safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
         checkpoint.write_companions(place)
-        config = dict(checkpoint.raw_config, quantization_config=material.config)
+        config = material.layout.configured(checkpoint.raw_config, material.config)
         _write_json(place / "config.json", config)
         for name, content in material.files.items():
             _write_json(place / name, content)

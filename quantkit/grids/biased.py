@@ -1,0 +1,119 @@
+"""Integer grid with a float offset, as MLX stores it: `w = scale * code + bias`, code in 0 .. 2^bits - 1.
+
+Scale and bias are stored in the model's own type. MLX's CPU kernels round the product and the sum to this
+type (`mx.dequantize`, mlx 0.32), and so does `decode`. Its Metal kernels accumulate in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.affine import AffineGrid
+from quantkit.grids.grid import select
+from quantkit.grids.levels import WholeLevels
+from quantkit.grids.parallel import elements_at_once
+
+FITS = 3  # least squares of scale and bias, each followed by rounding
+TEMPORARIES = 8
+
+
+@dataclass(frozen=True)
+class BiasedParams:
+    """scale, bias: in the stored type, `[rows]` for one group or `[out, groups]` for a matrix."""
+
+    scale: Tensor
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class BiasedGrid(WholeLevels):
+    """bits: 2 to 8. dtype: stored type of scale and bias. search: choose them by the least
+    importance-weighted squared error, starting from the best integer zero point (`AffineGrid`). clip: see
+    Grid."""
+
+    bits: int
+    group_size: int
+    dtype: str = "bfloat16"
+    search: bool = True
+    clip: bool = False
+
+    def describe(self) -> str:
+        """Return `4 bit, groups of 64`."""
+        return f"{self.bits} bit, groups of {self.group_size}"
+
+    def plain(self) -> BiasedGrid:
+        """Return the grid without search and clipping: it covers each group's full range."""
+        return replace(self, search=False, clip=False)
+
+    def fit(self, weight: Tensor, importance: Tensor | None = None) -> BiasedParams:
+        """Return scale and bias for `weight [rows, group_size]`; `importance` as in Grid."""
+        start = AffineGrid(self.bits, self.group_size, symmetric=False, search=self.search)
+        found = start.fit(weight, importance)
+        params = self._stored(found.scale, -found.scale * found.zero)
+        if self.search:
+            cost = torch.ones_like(weight[0]) if importance is None else importance
+            rows = max(1, elements_at_once(weight.device, TEMPORARIES) // self.group_size)
+            for start in range(0, len(weight), rows):
+                part = slice(start, start + rows)
+                best = self._fitted(weight[part], cost, BiasedParams(params.scale[part], params.bias[part]))
+                params.scale[part], params.bias[part] = best.scale, best.bias
+        return params
+
+    def _fitted(self, weight: Tensor, cost: Tensor, best: BiasedParams) -> BiasedParams:
+        """Return `best`, or in rows where they lose less, the least-squares scale and bias for its codes."""
+        params, share, least = best, cost / cost.sum().clamp(min=torch.finfo(cost.dtype).tiny), None
+        for step in range(FITS + 1):
+            codes = self.round(weight, params)
+            lost = (self.decode(codes, params) - weight).square_() @ cost
+            if least is None:
+                least = lost
+            else:
+                best, least = select(lost < least, params, best), torch.minimum(lost, least)
+            if step < FITS:
+                params = self._least_squares(codes.float(), weight, share, params)
+        return best
+
+    def _least_squares(self, codes: Tensor, weight: Tensor, share: Tensor, old: BiasedParams) -> BiasedParams:
+        """Return the scale and bias of least squared error for these codes. share: of each column, sum 1."""
+        middle, mean = codes @ share, weight @ share
+        codes = codes - middle[:, None]
+        power = codes.square() @ share
+        scale = (codes * (weight - mean[:, None])) @ share / power
+        scale = torch.where((power > 0) & (scale > 0), scale, old.scale.float())
+        scale = self._stored(scale, scale).scale
+        return BiasedParams(scale, (mean - scale.float() * middle).to(scale.dtype))
+
+    def _stored(self, scale: Tensor, bias: Tensor) -> BiasedParams:
+        """Return scale and bias in the stored type; the scale stays above 0."""
+        dtype = getattr(torch, self.dtype)
+        scale = scale.clamp(torch.finfo(dtype).tiny, torch.finfo(dtype).max)
+        return BiasedParams(scale.to(dtype), bias.to(dtype))
+
+    def round(self, weight: Tensor, params: BiasedParams) -> Tensor:
+        """Return the nearest codes, uint8, for `weight [rows, group_size]`; ties go to even."""
+        codes = (weight - params.bias.float()[:, None]).div_(params.scale.float()[:, None])
+        return codes.round_().clamp_(0, 2**self.bits - 1).to(torch.uint8)
+
+    def decode(self, codes: Tensor, params: BiasedParams) -> Tensor:
+        """Return values, float32 `[rows, group_size]`; product and sum are rounded to the stored type."""
+        return (codes.to(params.scale.dtype) * params.scale[:, None] + params.bias[:, None]).float()
+
+    def steps(self, params: BiasedParams) -> tuple[Tensor, Tensor]:
+        """Return step = scale and low = -bias, both `[1, rows]`."""
+        return params.scale.float()[None], -params.bias.float()[None]
+
+    def scaled(self, params: BiasedParams, factor: Tensor) -> BiasedParams:
+        """Return scales and biases times `factor [rows]`, rounded to the stored type."""
+        return self._stored(params.scale.float() * factor, params.bias.float() * factor)
+
+    def floats(self, params: BiasedParams) -> dict[str, Tensor]:
+        """Return scales and biases."""
+        return {"scale": params.scale.float(), "bias": params.bias.float()}
+
+    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return both rounded to the stored type."""
+        return vars(self._stored(floats["scale"], floats["bias"]))

@@ -1,0 +1,171 @@
+"""The MLX layout, read by mlx-lm and the programs built on it.
+
+Mode affine, per linear: `W[o, i] = scales[o, i // group_size] * q[o, i] + biases[o, i // group_size]`;
+`weight` uint32 `[out, in * bits / 32]`, a little-endian bit stream of q along each row; `scales` and `biases`
+`[out, in / group_size]` in the type of the model. Modes mxfp4, nvfp4 and mxfp8: `weight` holds 4-bit or 8-bit
+floats in the same order, and `scales` uint8 are powers of two or, in nvfp4, e4m3 without a divisor.
+config.json has bits, group size and mode of the model, and of each linear that differs, by name.
+Format: mlx 0.32 `mx.quantize`; mlx-lm 0.32 `utils.load_model`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.layouts import DTYPES, Layout, LinearSpec, Numbers, Table, Width, spec_of_shape
+from quantkit.layouts._packing import WORD, pack, unpack, words
+from quantkit.layouts.compressed_tensors.floats import MX_BIAS, MxFp4Packed, NvFp4Packed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from quantkit.grids.grid import Grid, QuantizedWeight
+
+NAME = "mlx"
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+FLOATS = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits and group size
+FP4 = {"mxfp4": MxFp4Packed(), "nvfp4": NvFp4Packed()}
+
+
+@dataclass(frozen=True)
+class MlxLayout(Layout):
+    """bits, group_size, mode: of linears that `entries` does not name. entries: the same of others."""
+
+    bits: int
+    group_size: int
+    mode: str = "affine"
+    entries: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+    marker = "scales"
+    suffixes = ("weight", "scales", "biases")
+    floats = ("scales", "biases")
+    fused = False
+
+    @property
+    def label(self) -> str:
+        """Return `mlx` for integers, else the mode."""
+        return NAME if self.mode == "affine" else self.mode
+
+    def at(self, linear: str) -> MlxLayout:
+        """Return the layout of one linear."""
+        return MlxLayout(*self.entries.get(linear, (self.bits, self.group_size, self.mode)))
+
+    def check_experts(self, linears: int) -> str:
+        """Return why no client reads experts: mlx-lm wants those of a layer stacked in one tensor."""
+        return "mlx-lm wants the experts of a layer in one tensor, which quantkit does not write"
+
+    def of_job(self, specs: Sequence[LinearSpec]) -> MlxLayout:
+        """Return a copy with entries for linears that differ."""
+        grids = {spec.name: spec.grid for spec in specs if spec.grid}
+        found = {name: (grid.bits, grid.group_size, self.mode) for name, grid in grids.items()}
+        return replace(self, entries={name: own for name, own in found.items() if own[:2] != self.numbers})
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Return why a linear does not fit; None if it does."""
+        if spec.conv1d:
+            return "mlx-lm would transpose the codes of a Conv1D: use gptq"
+        if self.mode == "affine" and spec.grid.bits not in BITS:
+            return f"MLX has 2, 3, 4, 5, 6 and 8 bits, not {spec.grid.bits}"
+        if self.mode == "affine" and spec.grid.group_size not in GROUPS:
+            return f"MLX has groups of 32, 64 and 128, not {spec.grid.group_size}: add --group-size 64"
+        return None
+
+    def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
+        """Return integers with a float offset in the model's type, or floats without a divisor."""
+        from quantkit.grids.biased import BiasedGrid
+
+        if self.mode != "affine":
+            return replace(grid, divisor=1.0) if self.mode == "nvfp4" else grid
+        name = str(dtype or "bfloat16").removeprefix("torch.")
+        return BiasedGrid(grid.bits, grid.group_size, name, grid.search, grid.clip)
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Return the two or three tensors of one linear."""
+        groups = spec.out_features, -(-spec.in_features // spec.grid.group_size)
+        table = {"weight": ("U32", (spec.out_features, words(spec.in_features, spec.grid.bits)))}
+        if self.mode != "affine":
+            return table | {"scales": ("U8", groups)}
+        dtype = DTYPES[getattr(spec.grid, "dtype", "bfloat16")]
+        return table | {"scales": (dtype, groups), "biases": (dtype, groups)}
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return the two or three tensors of one linear."""
+        import torch
+
+        assert weight.column_group is None, "MLX stores no order of columns"
+        if form := FP4.get(self.mode):
+            parts = form.encode(weight)
+            packed = parts["weight_packed"].contiguous().view(torch.uint32)
+            return {"weight": packed, "scales": parts["weight_scale"].view(torch.uint8)}
+        packed = pack(weight.codes.t(), weight.grid.bits).t().contiguous().view(torch.uint32)
+        return {"weight": packed, "scales": weight.params.scale, "biases": weight.params.bias}
+
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Return the shape. Raises ValueError unless bits and group size of the configuration fit it."""
+        out_features, groups = parts["scales"].shape
+        if parts["weight"].shape[1] * WORD != groups * self.group_size * self.bits:
+            raise ValueError
+        return spec_of_shape(out_features, groups * self.group_size, Width(self.bits, self.group_size))
+
+    @property
+    def numbers(self) -> Numbers:
+        """Bits and group size."""
+        return self.bits, self.group_size
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit one another."""
+        import torch
+
+        from quantkit.grids.biased import BiasedGrid, BiasedParams
+        from quantkit.grids.float8 import Float8Grid, Float8Params
+        from quantkit.grids.grid import QuantizedWeight
+
+        spec, packed, scales = self.checked_spec(tensors), tensors["weight"], tensors["scales"]
+        if form := FP4.get(self.mode):
+            stored = scales if self.mode == "mxfp4" else scales.view(torch.float8_e4m3fn)
+            parts = {"weight_packed": packed.view(torch.uint8), "weight_scale": stored}
+            return form.decode(parts | {"weight_global_scale": torch.ones(1, device=scales.device)}, spec)
+        if self.mode == "mxfp8":
+            scale = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - MX_BIAS)
+            return QuantizedWeight(Float8Grid(self.group_size), packed.view(torch.uint8), Float8Params(scale))
+        codes = unpack(packed.view(torch.int32).t(), self.bits, spec.in_features).t().contiguous()
+        grid = BiasedGrid(self.bits, self.group_size, str(scales.dtype).removeprefix("torch."))
+        return QuantizedWeight(grid, codes, BiasedParams(scales, tensors["biases"]))
+
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
+        """Return `quantization_config`. mlx-lm takes modules without scales for 16 bit."""
+        own = _entry(self.bits, self.group_size, self.mode)
+        return {"quant_method": NAME} | own | {name: _entry(*values) for name, values in self.entries.items()}
+
+    def configured(self, config: Mapping[str, Any], found: dict) -> dict:
+        """Return config.json with `quantization`, which mlx-lm reads, and the same as
+        `quantization_config`."""
+        own = {key: value for key, value in found.items() if key != "quant_method"}
+        return super().configured(config, found) | {"quantization": own}
+
+
+def detect(config: dict) -> MlxLayout | None:
+    """Return the MLX layout that a stored `quantization` describes; None for other layouts."""
+    if config.get("quant_method") != NAME:
+        return None
+    named = {name: _numbers(value) for name, value in config.items() if isinstance(value, dict)}
+    return MlxLayout(*_numbers(config), named)
+
+
+def _entry(bits: int, group_size: int, mode: str) -> dict[str, Any]:
+    return {"group_size": group_size, "bits": bits, "mode": mode}
+
+
+def _numbers(entry: Mapping[str, Any]) -> tuple[int, int, str]:
+    """Return bits, group size and mode. Raises QuantkitError if MLX does not have them."""
+    bits, size, mode = entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine")
+    if mode != "affine" and mode not in FLOATS:
+        modes = f"quantkit reads affine, {', '.join(FLOATS)}"
+        raise QuantkitError(f"MLX's mode {mode!r} is not supported", modes, UNSUPPORTED)
+    fits = bits in BITS and size in GROUPS if mode == "affine" else (bits, size) == FLOATS[mode]
+    wrong = f"quantization says {bits!r} bits in groups of {size!r}, which MLX's {mode} does not have"
+    require(fits and type(bits) is type(size) is int, wrong, "download config.json again")
+    return bits, size, mode
