@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,7 +254,7 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
         )
     if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return dataclasses.replace(method, layout=method.layout.of_job(specs)), specs
+    return replace(method, layout=method.layout.of_job(specs)), specs
 
 
 def _check_ranks(method: Method) -> None:
