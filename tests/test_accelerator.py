@@ -106,6 +106,7 @@ METHODS = {
     "gptq mlx": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "mlx", "--bits", "3"],
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--sequential", "repeat"],
     "gptq original": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--target", "original"],
+    "gptq head": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--head", "8"],
     "gptq rtn": ["gptq", *SMALL, "--solver", "rtn"],
     "nf4": ["nf4"],
     "nf4 single": ["nf4", "--no-double-quant"],

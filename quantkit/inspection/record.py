@@ -213,6 +213,7 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
         "cache": {bool(config.get("kv_cache_scheme"))},
         "biases": {any(name.endswith(".bias") for name in infos)},
         "experts": {any(EXPERT.search(weight.name) and (weight.codes or gguf) for weight in weights)},
+        "head": {any(weight.codes and part_of(weight.name) == "head" for weight in weights)},
         "hybrid": {not gguf and any(STATE.search(weight.name) for weight in weights)},
         "towers": {any(isinstance(contents.config.get(key), dict) for key in TOWERS)},
         "mixed": {len({(codes.form, codes.bits, codes.group_size) for codes in coded}) > 1},

@@ -53,7 +53,7 @@ class LinearSpec:
     the block. grid: grid that the solver rounds to; None for a kept linear, or if the output encodes the
     weight. kept: reason for 16 bit; None if quantized. conv1d: the model has a Conv1D here (GPT-2); some
     clients replace only nn.Linear. module: transformers' name if a multimodal wrapper changes it; engines use
-    the stored name.
+    the stored name. head: the linear is the model's head, which counts as a last block.
     """
 
     name: str
@@ -65,6 +65,7 @@ class LinearSpec:
     kept: str | None = None
     conv1d: bool = False
     module: str | None = None
+    head: bool = False
 
     @property
     def spellings(self) -> tuple[str, ...]:

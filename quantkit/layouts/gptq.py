@@ -146,7 +146,7 @@ class GptqLayout(Layout):
             "group_size": self.group_size,
             "desc_act": self.desc_act,
             "sym": self.symmetric,
-            "lm_head": False,
+            "lm_head": any(spec.head for spec in specs),
             "true_sequential": True,
             "damp_percent": self.damp_percent,
             "checkpoint_format": FORMATS[self.version],

@@ -243,7 +243,10 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     text = request.calibration.calibration is not None
     method = methods.build(request.method, request.options, text, skeleton)
     _check_ranks(method)
-    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, run.override)
+    override = run.override
+    if head := getattr(request.options, "head", 0):
+        override = (f"^{skeleton.add_head()}$={head}", *override)
+    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, override)
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(

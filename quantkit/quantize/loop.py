@@ -124,7 +124,7 @@ class _Loop:
 
     def _curvatures(self) -> Curvatures:
         """Return the curvatures of the linears in all blocks that are not staged yet."""
-        left = {index: [] for index, done in enumerate(self._done()) if not done}
+        left = {index: [] for index, done in enumerate(self._done()[: self.skeleton.depth]) if not done}
         for row in self.job.specs:
             if row.block in left and row.grid:
                 left[row.block].append(row.local)

@@ -70,8 +70,8 @@ class Solving:
                 yield site, row, self.transformed.amend(row.local, measured)
 
     def _with_curvatures(self, site: Site, statistics: SiteStatistics | None) -> SiteStatistics | None:
-        """Return a site's statistics with the curvatures of its linears' outputs."""
-        if self.curvatures is None or statistics is None:
+        """Return a site's statistics with the curvatures of its linears' outputs, which a head has not."""
+        if self.curvatures is None or statistics is None or self.block.index == self.skeleton.depth:
             return statistics
         curvatures = (
             self.transformed.curvature(row.local, self.curvatures.of(self.block.index, row.local))

@@ -35,6 +35,9 @@ CASES = {
     "8 bit, compressed": packed(bits=8, loader="compressed"),
     "8 bit, channel, asymmetric": packed(bits=8, group_size=-1, sym=False),
     "qwen2": packed("qwen2", group_size=32),  # biases
+    "head": packed("qwen2", group_size=32, head=4),
+    "head, compressed": packed("qwen2", "compressed", group_size=32, head=4),
+    "head of 8 bit, compressed": packed("qwen2", "compressed", group_size=32, head=8),
     "qwen2 tied, compressed": packed("qwen2 tied", "compressed", group_size=32),
     "opt": packed("opt", "compressed", group_size=32),
     "gpt_neox": packed("gpt_neox", "compressed", group_size=32),  # whose head is not called lm_head

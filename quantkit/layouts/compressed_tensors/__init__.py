@@ -165,8 +165,9 @@ class CompressedTensorsLayout(Layout):
         packed = [spec for spec in specs if spec.grid]
         forms = {name: self.form.of(s) for s in packed for name in s.spellings}
         groups: dict[Form, list[str]] = {self.form: ["Linear"]} if self.form in forms.values() else {}
+        heads = {name for spec in packed if spec.head for name in spec.spellings}  # no Linear in engines
         for name, form in forms.items():
-            if form != self.form:
+            if form != self.form or name in heads:
                 groups.setdefault(form, []).append(name)
         for name, members in fusions(specs).items():
             of_members = {forms.get(row.name) for row in members}
@@ -181,7 +182,7 @@ class CompressedTensorsLayout(Layout):
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": schemes.FLOAT8_CACHE if self.cache else None,
-            "ignore": ["lm_head", *_outside(specs), *towers, *kept],
+            "ignore": [*_outside(specs), *towers, *kept],
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,
@@ -196,12 +197,15 @@ class CompressedTensorsLayout(Layout):
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
-    """Return a pattern for modules outside the blocks, such as a head with another name than lm_head."""
+    """Return patterns for modules outside the blocks, such as a head with another name than lm_head."""
     spec = specs[0]
     container = spec.name.removesuffix(f".{spec.block}.{spec.local}")
+    heads = [name for row in specs if row.head for name in row.spellings]
+    found = [] if heads else ["lm_head"]
     if container == spec.name:
-        return []
-    return [rf"re:(?!(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\.)"]
+        return found
+    but = "".join(f"|{re.escape(name)}$" for name in heads)
+    return [*found, rf"re:(?!(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\.{but})"]
 
 
 def detect(config: dict) -> CompressedTensorsLayout | None:

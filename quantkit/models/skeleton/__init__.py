@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.layouts import Layout
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import experts, meta_model, streaming
@@ -29,10 +30,19 @@ from quantkit.models.skeleton.streaming import Keeper
 T = TypeVar("T")
 
 
+class Head(nn.Linear):
+    """A model's head as a last block. Only its inputs are looked at, so it computes no logits."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return no logits `[..., 0]`."""
+        return hidden[..., :0]
+
+
 class Skeleton:
     """A checkpoint as a model whose decoder blocks are loaded one at a time.
 
-    blocks: the real blocks; block i is on the meta device until `load_block(i)`. All tensors are in `dtype`
+    blocks: the real blocks, `depth` in number, and perhaps the head; block i is on the meta device until
+    `load_block(i)`. All tensors are in `dtype`
     on `device`; only buffers keep the architecture's precision. parameters: number of weights of the whole
     model. towers: models of other modalities, by name, always on the meta device. checkpoint: has one tensor
     per expert, even if the file stacks them. streams: a loaded block reads its experts when they are called
@@ -50,11 +60,31 @@ class Skeleton:
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.towers = set_aside(self.model, self.names.towers)
         self.blocks = list(container)
+        self.depth = len(self.blocks)
         self._recorder = Recorder(self.model, container, dtype, device)
         self._reader = Reader(self.names, self.checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
         self._keepers: dict[int, Keeper] = {}  # of loaded blocks whose experts are streamed
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
+
+    def add_head(self) -> str:
+        """Make the model's head a last block, so that it can be quantized, and return its stored name.
+
+        Raises QuantkitError if head and embedding are one tensor, or if the model has no head.
+        """
+        head = self.model.get_output_embeddings()
+        name = next((name for name, module in self.model.named_modules() if module is head), "")
+        if not isinstance(head, nn.Linear) or f"{name}.weight" not in self.names.stored:
+            raise QuantkitError(
+                f"{self.checkpoint.source} has no head of its own: it multiplies by the embedding",
+                "leave out --head: clients need the embedding in 16 bit, so a packed head would add bytes",
+                UNSUPPORTED,
+            )
+        above, dot, leaf = name.rpartition(".")
+        self.names.above_head = above + dot
+        copy = Head(head.in_features, head.out_features, False, device="meta", dtype=self.dtype)
+        self.blocks.append(nn.ModuleDict({leaf: copy}))
+        return self.names.stored[f"{name}.weight"].removesuffix(".weight")
 
     @property
     def is_mixture(self) -> bool:
@@ -105,8 +135,13 @@ class Skeleton:
         return self._recorder.embed(ids)
 
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
-        """Return the hidden states after block `index`. `hidden` must have the block's dtype."""
+        """Return the hidden states after block `index`. `hidden` must have the block's dtype. The head as a
+        last block returns them unchanged."""
         with torch.no_grad():
+            if index == self.depth:
+                (head,) = self.blocks[index].values()
+                head(self._recorder.head_inputs(hidden))
+                return hidden
             return self._recorder.run(index, self.blocks[index], hidden)
 
     def trace_block(self, index: int, hidden: Tensor, values: Mapping[str, Tensor]) -> Tensor:
@@ -209,7 +244,13 @@ class Skeleton:
         return self._installer.install(self.blocks[index], local, layout, parts, stored)
 
     def free_block(self, index: int) -> None:
-        """Release the memory of block `index`; its parameters return to the meta device."""
+        """Release the memory of block `index`; its parameters return to the meta device. A head becomes
+        the model's."""
+        if index == self.depth:
+            (head,) = self.blocks[index].values()
+            self.model.get_output_embeddings().weight = head.weight
+            head.weight = nn.Parameter(head.weight.to("meta"), requires_grad=False)
+            return
         if keeper := self._keepers.pop(index, None):
             keeper.close()
         self._installer.free(self.blocks[index])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from quantkit.layouts import LinearSpec
-from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton import Head, Skeleton
 from quantkit.models.skeleton.experts import Experts
 
 ROUTER = "router"
@@ -24,7 +24,8 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
                 conv1d = name in skeleton.names.transposed
                 kept = ROUTER if local in routers else None
                 place = name.removesuffix(".weight") if skeleton.names.language else None
-                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place))
+                head = isinstance(module, Head)
+                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place, head))
     return specs
 
 

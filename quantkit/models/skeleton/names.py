@@ -22,7 +22,8 @@ class Names:
     """Names of tensors. blocks: name of the list of decoder blocks. stored: name in the model -> in the
     checkpoint. joined: name in the model -> names of its concatenated parts in the checkpoint. shapes: of all
     parameters, by name in the model. transposed: weights stored as `[in, out]`. language: name of the
-    language model in a wrapper, or "". towers: names of the wrapper's other models; never loaded."""
+    language model in a wrapper, or "". towers: names of the wrapper's other models; never loaded.
+    above_head: what comes before the head's own name, such as "language_model."."""
 
     def __init__(self, model: nn.Module, blocks: str, transposed: set[str], checkpoint: Checkpoint):
         self._checkpoint = checkpoint
@@ -35,12 +36,13 @@ class Names:
         self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._tied = model.all_tied_weights_keys
         self._depth = len(model.get_submodule(blocks))
+        self.above_head = ""
         self.language = meta_model.language_model(model, checkpoint)
         self.towers = meta_model.towers(model, self.language)
 
     def of_block(self, index: int, local: str) -> str:
-        """Return the model's name of `local` in block `index`."""
-        return f"{self.blocks}.{index}.{local}"
+        """Return the model's name of `local` in block `index`; the head is the last block."""
+        return f"{self.blocks}.{index}.{local}" if index < self._depth else f"{self.above_head}{local}"
 
     def stored_of(self, index: int, local: str) -> str:
         """Return the checkpoint's name of `local` in block `index`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
 
@@ -115,14 +115,32 @@ class Recorder:
     def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`. values:
         replace parameters by name; with them, autograd tracks the computation."""
-        hidden, ids, _ = self._flow.unpack(len(self._stubs), flow[None].to(self._device))
-        ids = torch.zeros(1, len(flow), dtype=torch.long) if ids is None else ids
-        self._stubs[-1].replacement = hidden
-        try:
+        with self._after_blocks(flow[None].to(self._device)) as ids:
             if values is None:
                 return self._run(ids).logits[0]
             arguments = {"input_ids": ids.to(self._device), "use_cache": False}
             return functional_call(self._model, dict(values), (), arguments).logits[0]
+
+    def head_inputs(self, flow: Tensor) -> Tensor:
+        """Return the inputs of the model's head for the last block's output `flow [batch, tokens, width]`."""
+        found: list[Tensor] = []
+
+        def stop(module: nn.Module, args: tuple) -> None:
+            found.append(args[0])
+            raise _Recorded
+
+        with self._after_blocks(flow) as ids, suppress(_Recorded), ExitStack() as stack:
+            stack.callback(self._model.get_output_embeddings().register_forward_pre_hook(stop).remove)
+            self._run(ids)
+        return found[0]
+
+    @contextmanager
+    def _after_blocks(self, flow: Tensor) -> Iterator[Tensor]:
+        """Let the model continue from the last block's output `flow [batch, tokens, width]`; yields ids."""
+        hidden, ids, _ = self._flow.unpack(len(self._stubs), flow)
+        self._stubs[-1].replacement = hidden
+        try:
+            yield torch.zeros(flow.shape[:2], dtype=torch.long) if ids is None else ids
         finally:
             self._stubs[-1].replacement = None
 
@@ -216,7 +234,7 @@ class _Passed:
 
 
 class _Recorded(Exception):
-    """Raised to end a forward pass when every block's arguments are recorded."""
+    """Raised to end a forward pass when everything wanted is recorded."""
 
 
 class _Stub(StandIn):

@@ -105,11 +105,11 @@ def _pass(
     progress: Progress,
 ) -> None:
     """Run forward, then backward to the first chosen block, and write the curvatures of each block."""
-    depth, first = len(skeleton.blocks), min(chosen)
+    depth, first = skeleton.depth, min(chosen)
     total = depth + BACK * (depth - first)
     entered: dict[int, Spill] = {}
     decoded: walk.Source = (None, True)  # activations are not rounded
-    for index, _ in walk.blocks(skeleton, lambda index: decoded):
+    for index, _ in walk.blocks(skeleton, lambda index: decoded, only=range(depth)):
         progress.counting(STEPS, index, total)
         if index >= first:
             entered[index] = Spill(staged.folder)

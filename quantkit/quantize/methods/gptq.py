@@ -47,6 +47,7 @@ class Options:
     target: str = composing.shared("target")
     solver: str = composing.shared("solver")
     transform: str = composing.shared("transform")
+    head: int = option(0, "Also quantize the head, to this many bits. 0: keep it in 16 bit.")
     layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", composing.LAYOUTS.format("gptq"))
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
         "gptq",
@@ -59,12 +60,14 @@ def suffix(options: Options) -> str:
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
     grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
-    return f"{options.solver}-{grid}{composing.suffix(options, 'transform')}{layout}"
+    head = f"-head{options.head}" if options.head else ""
+    return f"{options.solver}-{grid}{head}{composing.suffix(options, 'transform')}{layout}"
 
 
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
     check_grid(options.bits, options.group_size)
+    check_grid(options.head or options.bits, options.group_size, f"--head {options.head}")
     composing.check(options)
     if options.layout == "gptq":
         return

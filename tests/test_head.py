@@ -1,0 +1,102 @@
+"""`gptq --head`: the model's head is solved as a last block, from what the quantized model feeds it."""
+
+import json
+
+import jobs
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from quantkit.errors import QuantkitError
+from quantkit.grids.affine import AffineGrid
+from quantkit.inspection.record import describe
+from quantkit.models.files.headers import open_contents
+from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.staging.folder import Staging
+
+OPTIONS = jobs.GPTQ | {"head": 8, "target": "own"}
+RUN = {"dtype": "float32", "batch_size": 6}
+
+
+@pytest.fixture
+def source(tiny_model):
+    return tiny_model("llama", tokenizer=True)
+
+
+def decoded(folder, source, tmp_path):
+    """transformers' model of a folder: every weight as quantkit decodes it."""
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    made = open_checkpoint(str(folder))
+    state = {name: made.read(name, torch.float32) for name in model.state_dict() if name in made.names}
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    return model.eval(), made
+
+
+def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
+    """Error feedback on second moments that transformers computes, of the inputs of the head."""
+    text = jobs.calibration(tmp_path)
+    job = jobs.prepare("gptq", source, tmp_path / "out", OPTIONS, calibration=text, **RUN)
+    tokens = torch.cat(job.batches)
+    jobs.loop.run(job, jobs.Progress())
+    model, made = decoded(tmp_path / "out", source, tmp_path)
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(tokens)
+    inputs = torch.cat(seen)
+    hessian = inputs.T @ inputs * (2 / len(inputs))
+    weight = load_file(source / "model.safetensors")["lm_head.weight"].float()
+    grid = AffineGrid(8, 32, True, 1)
+    solver = GptqSolver(0.01, "group", 0, "own")
+    (wanted,) = solver.solve([weight], [grid], SiteStatistics(hessian, None, len(inputs)))
+    assert torch.equal(made.read("lm_head.weight", torch.float32), wanted.weight.values())
+
+
+@pytest.mark.parametrize("layout", ["gptq", "compressed-tensors", "mlx"])
+def test_every_layout_says_that_the_head_is_packed(source, tmp_path, layout):
+    options = OPTIONS | {"layout": layout, "head": 4, "target": "original"}
+    jobs.quantize("gptq", source, tmp_path / "out", options, calibration=jobs.calibration(tmp_path), **RUN)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    stored = config["quantization_config"]
+    if layout == "gptq":
+        assert stored["lm_head"] is True and "dynamic" not in stored
+    elif layout == "compressed-tensors":
+        assert stored["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+        assert stored["ignore"] == [r"re:(?!(.*\.)?layers\.\d+\.|lm_head$)"]
+    found = describe(open_contents(str(tmp_path / "out")))["tensors"]
+    assert [row["stored"] for row in found if row["name"].startswith("lm_head")] == ["4 bit, groups of 32"]
+
+
+def test_yaqa_solves_the_head_without_curvature(source, tmp_path):
+    text = jobs.calibration(tmp_path)
+    made = [
+        jobs.quantize(
+            "gptq", source, tmp_path / solver, OPTIONS | {"solver": solver}, calibration=text, **RUN
+        )
+        for solver in ("gptq", "yaqa")
+    ]
+    assert [summary.linears for summary in made] == [22, 22]
+    assert "lm_head" not in made[1].notes
+
+
+def test_a_job_that_died_at_the_head_goes_on(source, tmp_path, monkeypatch):
+    text = jobs.calibration(tmp_path)
+    jobs.quantize("gptq", source, tmp_path / "whole", OPTIONS, calibration=text, **RUN)
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "assemble", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            jobs.quantize("gptq", source, tmp_path / "again", OPTIONS, calibration=text, **RUN)
+    jobs.quantize("gptq", source, tmp_path / "again", OPTIONS, calibration=text, resume=True, **RUN)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_head_that_is_the_embedding_is_refused(demo_model, tmp_path):
+    with pytest.raises(QuantkitError, match="has no head of its own") as refused:
+        jobs.prepare("gptq", demo_model, tmp_path / "out", {"head": 4})
+    assert "leave out --head" in refused.value.hint
+    with pytest.raises(QuantkitError, match="--head 9: no such width"):
+        jobs.prepare("gptq", demo_model, tmp_path / "out", {"head": 9})
