@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import unicodedata
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 RUNTIME = 1
 USAGE = 2
@@ -60,6 +60,16 @@ class QuantkitError(Exception):
         """Return the JSON object of the error, merged into the record in `found`."""
         error = {"message": self.message, "hint": self.hint, "exit_code": self.exit_code}
         return (self.found or {}) | {"error": error}
+
+
+def of_problems(
+    found: dict, problems: Sequence[str], hint: str, exit_code: int = RUNTIME
+) -> QuantkitError | None:
+    """Return the error about a record's problems, which names the first one; None without problems."""
+    if not problems:
+        return None
+    more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
+    return QuantkitError(problems[0] + more, hint, exit_code, found)
 
 
 class DamagedError(QuantkitError):

@@ -51,14 +51,17 @@ def option(
     names: Iterable[str] = (),
     negated: bool = False,
     parser: Callable[[str], Any] | None = None,
+    flag: str | None = None,
+    metavar: str | None = None,
 ) -> Any:
     """Return a dataclass field from which cli/flags.py also makes a command-line flag.
 
     short: short name of the flag, such as `-t`. names: values that shell completion offers. negated: also
-    make a `--no-…` flag for the default False, to override a recipe. parser: converts the typed text.
+    make a `--no-…` flag for the default False, to override a recipe. parser: converts the typed text. flag,
+    metavar: names of the flag and of its value in the help, if not the field's and the type's.
     """
     metadata = {"help": help, "short": short, "names": tuple(names), "negated": negated, "parser": parser}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata | {"flag": flag, "metavar": metavar})
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def warm_up(bench: Bench, parts: list[str]) -> None:
 
 # quality and formats
 
-HELDOUT = ROOT / "tests/data/heldout.txt"
+HELDOUT = ROOT / "heldout/heldout.txt"
 SAMPLES, SEQLEN = 128, 256  # of calibration
 CONTEXT, LIMIT = 256, 40960  # of measuring
 OWN_TEXTS = 512  # texts of the model's own

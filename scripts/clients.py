@@ -14,7 +14,7 @@ vLLM: of linears, of mixtures, of formats that accelerators run, one process per
 legacy: AutoGPTQ computes in float32 and reads every bit of the layout, so its logits are expected to be equal
     but for the order of summation; AutoAWQ computes in float16.
 others: each tool compresses the demo model in its own environment with its default options. Perplexity on
-    tests/data/heldout.txt in windows of 256 tokens is measured by its own client, by transformers with the
+    heldout/heldout.txt in windows of 256 tokens is measured by its own client, by transformers with the
     decoded weights in float32, and by `quantkit eval`.
 served: `quantkit serve` of every layout in every engine that is here, asked by the `openai` client. Each
     checkpoint is served, asked for a completion and a stream, put under load by one and by several users,
@@ -409,7 +409,7 @@ def legacy_section(args: argparse.Namespace, root: Path) -> str:
 
 # Checkpoints of other tools
 
-HELDOUT = ROOT / "tests/data/heldout.txt"
+HELDOUT = ROOT / "heldout/heldout.txt"
 WINDOW = 256
 SAMPLES, SEQLEN = 16, 256  # the readers are under test here, not the tools
 

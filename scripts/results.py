@@ -683,9 +683,7 @@ def passages(text: str) -> list[str]:
 
 
 def by_passage(args: argparse.Namespace, folder: Path) -> list[str]:
-    found = passages(
-        (ROOT / "tests/data/heldout.txt").read_text(encoding="utf-8")
-    )  # nothing is trained on it
+    found = passages((ROOT / "heldout/heldout.txt").read_text(encoding="utf-8"))  # nothing is trained on it
     lines = "".join(json.dumps({"text": passage}, ensure_ascii=False) + "\n" for passage in found)
     (ROOT / "quantkit/evaluation/tasks/cloze.jsonl").write_text(lines, encoding="utf-8")
     print(f"{len(found)} passages")
@@ -712,7 +710,7 @@ def main() -> None:
     add = parser.add_argument
     add("part", choices=PARTS)
     add("models", nargs="*", metavar="MODEL")
-    add("--text", type=Path, default=ROOT / "tests/data/heldout.txt", help="to measure on")
+    add("--text", type=Path, default=ROOT / "heldout/heldout.txt", help="to measure on")
     add("--ctx", type=int, default=256)
     add("--limit", type=int, help="tokens of the text")
     add("--samples", type=int, help="sequences of calibration or training text")

@@ -6,6 +6,7 @@ the stand-in runs in a process of its own (`environment`, `Elsewhere`).
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -52,6 +53,7 @@ class StandInHub(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.seen: list[tuple[str, str, str | None]] = []
         self.sent: dict[str, int] = {}  # bytes of every file that went out
+        self.refusals = 0  # commits that are answered with an error
 
     def add(self, name: str, files: dict[str, bytes], state: str = "public") -> Repo:
         """One more repository, of one commit."""
@@ -86,6 +88,7 @@ def environment(home: Path, endpoint: str, token: str = "") -> dict[str, str]:
         "HF_ENDPOINT": endpoint,
         "HF_TOKEN": token,
         "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "PYTHONPATH": str(REPOSITORY),
     }
@@ -164,11 +167,57 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             siblings = [{"rfilename": path, "size": len(data)} for path, data in files.items()]
             found = {"id": route["repo"], "sha": commit, "siblings": siblings, "tags": []}
+            found["private"] = repo.state == "private"
         if found == [] and route["verb"] == "tree":
             return self._answer(404, headers={"X-Error-Code": "EntryNotFound"})
         self._answer(200, json.dumps(found).encode())
 
-    do_HEAD = do_POST = do_GET
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        """Creates repositories and branches, and takes commits of small files, with the token."""
+        path = unquote(urlsplit(self.path).path)
+        route = ROUTE.fullmatch(path)
+        if path not in ("/api/repos/create", "/api/validate-yaml") and (
+            route is None or route["verb"] not in ("preupload", "commit", "branch")
+        ):
+            return self.do_GET()
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.server.seen.append((self.command, self.path, self.headers.get("Authorization")))
+        if path == "/api/validate-yaml":
+            return self._json({"errors": [], "warnings": []})
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._answer(401)
+        if path == "/api/repos/create":
+            made = json.loads(body)
+            name = f"{made['organization']}/{made['name']}"
+            known = f"models/{name}" in self.server.repos
+            if not known:
+                self.server.add(f"models/{name}", {}, made.get("visibility", "public"))
+            return self._json({"url": f"{self.server.url}/{name}", "id": name}, 409 if known else 200)
+        repo = self.server.repos[f"models/{route['repo']}"]
+        if route["verb"] == "branch":
+            sha = hashlib.sha1(route["revision"].encode()).hexdigest()
+            repo.names[route["revision"]], repo.revisions[sha] = sha, {}
+            return self._json({})
+        if route["verb"] == "preupload":
+            files = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in json.loads(body)["files"]
+            ]
+            return self._json({"files": files})
+        if self.server.refusals:
+            self.server.refusals -= 1
+            return self._answer(413)
+        for row in map(json.loads, body.splitlines()):
+            if row["key"] == "file":
+                files = repo.revisions[repo.names[route["revision"]]]
+                files[row["value"]["path"]] = base64.b64decode(row["value"]["content"])
+        url = f"{self.server.url}/{route['repo']}/commit/{repo.names[route['revision']]}"
+        self._json({"commitUrl": url, "commitOid": repo.names[route["revision"]], "success": True})
+
+    def _json(self, found: Any, status: int = 200) -> None:
+        self._answer(status, json.dumps(found).encode())
 
     def _file(self, files: dict[str, bytes], path: str, commit: str) -> None:
         if path not in files:

@@ -254,7 +254,7 @@ def test_the_shipped_text_shares_nothing_with_the_held_out_text():
         flat = " ".join(text.split())
         return {flat[start : start + 40] for start in range(len(flat) - 39)}
 
-    held_out = fragments((Path(__file__).parent / "data" / "heldout.txt").read_text(encoding="utf-8"))
+    held_out = fragments((Path(__file__).parents[1] / "heldout" / "heldout.txt").read_text(encoding="utf-8"))
     assert len(held_out) > 40_000
     assert {name: fragments(text) & held_out for name, text in shipped_texts().items()} == dict.fromkeys(
         shipped_texts(), set()

@@ -231,7 +231,7 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     rows = manifest["linears"]
     assert [row["name"] for row in rows] == NAMES
     assert errors == [f"{sum(row[key] for row in rows) / 14:#.2g}" for key in ("error", "rtn_error")]
-    assert done.out.endswith(f"\nnext: quantkit eval {model} {folder.name} --text TEXT\n")
+    assert done.out.endswith(f"\nnext: quantkit eval {model} {folder.name}\n")
     lines = done.err.splitlines()
     assert [line.split(" error")[0] for line in lines[-4:]] == [
         "block 1/2", "block 2/2", "writing the checkpoint", "verifying what was written",
@@ -303,7 +303,7 @@ def test_scales_that_float16_cannot_hold_are_reported(quantkit, model, small, so
 def test_the_next_command_can_be_pasted(quantkit, model, small):
     done = quantkit("gptq", model, *small, "-o", "my models/it's 4 bit", "--solver", "rtn")
     command = shlex.split(re.search("^next: (.*)$", done.out, re.MULTILINE)[1])
-    assert command == ["quantkit", "eval", str(model), "my models/it's 4 bit", "--text", "TEXT"]
+    assert command == ["quantkit", "eval", str(model), "my models/it's 4 bit"]
 
 
 def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
@@ -572,7 +572,7 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
         ("gptq model another", ["another"]),
         ("gptq model --bits", ["--bits", "requires an argument"]),
         ("run", ["missing argument", "recipe"]),
-        ("eval model", ["--text"]),
+        ("eval", ["missing argument", "models"]),
         ("gtpq model", ["'gtpq'", "'gptq'", "quantkit --help"]),
         ("recipes lst", ["'lst'", "'list'", "quantkit recipes --help"]),
         ("--bogus", ["--bogus"]),
@@ -963,7 +963,7 @@ def test_files_that_exist_are_all_named_and_the_others_made_by_resume(
     done = quantkit(*asked, "--resume", "--json", "-q")
     assert (done.code, json.loads(done.out)["output"]) == (0, names[0])
     after = contents(tmp_path / "files")
-    assert len(after) == 3 and {name: after[name] for name in before} == before
+    assert len(after) == 6 and {name: after[name] for name in before} == before
     assert quantkit(*asked, "--resume", "-q").out.splitlines() == [
         f"{name} is already finished" for name in names
     ]

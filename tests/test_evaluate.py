@@ -27,7 +27,7 @@ from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 CPU = torch.device("cpu")
 ALL = metrics.select(None)
 NO_FLOOR = ALL - {"floor"}
-HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
+HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 
 
 def measure(

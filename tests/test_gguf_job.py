@@ -41,7 +41,7 @@ pytest.importorskip("xllamacpp")
 import ggml_library  # noqa: E402
 from llama_cpp import Llama  # noqa: E402
 
-HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
+HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 CTX = 256
 TOKENS = 1024
 PLAIN = ("F32", "F16", "BF16")
@@ -111,7 +111,7 @@ def test_a_file_is_the_same_alone_and_among_others(exported, short_demo, tmp_pat
     options = {"solver": "rtn", "imatrix": "none", "type": ("Q4_K_M",)}
     jobs.quantize("gguf", short_demo, tmp_path / "alone.gguf", options)
     assert (tmp_path / "alone.gguf").read_bytes() == (exported / "Q4_K_M.gguf").read_bytes()
-    assert [path.name for path in tmp_path.iterdir()] == ["alone.gguf"]
+    assert {path.name for path in tmp_path.iterdir()} == {"alone.gguf", "alone.gguf.md"}
 
 
 def test_types_that_know_no_importance_gather_none(short_demo, tmp_path):
@@ -289,7 +289,8 @@ def test_an_output_that_is_a_folder_gets_the_file(short_demo, tmp_path):
     (folder / "notes.txt").write_text("precious")
     words = ["gguf", str(short_demo), "-t", "F16", "-o", str(folder), "--overwrite", "--quiet"]
     assert CliRunner().invoke(cli.app, words).exit_code == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["demo-llama-6m-F16.gguf", "notes.txt"]
+    made = ["demo-llama-6m-F16.gguf", "demo-llama-6m-F16.gguf.md", "notes.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == made
     result = CliRunner().invoke(
         cli.app, ["gguf", str(short_demo), "-t", "F16", "-t", "Q8_0", "-o", "one.gguf"]
     )

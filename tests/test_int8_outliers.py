@@ -18,7 +18,7 @@ from quantkit.options import CalibrationOptions
 from quantkit.quantize import loop
 from quantkit.quantize.progress import Progress
 
-HELDOUT = Path(__file__).parent / "data" / "heldout.txt"
+HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 CHANNELS = [17, 90, 201]
 FACTOR = 64  # a power of two: nothing is rounded
 READERS = {

@@ -34,7 +34,7 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced(tiny_model, tmp_path,
 
 @pytest.mark.parametrize(
     "source, base, command",
-    [("org/name", "org/name", "eval org/name out"), ("/models/llama-7b", "llama-7b", "eval llama-7b out")],
+    [("org/name", "org/name", "eval org/name out"), ("/models/llama-7b", None, "eval llama-7b out")],
 )
 def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, source, base, command):
     from dataclasses import replace
@@ -42,8 +42,8 @@ def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, sourc
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
     summary = replace(loop.run(prepared, Progress()), source=source)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
-    card = model_card(prepared.material, manifest, summary)
-    assert f"\nbase_model: {base}\n" in card and f"\n{base}, compressed by quantkit" in card
+    head, card = model_card(tmp_path / "out", prepared.material, manifest, summary)
+    assert head.get("base_model") == base and f"\n{base or 'llama-7b'}, compressed by quantkit" in card
     assert f"quantkit {command}" in card
     assert "Mean relative weight error of a linear: " in card
 

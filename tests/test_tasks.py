@@ -100,7 +100,7 @@ def test_the_shipped_passages_are_those_of_the_script(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "scripts")
     import results
 
-    heldout = (REPOSITORY / "tests" / "data" / "heldout.txt").read_text(encoding="utf-8")
+    heldout = (REPOSITORY / "heldout" / "heldout.txt").read_text(encoding="utf-8")
     shipped = [row["text"] for row in tasks.passages()]
     assert shipped == results.passages(heldout) and len(shipped) > 100
     assert len(set(shipped)) == len(shipped)

@@ -1,5 +1,6 @@
 """The wheel, built and installed: what a user gets, away from the repository."""
 
+import email
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from quantkit import __version__
 
 REPOSITORY = Path(__file__).parents[1]
+DATA = ("recipes", "calibration", "heldout")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +32,10 @@ def wheel(tmp_path_factory) -> Path:
 def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
     packed = zipfile.ZipFile(wheel)
     names = {name for name in packed.namelist() if ".dist-info/" not in name}
-    patterns = "**/*.py", "**/*.html", "**/*.jinja", "**/*.yaml", "**/*.json", "**/*.jsonl"
+    kinds = ("py", "pyi", "typed", "html", "jinja", "yaml", "json", "jsonl")
+    patterns = [f"**/*.{kind}" for kind in kinds]
     places = [(REPOSITORY / "quantkit", pattern, "quantkit") for pattern in patterns]
-    places += [(REPOSITORY / name, "*", f"quantkit/data/{name}") for name in ("recipes", "calibration")]
+    places += [(REPOSITORY / name, "*", f"quantkit/data/{name}") for name in DATA]
     expected = {
         f"{place}/{path.relative_to(folder).as_posix()}": path
         for folder, pattern, place in places
@@ -40,17 +43,19 @@ def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
         if path.is_file()
     }
     assert names == expected.keys()
-    assert {Path(name).suffix for name in names} == {
-        ".py",
-        ".html",
-        ".jinja",
-        ".json",
-        ".jsonl",
-        ".yaml",
-        ".txt",
-        ".md",
-    }
+    assert {Path(name).suffix for name in names} == {".txt", ".md", *(f".{kind}" for kind in kinds)}
     assert all(packed.read(name) == path.read_bytes() for name, path in expected.items())
+
+
+def test_the_metadata_is_what_an_index_shows(wheel):
+    packed = zipfile.ZipFile(wheel)
+    (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+    found = email.message_from_bytes(packed.read(name))
+    assert found["License-Expression"] == "Apache-2.0" and found["Requires-Python"] == ">=3.11"
+    assert {"Typing :: Typed", "Environment :: Console"} <= set(found.get_all("Classifier"))
+    assert set(found.get_all("Provides-Extra")) == {"tasks", "serve", "test"}
+    assert "Development Status" in " ".join(found.get_all("Classifier"))
+    assert found.get_payload().startswith("# quantkit")
 
 
 @pytest.fixture(scope="module")

@@ -12,3 +12,9 @@ allocation.py   the integer program that chooses a candidate for each unit
 sensitivities.py  the table of all measurements, saved for later searches
 job.py          prepares a search; run.py: searches, measures, keeps the better result; show.py: prints it
 """
+
+import sys
+
+from quantkit import Room
+
+sys.modules[__name__].__class__ = Room

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from quantkit.capacity import Unsupported, devices, formats, job, kv_cache
+from quantkit.capacity import Unsupported, devices, formats, job, kv_cache, source
 from quantkit.capacity.formats import Weights
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.question import Question
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.capacity.source import Source
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
@@ -21,6 +21,23 @@ USUAL_TOKENS = 4096  # default tokens per sequence
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"
 GROUPED_HEADS = 8  # key/value heads to assume for models without grouped heads
+
+
+def answer(
+    model: str | None,
+    params: str | None,
+    question: Question,
+    revision: str | None = None,
+    offline: bool = False,
+) -> dict[str, Any]:
+    """Return the JSON of `quantkit plan` for a model, or for a number of parameters such as `7B`."""
+    if (model is None) == (params is None):
+        hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
+        raise QuantkitError("give either a model or --params", hint, USAGE)
+    question.check()
+    if model is None:
+        return of_source(source.of_count(source.parse_count(params)), question)
+    return of_source(source.read(model, revision, offline), question)
 
 
 def of_source(source: Source, question: Question) -> dict[str, Any]:

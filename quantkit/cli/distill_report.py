@@ -60,7 +60,7 @@ def _print_compressed(record: dict) -> None:
         print_comparison(record["eval"])
     else:
         names = " ".join(quote(record[key]) for key in ("teacher", "student", "output"))
-        console.print(f"\nnext: quantkit eval {names} --text TEXT", markup=False, soft_wrap=True)
+        console.print(f"\nnext: quantkit eval {names}", markup=False, soft_wrap=True)
 
 
 def _stages(options: dict) -> str:

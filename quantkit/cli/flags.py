@@ -100,9 +100,10 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
     known = {field.name: field for field in dataclasses.fields(options) if field.metadata}
     for field in [known[name] for name in only] if only else known.values():
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
-        name, short = f"--{field.name.replace('_', '-')}", field.metadata["short"]
+        short = field.metadata["short"]
+        name = field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
         no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
-        names = [name] if short or not no else []
+        names = [name] if short or not no or field.metadata.get("flag") else []
         names += [short] if short else []
         offered, help = field.metadata["names"], field.metadata["help"]
         parser = field.metadata.get("parser")
@@ -114,7 +115,7 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
             rich_help_panel=section.capitalize(),
             autocompletion=completion(lambda offered=offered: offered) if offered else None,
             parser=parser,
-            metavar="TOKENS" if parser else "CHOICE" if named else None,
+            metavar=field.metadata.get("metavar") or ("TOKENS" if parser else "CHOICE" if named else None),
         )
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(parameter(field.name, Annotated[kind, described], default))

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.table import print_comparison
+from quantkit.evaluation.of_job import Result, merged
+from quantkit.inspection import clients, look
 from quantkit.inspection.names import of_experts, starred
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
 
-JOB_SCHEMA = "quantkit.job/3"
 STATES = {
     "device": "",
     "host": ", hidden states in host memory",
@@ -173,10 +174,14 @@ def _calibration(made: dict | None) -> str:
     return f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text"
 
 
-def summary_record(summary: Summary, evaluation: dict | None) -> dict:
-    """Return the JSON of a finished job."""
-    record = {"schema": JOB_SCHEMA} | asdict(summary)
-    return record | {"eval": evaluation} if evaluation else record
+def print_result(result: Result, as_json: bool) -> None:
+    """Print what a command made, or that `--resume` found it finished."""
+    if as_json:
+        return print(json.dumps(result.record(), indent=2))
+    for summary in result.summaries:
+        print_summary(summary, result.evaluation if summary is result.summaries[-1] else None)
+    if not result.summaries:
+        print_finished("", result.outputs, as_json)
 
 
 def print_summary(summary: Summary, evaluation: dict | None) -> None:
@@ -211,20 +216,27 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         _print_outliers(console, summary.outlier_columns)
     for linear, reason in summary.fallbacks.items():
         print_line(console, f"  {linear}: {reason}", indent=4)
+    print_load(console, summary.output)
     if evaluation:
         print_comparison(evaluation)
     else:
         console.print(
-            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)} --text TEXT",
+            f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)}",
             markup=False,
             soft_wrap=True,
         )
 
 
+def print_load(console: Console, output: str) -> None:
+    """Print one line that loads the result in each client known to load it."""
+    made, _ = look.at(output, None, False, None, True)
+    if lines := list(clients.load_lines(made["clients"], output).values()):
+        console.print(f"load         {'; or '.join(lines)}", markup=False, soft_wrap=True)
+
+
 def print_json(records: Sequence[dict]) -> None:
-    """Print one JSON object; several outputs of one command are a list inside it."""
-    one = records[0] if len(records) == 1 else {"schema": "quantkit.jobs/1", "jobs": list(records)}
-    print(json.dumps(one, indent=2))
+    """Print one JSON object."""
+    print(json.dumps(merged(records), indent=2))
 
 
 def print_finished(schema: str, outputs: Sequence[str], as_json: bool) -> None:

@@ -9,7 +9,6 @@ import typer
 
 from quantkit.capacity.question import Question
 from quantkit.cli import flags
-from quantkit.errors import USAGE, QuantkitError
 
 EPILOG = """Examples:
   quantkit plan ./model --gpu rtx-3090
@@ -37,18 +36,10 @@ FIXED = ("revision", "offline", "as_json", "quiet")
 
 def _plan(context: typer.Context, model: str | None, params: str | None, **values: Any) -> None:
     """Run `quantkit plan`."""
-    from quantkit.capacity import forecast, show, source
+    from quantkit.capacity import forecast, show
 
-    if (model is None) == (params is None):
-        hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
-        raise QuantkitError("give either a model or --params", hint, USAGE)
     question = flags.options(Question, values)
-    question.check()
-    if model is None:
-        known = source.of_count(source.parse_count(params))
-    else:
-        known = source.read(model, values["revision"], values["offline"])
-    record = forecast.of_source(known, question)
+    record = forecast.answer(model, params, question, values["revision"], values["offline"])
     if values["as_json"]:
         print(json.dumps(record, indent=2))
     else:

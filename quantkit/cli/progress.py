@@ -199,7 +199,8 @@ def clock(seconds: float) -> str:
 @contextmanager
 def listener(quiet: bool) -> Iterator[Quiet]:
     """Yield the progress display for stderr; of several processes, only the first prints."""
-    capable = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    notebook = Console(stderr=True).is_jupyter
+    capable = notebook or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
     progress = Quiet() if quiet or not ranks.is_first() else Live() if capable else Lines()
     progress.console.quiet = not ranks.is_first()
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -14,9 +14,6 @@ from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.staging import may_replace
 from quantkit.text import sources
-
-if TYPE_CHECKING:
-    from quantkit.quantize.outputs import Summary
 
 REQUEST = ("revision", "offline", "trust_remote_code", "resume", "overwrite")
 MODEL = Annotated[
@@ -106,24 +103,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
-            from quantkit.quantize import job, loop
-            from quantkit.quantize.prepare import finished
+            from quantkit.quantize import several
 
-        requests = _requests(choice, values)
-        if values["resume"]:
-            left = finished.left(requests, values["overwrite"])
-            if not left and not values["overwrite"]:
-                progress.close()
-                outputs = [str(job.output_of(one)) for one in requests]
-                job_report.print_finished(job_report.JOB_SCHEMA, outputs, values["as_json"])
-                return
-            requests = left or requests
-        elif len(requests) > 1 and not values["overwrite"] and not values["dry_run"]:
-            may_replace.check_new([job.output_of(one) for one in requests])
-        jobs: list[job.Job] = []
-        for one in requests:
-            hashed = jobs[0].source_sha256 if jobs else None
-            jobs.append(job.prepare(one, progress, values["dry_run"], hashed))
+        asked = {key: values[key] for key in REQUEST}
+        outputs, jobs = several.prepare(choice, progress, values["dry_run"], **asked)
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:
@@ -131,6 +114,9 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             else:
                 job_report.print_plans(jobs)
             return
+        if not jobs:
+            progress.close()
+            return job_report.print_result(of_job.Result(outputs, []), values["as_json"])
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)
@@ -143,39 +129,6 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             return all(stage.begun() for stage in stages)
 
         with running.resumable([stage.folder for stage in stages], made=made, begun=begun):
-            summaries, results = loop.run_all(jobs, progress), None
-            if windows:
-                outputs = [stage.output for stage in stages]
-                device = jobs[0].plan.execution.torch_device
-                results = of_job.measure(jobs[0].checkpoint, outputs, windows, device, progress.evaluating)
+            result = of_job.run(jobs, windows, progress)
             progress.close()
-            _print_summaries(summaries, results, values["as_json"])
-
-
-def _print_summaries(summaries: list[Summary], results: dict | None, as_json: bool) -> None:
-    from quantkit.cli import job_report
-
-    if as_json:
-        job_report.print_json([job_report.summary_record(summary, results) for summary in summaries])
-    for summary in () if as_json else summaries:
-        job_report.print_summary(summary, results if summary is summaries[-1] else None)
-
-
-def _requests(choice: recipe.Choice, values: dict[str, Any]) -> list[Any]:
-    """Return one request per output."""
-    from quantkit.quantize import job
-
-    return [
-        job.Request(
-            source=choice.model,
-            method=choice.method,
-            options=options,
-            calibration=choice.calibration,
-            run=choice.run,
-            output=output,
-            **{key: values[key] for key in REQUEST},
-        )
-        for options, output in methods.each(
-            choice.method, choice.options, choice.output, job.base_name(choice.model)
-        )
-    ]
+            job_report.print_result(result, values["as_json"])

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.errors import VERIFICATION, QuantkitError, count
+from quantkit.errors import count
 
 EPILOG = """Examples:
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
@@ -39,14 +39,7 @@ def command(
         found = verify.verify(path, base, progress.counting, trust_remote_code)
     if not as_json:
         _show(found)
-    if problems := found["problems"]:
-        more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
-        raise QuantkitError(
-            problems[0] + more,
-            "copy or download it again, or create it again",
-            VERIFICATION,
-            found=found,
-        )
+    verify.refuse_damaged(found)
     if as_json:
         print(json.dumps(found, indent=2))
 

@@ -78,14 +78,16 @@ class Windows:
 
 
 def load(
-    checkpoint: Checkpoint, text: Path, ctx: int | None, stride: int | None, limit: int | None
-) -> Windows:
-    """Cut a text file into windows. limit: use only the first `limit` tokens.
+    checkpoint: Checkpoint, text: Path | str | None, ctx: int | None, stride: int | None, limit: int | None,
+    offline: bool = False,
+) -> Windows:  # fmt: skip
+    """Cut a text into windows. text: a file, a dataset of the hub, or None for the shipped held-out text.
+    limit: use only the first `limit` tokens.
 
     Raises QuantkitError if the text is missing or shorter than one window, or if `ctx` exceeds the
     model's context.
     """
-    content = read_text(text)
+    name, content = sources.held_out(text, offline)
     tokenizer = checkpoint.tokenizer
     context = checkpoint.context
     ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
@@ -103,7 +105,7 @@ def load(
     starts = list(range(0, len(stream) - body + 1, step))
     if not starts:
         raise QuantkitError(
-            f"{text} holds {count(len(stream), 'token')}; one window needs {body}",
+            f"{name} holds {count(len(stream), 'token')}; one window needs {body}",
             hint="give a longer --text, a larger --limit or a shorter --ctx",
             exit_code=USAGE,
         )
@@ -114,7 +116,7 @@ def load(
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
     scored = sum(ctx - 1 - start for start in first)
     protocol = Protocol(
-        text=text.name,
+        text=name,
         sha256=hashlib.sha256(content.encode()).hexdigest(),
         tokens=scored,
         ctx=ctx,
@@ -138,12 +140,6 @@ def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windo
         tokenizer=tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size),
     )
     return Windows(tokens, [0] * count, protocol)
-
-
-def read_text(path: Path) -> str:
-    """Read the file of --text. Raises QuantkitError if it is missing or not UTF-8."""
-    with sources.opened(path, "text", "check the path given to --text") as file:
-        return file.read()
 
 
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:

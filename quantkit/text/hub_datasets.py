@@ -48,13 +48,13 @@ def parse(text: str) -> Dataset | None:
 
 
 def open_rows(
-    parsed: Dataset, column: str, revision: str | None, seed: int, offline: bool
+    parsed: Dataset, column: str, revision: str | None, seed: int | None, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
     """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place of the row,
     value of the column). Rows are downloaded while they are read.
 
-    column: used if `parsed` names none. seed: order of the files. Raises QuantkitError for a missing
-    repository, split or column, also while rows are read.
+    column: used if `parsed` names none. seed: order of the files; None: as listed. Raises
+    QuantkitError for a missing repository, split or column, also while rows are read.
     """
     import datasets
     import huggingface_hub
@@ -83,11 +83,12 @@ def open_rows(
     return opened, _rows(stream, opened, seed)
 
 
-def _rows(stream: Any, dataset: Dataset, seed: int) -> Iterator[tuple[str, Any]]:
+def _rows(stream: Any, dataset: Dataset, seed: int | None) -> Iterator[tuple[str, Any]]:
     """Yield (place, value) of all rows, file by file in an order given by the seed. The order of datasets'
     own shuffle depends on its version."""
     files = list(range(stream.num_shards))
-    random.Random(seed).shuffle(files)
+    if seed is not None:
+        random.Random(seed).shuffle(files)
     number = 0
     for file in files:
         with _explained(dataset.repo):

@@ -22,6 +22,11 @@ from quantkit.text.shipped import shipped_folder
 PIECE_CHARS = 1 << 14  # long texts are cut into pieces of about this size and shuffled
 BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets
 JSON_LINES = (".jsonl", ".json", ".ndjson")
+DATASET_CHARS = 2_000_000  # of a dataset to evaluate on: all of wikitext2's test split
+HELD_OUT = {  # splits that no calibration reads
+    "wikitext2": "Salesforce/wikitext@wikitext-2-raw-v1:test:text",
+    "c4": "allenai/c4@en:validation:text",
+}
 FILES = (".txt", ".parquet", *JSON_LINES)  # names with these endings are never hub ids
 ELSEWHERE = (
     "give a file, a dataset of the form ORG/NAME, or one of "
@@ -62,6 +67,29 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
         return Source(path.name, _shuffled(_parquet(path, column, options.seed), options.seed))
     documents = _json_lines(path, column) if path.suffix in JSON_LINES else _text(path)
     return Source(path.name, _all_shuffled(documents, options.seed))
+
+
+def held_out(named: Path | str | None, offline: bool = False) -> tuple[str, str]:
+    """Return name and content of the text of `--text`: a file, a dataset of the hub, or None for the shipped
+    held-out text. Of a dataset, the first DATASET_CHARS characters in its order; of wikitext2 the test split.
+
+    Raises QuantkitError if it is none of these or cannot be read.
+    """
+    is_file = named is None or Path(named).exists() or str(named).endswith(FILES)
+    if not is_file and (found := hub_datasets.parse(HELD_OUT.get(str(named), str(named)))):
+        dataset, rows = hub_datasets.open_rows(found, "text", None, None, offline)
+        parts, size, glue = [], 0, "" if dataset.repo in hub_datasets.LINES else "\n\n"
+        for where, value in rows:
+            if not isinstance(value, str):
+                raise _no_text(where, str(dataset.column), [type(value).__name__])
+            parts.append(value)
+            size += len(value)
+            if size >= DATASET_CHARS:
+                break
+        return str(dataset), glue.join(parts)[:DATASET_CHARS]
+    path = shipped_folder("heldout") / "heldout.txt" if named is None else Path(named)
+    with opened(path, "text", "check the path given to --text") as file:
+        return "shipped held-out text" if named is None else path.name, file.read()
 
 
 def _shipped() -> Iterator[str]:

@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from gguf import GGML_QUANT_VERSION
 from gguf.utility import model_weight_count_rounded_notation
-from huggingface_hub import metadata_load
 
 from quantkit.errors import USAGE, QuantkitError, name_all
+from quantkit.models.files import card
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf import configuration, file_types, token_models
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
@@ -38,7 +37,6 @@ from quantkit.models.gguf.token_models import (
 )
 
 PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
-README_BYTES = 1 << 20
 TOKEN_TYPE = "tokenizer.ggml.token_type"
 DEFAULT_EOS = {"gpt2": 11, "llama": 2}
 ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
@@ -64,13 +62,12 @@ def assemble(
         "general.type": "model",
         "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
         "general.size_label": model_weight_count_rounded_notation(weights),
-        "general.license": _licence(checkpoint.folder),
     }
     kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
         "general.file_type": file_type and file_types.number(file_type),
     }
-    known = general | keys | dict(tokenizer) | kind
+    known = general | _origin(checkpoint) | keys | dict(tokenizer) | kind
     return {key: value for key, value in known.items() if value is not None}
 
 
@@ -92,16 +89,23 @@ def _name(name: str, tokens: Iterable[str]) -> str:
     return name
 
 
-def _licence(folder: Path) -> str | None:
-    """Return the licence that the model card declares."""
-    card = folder / "README.md"
-    if not card.is_file() or card.stat().st_size > README_BYTES:
-        return None
-    try:
-        licence = (metadata_load(card) or {}).get("license")
-    except (ValueError, yaml.YAMLError):  # a card that does not parse declares nothing
-        return None
-    return licence if isinstance(licence, str) else None
+def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return licence and languages that the original's card declares, and its hub id if it is known."""
+    head = card.inherited(checkpoint.folder)
+    languages = head.get("language")
+    found = {
+        "general.quantized_by": "quantkit",
+        "general.license": head.get("license"),
+        "general.license.name": head.get("license_name"),
+        "general.license.link": head.get("license_link"),
+        "general.languages": [languages] if isinstance(languages, str) else languages,
+    }
+    if base := card.base_of(checkpoint.source, checkpoint.folder):
+        owner, _, name = base.partition("/")
+        found |= {"general.base_model.count": 1, "general.base_model.0.name": name}
+        found["general.base_model.0.organization"] = owner
+        found["general.base_model.0.repo_url"] = f"https://huggingface.co/{base}"
+    return found
 
 
 # ---- the tokenizer of a Hugging Face folder

@@ -8,14 +8,17 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit import __version__
 from quantkit.errors import count, name_all
+from quantkit.inspection import clients
 from quantkit.inspection.names import split
+from quantkit.inspection.record import describe
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.files import checksums, hub, safetensors_folder
+from quantkit.models.files import card, checksums, safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
+from quantkit.models.files.headers import open_contents
 from quantkit.models.files.reading import Slice
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
@@ -101,7 +104,8 @@ class Output:
         """Add timings (they vary between equal jobs) and the model card. Called after verification."""
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
-        (draft.place / "README.md").write_text(model_card(draft.material, draft.manifest, summary))
+        made = model_card(draft.place, draft.material, draft.manifest, summary)
+        card.write(draft.place / card.CARD, *made)
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -125,20 +129,49 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def model_card(material: Material, manifest: dict, summary: Summary) -> str:
-    """Return the model card for the hub, rendered from card.md.jinja."""
+def model_card(
+    place: Path, material: Material, manifest: dict, summary: Summary
+) -> tuple[dict[str, Any], str]:
+    """Return head and text (from card.md.jinja) of the model card for the hub. place: what was written."""
     from jinja2 import StrictUndefined, Template
 
-    local = Path(summary.source).exists() or not hub.is_id(summary.source)
+    checkpoint, name = material.checkpoint, Path(summary.output).name
+    base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(place)))
+    layout = "gguf" if place.is_file() else material.config["quant_method"]
+    head = {"base_model": base, "base_model_relation": "quantized"} if base else {}
+    library = layout if layout in ("gguf", "mlx") else "transformers"
+    head |= {"library_name": library, "pipeline_tag": "text-generation"}
+    head |= card.inherited(checkpoint.folder)
+    head |= {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
-    return Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
-        source=Path(summary.source).name if local else summary.source,
-        name=Path(summary.output).name,
+    made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
+        source=base or Path(summary.source).name,
+        name=name,
         summary=summary,
         job=manifest["job"],
-        method=material.config["quant_method"],
+        recipe=_recipe(manifest),
+        load=clients.how_to_load(loaded_by["clients"], name),
+        manifest="The metadata" if place.is_file() else f"`{MANIFEST}`",
         measured="output" if material.output_errors else "weight",
         version=__version__,
         count=count,
         megabytes=megabytes,
     )
+    return head, made
+
+
+def _recipe(manifest: dict) -> str:
+    """Return the job as a recipe for `quantkit run`."""
+    import yaml
+
+    job, made = manifest["job"], manifest["job"]["calibration"]
+    found = {
+        "method": manifest["method"],
+        "quant": {key: value for key, value in job["options"].items() if key != "like"},  # the hash of a file
+        "run": {key: job[key] for key in ("exclude", "override") if job[key]},
+    }
+    if made:
+        names = ("samples", "seqlen", "seed")
+        own = {} if made["source"] == "shipped" else {"calibration": made["source"]}
+        found["calibration"] = own | {key: made[key] for key in names}
+    return yaml.safe_dump({key: value for key, value in found.items() if value}, sort_keys=False)

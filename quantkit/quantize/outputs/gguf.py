@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale
-from quantkit.models.files import checksums, reading
+from quantkit.models.files import card, checksums, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.reading import Rewritten
@@ -37,7 +39,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
-from quantkit.quantize.outputs.folder import Output
+from quantkit.quantize.outputs.folder import Output, model_card
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, Solver
 from quantkit.quantize.solving import solve
@@ -216,7 +218,10 @@ class GgufOutput(Output):
             checksums.seal(one.place)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add nothing: the metadata already describes the file."""
+        """Write the model card next to the file, unless a card that quantkit did not write is there."""
+        path = card.path_of(Path(summary.output))
+        if card.read(path)[0].get("quantized_by") == "quantkit" or not os.path.lexists(path):
+            card.write(path, *model_card(draft.place, draft.material, draft.manifest, summary))
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None

@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -173,8 +173,9 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
 # ---- checking
 
 
-def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict[str, Any]:
-    """Return values converted to the types of their options: integers to floats, lists to tuples.
+def _checked(origin: str, values: Mapping[str, Any], known: dict[str, Key]) -> dict[str, Any]:
+    """Return values converted to the types of their options: integers to floats, lists to tuples, texts to
+    paths and paths to texts.
 
     Raises QuantkitError naming every unknown key with similar and valid ones, or a value of a wrong type.
     """
@@ -187,6 +188,8 @@ def _checked(origin: str, values: dict[str, Any], known: dict[str, Key]) -> dict
     found = {}
     for name, value in values.items():
         key = known[name]
+        if isinstance(value, str | Path):
+            value = Path(value) if Path in (key.kind, *get_args(key.kind)) else str(value)
         if not _fits(value, key.kind):
             message = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
             raise QuantkitError(message, key.help, USAGE)
@@ -212,10 +215,14 @@ def _fits(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in parts
     if get_origin(kind) is tuple:
-        return isinstance(value, list) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, list | tuple) and all(_fits(item, parts[0]) for item in value)
     if parts:
         return any(_fits(value, part) for part in parts)
-    return type(value) is kind or (kind is float and type(value) is int)
+    return (
+        isinstance(value, Path)
+        if kind is Path
+        else type(value) is kind or (kind is float and type(value) is int)
+    )
 
 
 def _named(kind: Any) -> str:
@@ -258,6 +265,21 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
     known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
     found = _settings(method, settings, known, flag)
     return methods.load(method).Options(**{key.removeprefix("quant."): value for key, value in found.items()})
+
+
+def of_options(method: str, values: Mapping[str, Any]) -> Recipe:
+    """Return a recipe from a method's options by the names of their fields, such as bits=4."""
+    known = {key: value for key, value in keys(method).items() if key not in ABOUT}
+    full = {key.rpartition(".")[2]: key for key in known}
+    named = {full.get(name, name): value for name, value in values.items()}
+    return Recipe(method, method, values=_checked(method, named, known))
+
+
+def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
+    """Return an instance of a dataclass of options. Raises QuantkitError for unknown names or wrong types."""
+    hints = get_type_hints(kind)
+    known = {row.name: Key(hints[row.name], row.metadata["help"]) for row in dataclasses.fields(kind)}
+    return kind(**_checked(origin, values, known))
 
 
 def _settings(

@@ -1,0 +1,37 @@
+"""`quantkit push`: upload a verified checkpoint to the hub."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from quantkit.cli import flags
+
+EPILOG = """Examples:
+  quantkit push ./model-gptq-w4g128 org/model-w4 --private
+  quantkit push ./model-Q4_K_M.gguf org/model-GGUF --revision trial
+
+The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN."""
+
+
+def command(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file that quantkit wrote.")],
+    repo: Annotated[str, typer.Argument(help="Repository of the hub, ORG/NAME. It is created if need be.")],
+    private: Annotated[
+        bool, typer.Option("--private", help="Create a private repository; refuse one that is public.")
+    ] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
+) -> None:
+    """Run `quantkit push`."""
+    from quantkit.cli.progress import listener, uncollected
+
+    with listener(quiet) as progress:
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit.inspection import publish
+        progress.phase(f"verifying {path}, then sending it to {repo}")
+        found = publish.push(path, repo, private, revision, progress.counting)
+    print(json.dumps(found, indent=2) if as_json else f"published  {found['url']}")

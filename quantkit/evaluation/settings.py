@@ -1,0 +1,105 @@
+"""The flags of `quantkit eval`, which are also the options of `quantkit.evaluate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from quantkit.evaluation.comparison import gates
+from quantkit.models import kv_types
+from quantkit.options import option, parse_tokens, size_bytes
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Text, windows, metrics and gates of an evaluation, and how it runs."""
+
+    text: str | None = option(
+        None,
+        "UTF-8 text to evaluate on, or a dataset as --calibration takes it, such as wikitext2: its test "
+        "split. Never the calibration text. (default: the shipped held-out text)",
+        metavar="TEXT",
+    )
+    trials: tuple[str, ...] = option(
+        (),
+        "Evaluate the first model as quantized by this method, without writing anything: int8, nf4 or fp8, "
+        "or a method with options that need no text, such as fp4,solver=rtn. Repeatable.",
+        flag="--as",
+        metavar="METHOD[,OPTION=VALUE…]",
+    )
+    kv_dtype: tuple[str, ...] = option(
+        (),
+        "Evaluate every model also with a key/value cache of this type: fp8 as in vLLM, q8_0 or q4_0 as in "
+        "llama.cpp. Repeatable.",
+        metavar="TYPE",
+    )
+    weights_only: bool = option(
+        False,
+        "Evaluate models whose clients quantize activations (int8, fp8, w8a8, fp4) also without quantized "
+        "activations, to separate the two losses.",
+    )
+    ctx: int | None = option(
+        None,
+        "Tokens of each window of the text, such as 2048 or 4k. (default: 2048, at most the model's context)",
+        parser=parse_tokens,
+    )
+    stride: int | None = option(
+        None, "Tokens from the start of a window to the start of the next. (default: --ctx, no overlap)"
+    )
+    limit: int | None = option(None, "Use the first N tokens of the text.")
+    tasks: str | None = option(
+        None,
+        "Tasks of lm-evaluation-harness, separated by commas; needs pip install 'quantkit[tasks]'. The task "
+        "cloze comes with quantkit; the data of others is downloaded from the hub.",
+        metavar="LIST",
+    )
+    task_limit: int | None = option(None, "Run the first N examples of every task only.")
+    metrics: str | None = option(
+        None,
+        "Metrics, separated by commas: ppl, dppl, kld, top1, floor. Without kld and top1, less is computed. "
+        "(default: all)",
+        metavar="LIST",
+    )
+    max_ppl_increase: str | None = option(
+        None,
+        "Largest increase of perplexity over the first model: 2%, or a difference such as 0.5.",
+        metavar="LIMIT",
+    )
+    max_kld: str | None = option(None, "Largest mean KL divergence, in nats.", metavar="LIMIT")
+    min_top1: str | None = option(None, "Smallest top-1 agreement: 0.9 or 90%.", metavar="LIMIT")
+    dtype: Literal["float32", "bfloat16", "float16"] = option(
+        "float32", "Precision of the forward passes; 16 bit adds noise to small divergences."
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
+    max_memory: str | None = option(
+        None,
+        "Host memory of the whole process at most, such as 6GB. Hidden states that do not fit are kept in a "
+        "file in TMPDIR or /var/tmp. (default: the free memory)",
+        metavar="SIZE",
+    )
+
+    @cached_property
+    def chosen(self) -> frozenset[str]:
+        """The names of the metrics."""
+        from quantkit.evaluation import metrics  # imports torch
+
+        return metrics.select(self.metrics)
+
+    @cached_property
+    def gates(self) -> list[gates.Gate]:
+        return gates.parse(self.max_ppl_increase, self.max_kld, self.min_top1)
+
+    @cached_property
+    def caches(self) -> list[str]:
+        """Types of quantized KV caches."""
+        return list(dict.fromkeys(map(kv_types.named, self.kv_dtype)))
+
+    @cached_property
+    def memory_bytes(self) -> int | None:
+        return size_bytes(self.max_memory, "--max-memory") if self.max_memory else None
+
+    def check(self, models: int) -> None:
+        """Raise QuantkitError for values that are invalid for every model. models: how many are compared."""
+        _ = self.chosen, self.memory_bytes
+        gates.check(self.gates, self.chosen, (models + len(self.trials)) * (1 + len(self.caches)) - 1)

@@ -1,0 +1,134 @@
+"""The Python API: every example of its page, and how it behaves in a process that goes on."""
+
+import asyncio
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import jobs
+import pytest
+import torch
+
+import quantkit
+from quantkit.errors import USAGE, VERIFICATION, QuantkitError
+
+PAGE = Path(__file__).parents[1] / "docs" / "python.md"
+FAST = {"group_size": 32, "transform": "none", "refine": 0}
+LIBRARIES = {"torch", "transformers", "numpy", "typer", "rich", "yaml", "huggingface_hub"}
+
+
+class Stop(quantkit.Progress):
+    """Interrupts after the first block, as Ctrl-C in a notebook does."""
+
+    def block(self, index: int, replayed: bool) -> None:
+        raise KeyboardInterrupt
+
+
+def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsys):
+    shutil.copytree(short_demo, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "notebook"}
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)):
+        exec(compile(block, f"example {number}", "exec"), names)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "model-w4 4." in printed.out and "| model-w4 | " in printed.out
+    assert "block 1\nblock 2\n" in printed.out
+    assert str({"schema": "quantkit.job/3", "finished": True, "output": "./model-nf4"})[1:40] in printed.out
+    assert "unknown keys: bitz | did you mean quant.bits?" in printed.out
+
+
+def test_the_import_loads_no_library():
+    code = "import sys, quantkit, json; dir(quantkit); print(json.dumps(list(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not LIBRARIES & set(loaded.split('"'))
+
+
+def test_a_function_equals_the_command(make, tiny_model, tmp_path, monkeypatch, capsys):
+    source = tiny_model("llama", tokenizer=True)
+    text = jobs.calibration(tmp_path)
+    options = {"calibration": text.calibration, "samples": 6, "seqlen": 32, "threads": 1} | FAST
+    typed = [word for key, value in options.items() for word in (f"--{key.replace('_', '-')}", value)]
+    printed = make("gptq", source, "-o", "typed", *typed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        called = quantkit.quantize("gptq", source, output=Path("called"), **options)
+    assert (tmp_path / "called" / "quantkit.json").read_bytes() == (
+        tmp_path / "typed" / "quantkit.json"
+    ).read_bytes()
+    same = ("seconds", "output")
+    assert {key: value for key, value in printed.items() if key not in same} == {
+        key: value for key, value in called.record().items() if key not in same
+    }
+    evaluated = make("eval", source, "called", "--text", text.calibration, "--ctx", 32)
+    assert quantkit.evaluate([source, "called"], text.calibration, ctx=32).record == evaluated
+    assert quantkit.inspect("called") == make("inspect", "called")
+    assert quantkit.verify("called") == make("verify", "called")
+    assert quantkit.plan(source, gpu="rtx-3090") == make("plan", source, "--gpu", "rtx-3090")
+
+
+def test_an_interrupted_call_continues_in_the_same_process(tiny_model, tmp_path):
+    source, threads = tiny_model("llama"), torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt):
+        quantkit.quantize("nf4", source, output=tmp_path / "out", threads=threads + 1, progress=Stop())
+    assert torch.get_num_threads() == threads
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(QuantkitError, match="unfinished|resume|exists"):
+        quantkit.quantize("nf4", source, output=tmp_path / "out", threads=threads + 1)
+    made = quantkit.quantize("nf4", source, output=tmp_path / "out", threads=threads + 1, resume=True)
+    whole = jobs.quantize("nf4", source, tmp_path / "whole")
+    weights = [(place / "model.safetensors").read_bytes() for place in (made.output, tmp_path / "whole")]
+    assert weights[0] == weights[1] and made.summaries[0].error == whole.error
+
+
+def test_a_call_inside_a_running_event_loop(tiny_model, tmp_path):
+    """Notebooks run cells in one."""
+
+    async def cell():
+        return quantkit.quantize("nf4", tiny_model("llama"), output=tmp_path / "out", progress=True)
+
+    assert asyncio.run(cell()).output == tmp_path / "out"
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: quantkit.quantize("gptk", "m"), "no method 'gptk'"),
+        (lambda: quantkit.quantize("gptq", "m", bits="4"), "gptq: quant.bits is '4', not int"),
+        (lambda: quantkit.evaluate("m", context=4), "evaluate has unknown keys: context"),
+        (lambda: quantkit.evaluate("m", max_kld=0.1), "evaluate: max_kld is 0.1, not str"),
+        (lambda: quantkit.plan("m", gpus=True), "plan: gpus is True, not int"),
+        (lambda: quantkit.plan(), "give either a model or --params"),
+        (lambda: quantkit.auto("m"), "no budget is given"),
+        (lambda: quantkit.auto("m", bpw=4, sample=1), "gptq has unknown keys: sample"),
+    ],
+)
+def test_wrong_options_raise_before_anything_is_read(call, message):
+    with pytest.raises(QuantkitError) as caught:
+        call()
+    assert caught.value.message.startswith(message) and caught.value.exit_code == USAGE
+
+
+def test_a_damaged_checkpoint_raises_with_its_record(tiny_model, tmp_path):
+    made = quantkit.quantize("nf4", tiny_model("llama"), output=tmp_path / "out")
+    weights = made.output / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\0\1")
+    with pytest.raises(QuantkitError) as caught:
+        quantkit.verify(made.output)
+    assert caught.value.exit_code == VERIFICATION and caught.value.found["problems"]
+
+
+def test_a_package_is_callable_and_stays_a_package():
+    import quantkit.quantize.loop
+    from quantkit.quantize import methods
+
+    assert quantkit.quantize.methods is methods and quantkit.quantize.loop
+    with pytest.raises(QuantkitError, match="no method 'none'"):
+        quantkit.quantize("none", "m")
+    with pytest.raises(AttributeError):
+        _ = quantkit.nothing
+    stub = (Path(quantkit.__file__).parent / "__init__.pyi").read_text()
+    assert set(re.findall(r"import (\w+) as", stub)) == set(quantkit.__all__)

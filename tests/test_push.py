@@ -1,0 +1,89 @@
+"""`quantkit push` against a stand-in for the hub: what is sent, by which token, what is refused."""
+
+import json
+
+import jobs
+import pytest
+from huggingface_hub import ModelCard
+from stand_in_hub import SHA, TOKEN, Elsewhere
+
+HEAD = "---\nlicense: apache-2.0\n---\n# Original\n"
+
+
+@pytest.fixture
+def made(tiny_model, tmp_path):
+    """A folder that names base and licence, made from a snapshot in the hub's cache."""
+    source = tiny_model("llama", name="models--org--tiny/snapshots/0123")
+    (source / "README.md").write_text(HEAD)
+    jobs.quantize("nf4", source, tmp_path / "out")
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def push(hub_server, tmp_path):
+    """`push("out", "org/name")`: the answer of a process that has a token."""
+    home = tmp_path / "home"
+    home.mkdir()
+    with Elsewhere(home, hub_server.url, TOKEN) as process:
+
+        def run(*arguments) -> dict:
+            answer = process.ask(do="run", arguments=["push", *map(str, arguments)])
+            assert TOKEN not in json.dumps(answer)
+            return answer
+
+        yield run
+
+
+def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
+    (made / "secret.env").write_text("HF_TOKEN=hf_mine")
+    hub_server.refusals = 1
+    failed = push(made, "org/new", "--private")
+    assert failed["code"] == 1 and "error: org/new was not written: " in failed["err"]
+    assert "the same command continues the upload" in failed["err"]
+    done = push(made, "org/new", "--private", "--json")
+    assert done["code"] == 0, done["err"]
+    assert json.loads(done["out"]) == {
+        "schema": "quantkit.push/1",
+        "source": str(made),
+        "repo": "org/new",
+        "url": f"{hub_server.url}/org/new/commit/{SHA}",
+    }
+    repo = hub_server.repos["models/org/new"]
+    sent, manifest = repo.revisions[SHA], json.loads((made / "quantkit.json").read_text())
+    assert repo.state == "private" and sent.keys() == {*manifest["files"], "quantkit.json", "README.md"}
+    assert all(sent[name] == (made / name).read_bytes() for name in sent)
+    assert "from_pretrained('org/new')" in ModelCard(sent["README.md"].decode()).text
+    writes = [row for row in hub_server.seen if row[0] == "POST" and "validate" not in row[1]]
+    assert {token for _, _, token in writes} == {f"Bearer {TOKEN}"}
+
+    branched = push(made, "org/new", "--revision", "trial")
+    assert branched["code"] == 0 and repo.revisions[repo.names["trial"]].keys() == sent.keys()
+
+    # A public repository gets nothing of a private push.
+    hub_server.add("models/org/public", {})
+    refused = push(made, "org/public", "--private")
+    assert refused["code"] == 4 and "error: org/public is public" in refused["err"]
+    assert hub_server.repos["models/org/public"].revisions[SHA] == {}
+
+    # What is refused, without a request.
+    hub_server.forget()
+    (made / "README.md").write_text("# Mine\n")
+    refused = push(made, "org/new")
+    assert refused["code"] == 4 and "names no base_model and no license" in refused["err"]
+    assert "`license: apache-2.0`" in refused["err"]
+    assert push(made, "new")["code"] == 2
+    weights = made / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    assert push(made, "org/new")["code"] == 6
+    assert not hub_server.seen
+
+
+def test_a_gguf_file_is_sent_with_its_card(tiny_model, tmp_path, push, hub_server, quantkit):
+    source = tiny_model("llama", name="models--org--tiny/snapshots/0123", tokenizer=True)
+    (source / "README.md").write_text(HEAD)
+    assert quantkit("gguf", source, "-t", "Q8_0", "--solver", "rtn", "-o", "tiny.gguf", "-q").code == 0
+    assert push(tmp_path / "tiny.gguf", "org/tiny-GGUF")["code"] == 0
+    sent = hub_server.repos["models/org/tiny-GGUF"].revisions[SHA]
+    assert sent.keys() == {"tiny.gguf", "README.md"}
+    assert sent["tiny.gguf"] == (tmp_path / "tiny.gguf").read_bytes()
+    assert b"`llama-server -hf org/tiny-GGUF`" in sent["README.md"]
