@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Environments of the clients and peers that the scripts compare with: clients-setup.sh NAME...
-# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), llmcompressor, autoround.
+# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), mlx, llmcompressor,
+# autoround.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh" "" # with an argument of its own, or it would take ours
 constraints=scripts/constraints
@@ -19,6 +20,10 @@ for name in "$@"; do
             # AutoAWQ is built from source, with the torch that is installed
             BUILD_TOOLS="setuptools wheel" ensure_venv .venv-legacy $constraints/legacy.txt \
                 --no-build-isolation transformers accelerate peft auto-gptq autoawq
+            ;;
+        mlx) # without torch
+            "$(find_python)" -m venv .venv-mlx
+            .venv-mlx/bin/python -m pip install -q -c $constraints/mlx.txt "mlx[cpu]" mlx-lm
             ;;
         llmcompressor)
             ensure_venv .venv-peers/llmcompressor $constraints/llmcompressor.txt llmcompressor

@@ -145,7 +145,9 @@ def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path
     return folders
 
 
-CLIENT = {"gptqmodel": "GPTQModel"}  # by loader; all others are ways of transformers
+CLIENT = {"gptqmodel": "GPTQModel"} | dict.fromkeys(
+    ("mlx", "packed"), "mlx-lm"
+)  # by loader; all others are ways of transformers
 # `inspect` tells how it loads by default, or in its note which other way is meant.
 OTHERWISE = {"dequantized": "dequantize=True"}
 
@@ -160,7 +162,10 @@ def inspect_agrees(case: Case, folder: Path, theirs: dict) -> None:
     assert row["loads"] == (theirs["error"] is None), (row, theirs["error"])
 
 
-def load(cases: dict[str, Case], folders: dict[str, Path], root: Path) -> dict[str, dict]:
+def load(
+    cases: dict[str, Case], folders: dict[str, Path], root: Path, python: str | None = PYTHON,
+    script: str = "load.py",
+) -> dict[str, dict]:  # fmt: skip
     """What the client says of each case: logits, greedy tokens, packed linears, or the error."""
     path = root / "jobs.json"
     jobs = [
@@ -169,8 +174,8 @@ def load(cases: dict[str, Case], folders: dict[str, Path], root: Path) -> dict[s
     ]
     request = {"ids": IDS, "prompt": PROMPT, "new_tokens": NEW_TOKENS, "jobs": jobs}
     path.write_text(json.dumps(request))
-    script = Path(__file__).with_name("load.py")
-    done = subprocess.run([PYTHON, str(script), str(path)], capture_output=True, text=True, timeout=600)
+    script = Path(__file__).with_name(script)
+    done = subprocess.run([python, str(script), str(path)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     results = json.loads(path.with_name("results.json").read_text())
     for name, logits in load_file(path.with_name("logits.safetensors")).items():

@@ -1,0 +1,95 @@
+"""Checkpoints loaded by mlx-lm, where QUANTKIT_MLX_PYTHON names a python with mlx and mlx-lm
+(`scripts/clients-setup.sh mlx`)."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from cases import Case
+from safetensors.torch import load_file
+
+from quantkit.models.files.open import open_checkpoint
+
+PYTHON = os.environ.get("QUANTKIT_MLX_PYTHON")
+pytestmark = [
+    pytest.mark.clients,
+    pytest.mark.skipif(not PYTHON, reason="QUANTKIT_MLX_PYTHON names no python with mlx-lm"),
+]
+HERE = Path(__file__).parent
+STORED = HERE.parent / "data" / "mlx.safetensors"
+
+
+def mlx(
+    source: str = "demo", method: str = "gptq", loader: str = "mlx", override: tuple = (), **options
+) -> Case:
+    groups = {} if method == "fp4" else {"group_size": 64}
+    return Case({"layout": "mlx"} | groups | options, source, method=method, loader=loader, override=override)
+
+
+CASES = {
+    "4 bit": mlx(),
+    "2 bit": mlx(bits=2),
+    "3 bit, groups of 32": mlx(bits=3, group_size=32),
+    "5 bit": mlx(bits=5),
+    "6 bit, groups of 128": mlx(bits=6, group_size=128),
+    "8 bit": mlx(bits=8),
+    "override": mlx(override=("down_proj=8,32", r"layers\.0\.self_attn=3")),
+    "rounded": mlx(solver="rtn"),
+    "awq": mlx(method="awq"),
+    "mxfp4": mlx(method="fp4", format="mxfp4"),
+    "nvfp4": mlx(method="fp4"),
+    "qwen2": mlx("qwen2", group_size=32),  # biases, float16
+    "qwen2 tied": mlx("qwen2 tied", group_size=32),
+    "packed": mlx("qwen2", loader="packed", group_size=32),
+    "awq layout": Case({"group_size": 64}, method="awq", loader="mlx"),
+    "gptq layout": Case({"group_size": 64}, loader="mlx"),
+    "compressed-tensors": Case({"group_size": 64, "layout": "compressed-tensors"}, loader="mlx"),
+    "compressed-tensors nvfp4": Case(method="fp4", loader="mlx"),
+}
+TOLERANCE = {"packed": 2e-2, "awq layout": 2e-3}  # kernels accumulate in float16; zero points times scales do
+
+
+@pytest.fixture(scope="module")
+def client(folders, tmp_path_factory):
+    for folder in set(
+        folders.values()
+    ):  # mlx-lm's qwen2 reads this name, which transformers 5 does not write
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0}))
+    return cases.load(CASES, folders, tmp_path_factory.mktemp("client"), PYTHON, "mlx_load.py")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_mlx_lm_computes_what_quantkit_wrote(name, folders, client):
+    case, theirs = CASES[name], client[name]
+    cases.inspect_agrees(case, folders[name], theirs)
+    if theirs["error"]:
+        assert case.options.get("layout") != "mlx"
+        return
+    assert theirs["packed"] == sum("grid" in linear for linear in cases.linears(folders[name]))
+    expected = cases.Own(folders[name]).logits(cases.IDS)
+    error = (theirs["logits"] - expected).norm() / expected.norm()
+    assert error <= TOLERANCE.get(name, 1e-4), f"{error:.2e}"
+
+
+def test_the_stored_tensors_are_those_of_mlx(tmp_path):
+    script, made = str(HERE / "mlx_tensors.py"), tmp_path / "made.safetensors"
+    subprocess.run([PYTHON, script, str(made)], check=True)
+    found, stored = load_file(made), load_file(STORED)
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+
+
+def test_folders_of_mlx_lm_are_read(short_demo, tmp_path):
+    """Embedding and blocks quantized by `mlx_lm.convert`."""
+    folder = tmp_path / "converted"
+    convert = "import sys; from mlx_lm import convert; convert(sys.argv[1], sys.argv[2], quantize=True)"
+    subprocess.run([PYTHON, "-c", convert, str(short_demo), str(folder)], check=True)
+    loaded = cases.load({"it": mlx()}, {"it": folder}, tmp_path, PYTHON, "mlx_load.py")["it"]
+    assert loaded["packed"] == 15 == len(open_checkpoint(str(folder)).packed)
+    expected = cases.Own(folder).logits(cases.IDS)
+    assert (loaded["logits"] - expected).norm() <= 1e-4 * expected.norm()
