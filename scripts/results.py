@@ -10,7 +10,6 @@ experts: a mixture by `--experts` choice, by ever fewer calibration tokens, and 
 auto: what `quantkit auto` finds, against uniform presets of the same bytes and against llama-quantize;
     `--best`: the searched recipes once more by the strongest solver.
 distill: compressed students before and after 128 sequences of their teacher.
-smaller: students with fewer blocks; `--more`: other text to train on.
 specdec: drafts of the model, measured and by theory.
 cloze: no table, but quantkit/evaluation/tasks/cloze.jsonl: passages whose last word is to be guessed.
 
@@ -23,14 +22,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import re
 import sys
 import tempfile
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -513,86 +510,6 @@ def by_student(args: argparse.Namespace, folder: Path) -> list[str]:
     return missed
 
 
-# smaller
-
-SEQLEN = 256
-BYTES_PER_TOKEN = 4  # more than enough text for the sequences that are asked for
-LOSSES = {  # beside the default, what each part of it is worth
-    "the divergence alone, temperature 1": {"temperature": 1.0, "hidden_weight": 0.0},
-    "the divergence alone, temperature 2": {"hidden_weight": 0.0},
-    "temperature 1": {"temperature": 1.0},
-}
-
-
-class Told(Progress):
-    """Warnings and stages, on stderr."""
-
-    def phase(self, text: str) -> None:
-        print(f"  {text}", file=sys.stderr)
-
-    warn = phase
-
-
-def head_of(path: Path, samples: int, folder: Path) -> str:
-    """A text file with the head of another, UTF-8 or .xz, enough for so many sequences."""
-    with lzma.open(path) if path.suffix == ".xz" else open(path, "rb") as file:
-        text = file.read(samples * SEQLEN * BYTES_PER_TOKEN).decode(errors="ignore")
-    place = folder / f"{path.name.partition('.')[0]}-{samples}.txt"
-    place.write_text(text.replace("\0", "\n\n"))
-    return str(place)
-
-
-def smaller_students(args: argparse.Namespace, folder: Path) -> dict[str, tuple]:
-    """Name -> options, text, and whether the last blocks go instead of the least missed. All are trained for
-    as many steps: three passes over the shipped text, or one over --samples sequences of other text."""
-    from quantkit.distillation.options import SmallerOptions as Options
-    from quantkit.text.calibration import MOST_HELD_OUT
-
-    shipped = CalibrationOptions(samples=10_000, seqlen=SEQLEN)
-    own = own_text(args.models[0], folder, self_text.Settings(args.samples, SEQLEN))
-    found = {
-        "4 blocks": (Options(blocks=4), shipped, False),
-        "4 blocks, the last dropped": (Options(blocks=4), shipped, True),
-        "5 blocks": (Options(blocks=5), shipped, False),
-        "4 blocks, text of its own": (Options(blocks=4, epochs=1), own, False),
-    }
-    for name, change in LOSSES.items():
-        found[f"loss: {name}"] = Options(blocks=4, **change), shipped, False
-    if args.more:
-        enough = args.samples + MOST_HELD_OUT  # which are held out
-        place = head_of(args.more, enough, folder)
-        text = CalibrationOptions(calibration=place, samples=enough, seqlen=SEQLEN)
-        found["4 blocks, more text"] = Options(blocks=4, epochs=1), text, False
-    return found
-
-
-def by_smaller_student(args: argparse.Namespace, folder: Path) -> list[str]:
-    from quantkit.distillation.job import Request
-    from quantkit.distillation.smaller import blocks, job
-
-    rows = []
-    for name, (options, text, last) in smaller_students(args, folder).items():
-        if args.only not in name:
-            continue
-        run, out = RunOptions(dtype="float32"), folder / name.replace(" ", "-")
-        keep = tuple(range(options.blocks))
-        naive = mock.patch.object(blocks, "choose", lambda *_, keep=keep: (keep, []))
-        with naive if last else nullcontext():
-            prepared = job.prepare(Request(args.models[0], None, options, text, run, out), Told())
-            held_out = windows_of.load(prepared.source, args.text, SEQLEN, None, args.limit)
-            made = replace(prepared, evaluated=held_out).run(Told())
-        print(name, made["chosen"]["blocks"], made["published"], made["trained"]["curve"], file=sys.stderr)
-        for model, how in zip(made["eval"]["models"][1:], ("as cut", "trained"), strict=True):
-            found = model["metrics"]
-            rows.append([f"{name}, {how}", f"{made['student']['parameters']:,}"])
-            rows[-1] += [f"{model['size']['weight_bytes'] / 1e6:.2f} MB", f"{found['ppl']['value']:.2f}"]
-            rows[-1] += [f"{found['kld']['mean']:.4f}", f"{100 * found['top1']:.1f} %"]
-            rows[-1].append(f"{sum(made['seconds'].values()):.0f}" if how == "trained" else "")
-    head = ["student", "parameters", "size", "perplexity", "KL divergence", "top-1", "seconds"]
-    print(table(head, rows, left=1))
-    return []
-
-
 # specdec
 
 COPIES = {"nf4": ("nf4", {})} | {
@@ -697,7 +614,6 @@ PARTS = {  # name -> function, defaults of its flags
     "experts": (by_expert_choice, {"models": [str(ROOT / "tests/data/demo-moe-8m")]}),
     "auto": (by_search, {"limit": 10240, "samples": 128}),
     "distill": (by_student, {"limit": 40960, "samples": 128}),
-    "smaller": (by_smaller_student, {"limit": 40960, "samples": 840}),
     "specdec": (by_draft, {}),
     "cloze": (by_passage, {}),
 }
@@ -722,7 +638,6 @@ def main() -> None:
     add("--i-quants", action="store_true", help="of gguf: the types of 2 and 3 bits")
     add("--search-tokens", type=int, default=4096, help="of auto")
     add("--best", action="store_true", help="of auto: the searched recipes by yaqa, too")
-    add("--more", type=Path, help="of smaller: text to train on, beside the shipped text; UTF-8 or .xz")
     for flag, value in (("prompts", 8), ("tokens", 64), ("repeats", 3)):
         add(f"--{flag}", type=int, default=value, help="of specdec")
     add("--k", default="1,2,4,8", help="of specdec: drafted tokens")

@@ -20,7 +20,7 @@ FLOORS = {
     "models": ("machine", "files", "skeleton", "gguf"),
     "quantize": ("solvers", "staging", "calibrate", "transforms", "outputs", "methods", "prepare"),
     "evaluation": ("tasks", "comparison"),
-    "distillation": ("compressed", "smaller"),
+    "distillation": ("compressed",),
     "serving": ("engines", "chat", "bench", "endpoint", "specdec", "server"),
 }
 DOORS = {"models.files.open", "models.files.headers"}  # open whatever the user names, a GGUF file as well

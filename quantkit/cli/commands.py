@@ -22,7 +22,6 @@ OTHERS = {  # all commands except methods: (panel of the help, summary)
     "auto": (COMPRESS, "Search the bits of every linear for the least loss within a size or a loss."),
     "run": (COMPRESS, "Run a job from a recipe: options in a YAML file."),
     "distill": (COMPRESS, "Train scales and norms of a compressed model to predict what the original does."),
-    "shrink": (COMPRESS, "Leave out blocks of a model and train the smaller one to predict what it did."),
     "plan": (BEFORE, "Estimate memory, speed and job times from headers, before anything is loaded."),
     "sample": (BEFORE, "Generate calibration text with the model itself; no dataset is needed."),
     "imatrix": (BEFORE, "Write an importance matrix for llama-quantize."),

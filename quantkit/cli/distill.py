@@ -1,9 +1,8 @@
-"""`quantkit distill`: train a compressed student on its teacher; `quantkit shrink` uses the same code."""
+"""`quantkit distill`: train a compressed student on its teacher."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, running
-from quantkit.distillation.options import DistillOptions, SmallerOptions
+from quantkit.distillation.options import DistillOptions
 from quantkit.options import CalibrationOptions, RunOptions
 
 EPILOG = """Examples:
@@ -30,10 +29,19 @@ STUDENT = Annotated[
         help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
     ),
 ]
+OUTPUT = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
+    ),
+]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
     "calibration": "Training text, an eighth of which is held out: a .txt, .jsonl or .parquet file, or a hub "
     "dataset as for quantkit gptq. Never the text you evaluate on. (default: the shipped text)",
+    "batch_size": "Sequences per step. (default: about 512 tokens)",
     "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
 }
 FIXED = (
@@ -43,36 +51,11 @@ FIXED = (
 REQUEST = "output", "revision", "offline", "trust_remote_code", "resume", "overwrite"
 
 
-def training(
-    kind: type[DistillOptions | SmallerOptions], models: Sequence[Parameter], output: str, batch_tokens: str
-) -> Callable[..., None]:
-    """Return the function that runs `quantkit distill` or `quantkit shrink`.
-
-    kind: dataclass of its options. models: arguments that name teacher and student. output: help of --output.
-    batch_tokens: default tokens per batch, for the help.
-    """
-
-    def invoke(context: typer.Context, **values: Any) -> None:
-        flags.check_text(values["eval_text"])
-        options = flags.options(kind, values)
-        options.check()
-        _train(values, options, flags.typed(context, values))
-
-    help = HELP | {"batch_size": f"Sequences per step. (default: about {batch_tokens} tokens)"}
-    rows = [
-        *flags.of("training", kind),
-        *flags.of("calibration", CalibrationOptions),
-        *flags.of("run", RunOptions, FORWARD),
-    ]
-    for row in rows:
-        described = row.annotation.__metadata__[0]
-        described.help = help.get(row.name, described.help)
-    place = typer.Option("--output", "-o", help=output)
-    rows.append(flags.parameter("output", Annotated[Path | None, place], None))
-    return flags.sign(invoke, [*models, *rows, *flags.fixed(FIXED)])
-
-
-def _train(values: dict[str, Any], options: DistillOptions | SmallerOptions, typed: dict[str, Any]) -> None:
+def _distill(context: typer.Context, **values: Any) -> None:
+    """Run `quantkit distill`."""
+    flags.check_text(values["eval_text"])
+    options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
+    options.check()
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -80,17 +63,15 @@ def _train(values: dict[str, Any], options: DistillOptions | SmallerOptions, typ
             from quantkit.cli import distill_report, job_report
             from quantkit.distillation import job
             from quantkit.distillation.compressed import job as compressed_job
-            from quantkit.distillation.smaller import job as smaller_job
 
         chosen = (flags.options(shared, typed) for shared in (CalibrationOptions, RunOptions))
         further = {name: values[name] for name in REQUEST}
-        request = job.Request(values["teacher"], values.get("student"), options, *chosen, **further)
-        kind = smaller_job if isinstance(options, SmallerOptions) else compressed_job
+        request = job.Request(values["teacher"], values["student"], options, *chosen, **further)
         if job.is_done(request):
             progress.close()
-            job_report.print_finished(kind.SCHEMA, [str(job.output_of(request))], values["as_json"])
+            job_report.print_finished(compressed_job.SCHEMA, [str(job.output_of(request))], values["as_json"])
             return
-        prepared = kind.prepare(request, progress, values["eval_text"], values["dry_run"])
+        prepared = compressed_job.prepare(request, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
             staging = prepared.staging
@@ -106,9 +87,26 @@ def _train(values: dict[str, Any], options: DistillOptions | SmallerOptions, typ
         distill_report.print_record(record)
 
 
-command = training(
-    DistillOptions,
-    [flags.parameter("teacher", TEACHER), flags.parameter("student", STUDENT)],
-    "Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
-    "512",
+def _described() -> list[Parameter]:
+    """Return the parameters of the options, with the help of this command."""
+    rows = [
+        *flags.of("training", DistillOptions),
+        *flags.of("calibration", CalibrationOptions),
+        *flags.of("run", RunOptions, FORWARD),
+    ]
+    for row in rows:
+        described = row.annotation.__metadata__[0]
+        described.help = HELP.get(row.name, described.help)
+    return rows
+
+
+command = flags.sign(
+    _distill,
+    [
+        flags.parameter("teacher", TEACHER),
+        flags.parameter("student", STUDENT),
+        *_described(),
+        flags.parameter("output", OUTPUT, None),
+        *flags.fixed(FIXED),
+    ],
 )

@@ -1,7 +1,6 @@
-"""The steps that both kinds of distillation jobs share, from options to the published student.
+"""The steps of a distillation job around the training: options, staging folder, published student.
 
-A compressed student (compressed/job.py) keeps its codes; a smaller one (smaller/job.py) is cut from the
-teacher. Each kind defines what is trained and how a student is judged. Trained values are published only if
+compressed/job.py defines what is trained and how a student is judged. Trained values are published only if
 they lower the divergence from the teacher on held-out text.
 """
 
@@ -16,7 +15,7 @@ import torch
 import transformers
 
 from quantkit import __version__
-from quantkit.distillation.options import DistillOptions, SmallerOptions
+from quantkit.distillation.options import DistillOptions
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation import windows
 from quantkit.evaluation.windows import Windows
@@ -36,11 +35,11 @@ from quantkit.text.calibration import CalibrationSet
 
 @dataclass(frozen=True)
 class Request:
-    """The options that the user gave. student: None if the student is to be cut from the teacher."""
+    """The options that the user gave."""
 
     teacher: str
-    student: str | None
-    options: DistillOptions | SmallerOptions
+    student: str
+    options: DistillOptions
     calibration: CalibrationOptions
     run: RunOptions
     output: Path | None = None
@@ -110,15 +109,13 @@ class Job(ABC):
         return self.record() | made | self.measured(progress) | {"seconds": timings.seconds}
 
 
-def stage(
-    request: Request, source: Checkpoint, what: str, progress: Progress, dry_run: bool
-) -> tuple[Staging, dict]:
+def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
     """Return the output's staging folder, and the `execution` of an unfinished job there ({} without one).
 
-    what: `student` or `teacher`, for the source. Raises QuantkitError if the output may not be written.
+    source: the student. Raises QuantkitError if the output may not be written.
     """
-    staging = Staging(output_of(request), one_file=source.folder.is_file() and what == "student")
-    may_replace.check_source(staging.output, source.folder, what)
+    staging = Staging(output_of(request), one_file=source.folder.is_file())
+    may_replace.check_source(staging.output, source.folder, "student")
     if staging.one_file and staging.output.is_dir():
         raise QuantkitError(f"{staging.output} is a folder, not a GGUF file", "choose another -o", USAGE)
     if not dry_run:
@@ -130,18 +127,13 @@ def stage(
 
 
 def output_of(request: Request) -> Path:
-    """Return --output; by default NAME-distilled, or NAME-b24 for 24 blocks, in the current folder."""
-    if request.output:
-        return request.output
-    if request.student is not None:
-        suffix = ".gguf" if request.student.endswith(".gguf") else ""
-        return Path(f"{base_name(request.student)}-distilled{suffix}")
-    return Path(f"{base_name(request.teacher)}-b{request.options.blocks}")
+    """Return --output; by default NAME-distilled in the current folder."""
+    suffix = ".gguf" if request.student.endswith(".gguf") else ""
+    return request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
 
 
 def is_done(request: Request) -> bool:
-    """Return whether --resume has nothing to do: the output is finished, and its manifest has the same
-    options and, for a smaller student, the same teacher and seed."""
+    """Return whether --resume has nothing to do: the output is finished, with the same options."""
     output = output_of(request)
     if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
         return False
@@ -149,16 +141,10 @@ def is_done(request: Request) -> bool:
     untrusted.check_schema(
         manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
     )
-    options = as_read(request.options)
-    if request.student is not None:
-        return (manifest.get("distilled") or {}).get("options") == options
-    made, source = manifest.get("job") or {}, manifest.get("source") or {}
-    found = source.get("name"), made.get("method"), (made.get("calibration") or {}).get("seed")
-    expected = Path(request.teacher).name, "distill", request.calibration.seed
-    return found == expected and made.get("options") == options
+    return (manifest.get("distilled") or {}).get("options") == as_read(request.options)
 
 
-def as_read(options: DistillOptions | SmallerOptions) -> dict:
+def as_read(options: DistillOptions) -> dict:
     """Return the options as JSON stores them."""
     return json.loads(json.dumps(asdict(options)))
 

@@ -1,8 +1,7 @@
-"""Options of `quantkit distill` and `quantkit shrink`. Flags are made from them, so torch is not imported."""
+"""Options of `quantkit distill`. Flags are made from them, so torch is not imported."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -39,34 +38,6 @@ class DistillOptions:
         for name in ("lr", "block_lr", "temperature"):
             value = getattr(self, name)
             _check(name, value, 0 < value < math.inf, "choose a number above 0")
-
-
-@dataclass(frozen=True)
-class SmallerOptions:
-    """Options of `quantkit shrink`."""
-
-    blocks: int = option(
-        dataclasses.MISSING,
-        "Number of decoder blocks to keep: the most important ones.",
-    )
-    epochs: int = option(3, "Passes over the training text.")
-    steps: int | None = option(None, "Number of training steps, instead of --epochs.")
-    lr: float = option(
-        1e-3, "Peak learning rate of AdamW. A tenth of the steps is a linear warm-up; a cosine to 0 follows."
-    )
-    temperature: float = option(2.0, "Temperature of the loss: above 1, unlikely tokens count for more.")
-    hidden_weight: float = option(
-        1.0, "Weight, in the loss, of the distance between the last hidden states of student and teacher."
-    )
-
-    def check(self) -> None:
-        """Raise QuantkitError for invalid values."""
-        for name in ("blocks", "epochs", "steps"):
-            value = getattr(self, name)
-            _check(name, value, value is None or value >= 1, "choose 1 or more")
-        _check("lr", self.lr, 0 < self.lr < 1, "choose about 0.001; less for a large model")
-        _check("temperature", self.temperature, 0 < self.temperature <= 100, "choose 1 to 4")
-        _check("hidden_weight", self.hidden_weight, 0 <= self.hidden_weight < math.inf, "choose 0 to 10")
 
 
 def _check(name: str, value: object, fits: object, hint: str) -> None:

@@ -178,7 +178,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     publish.manifest_of(student)  # rejects an invalid manifest before training
     if teacher.quantized:
         progress.warn(f"{request.teacher} is compressed itself: the student also learns its errors")
-    staging, adopted = stage(request, student, "student", progress, dry_run)
+    staging, adopted = stage(request, student, progress, dry_run)
     run = request.run if request.run.dtype != "auto" else replace(request.run, dtype="float32")
     taught = open_skeleton(teacher, run, adopted)
     taught.streams = False
@@ -210,7 +210,7 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     if not student.quantized:
         raise QuantkitError(
             f"{request.student} is not quantized: all its weights are floats",
-            f"compress it first (quantkit gptq {request.student}), or make it smaller (quantkit shrink)",
+            f"compress it first: quantkit gptq {request.student}",
             UNSUPPORTED,
         )
     check_comparable((teacher, student), HINT)
