@@ -1,12 +1,7 @@
-from quantkit.api import Evaluation as Evaluation
-from quantkit.api import Progress as Progress
-from quantkit.api import QuantkitError as QuantkitError
-from quantkit.api import Result as Result
-from quantkit.api import auto as auto
-from quantkit.api import evaluate as evaluate
-from quantkit.api import inspect as inspect
-from quantkit.api import plan as plan
-from quantkit.api import quantize as quantize
-from quantkit.api import verify as verify
+# ruff: noqa
+# fmt: off
+from quantkit.api import Evaluation as Evaluation, Progress as Progress, QuantkitError as QuantkitError
+from quantkit.api import auto as auto, evaluate as evaluate, inspect as inspect, plan as plan
+from quantkit.api import quantize as quantize, verify as verify
 
 __version__: str

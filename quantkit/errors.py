@@ -62,14 +62,12 @@ class QuantkitError(Exception):
         return (self.found or {}) | {"error": error}
 
 
-def of_problems(
-    found: dict, problems: Sequence[str], hint: str, exit_code: int = RUNTIME
-) -> QuantkitError | None:
-    """Return the error about a record's problems, which names the first one; None without problems."""
-    if not problems:
-        return None
-    more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
-    return QuantkitError(problems[0] + more, hint, exit_code, found)
+def refuse_problems(found: dict, problems: Sequence[str], exit_code: int = RUNTIME) -> None:
+    """Raise QuantkitError naming the first problem of a checkpoint, if there is one. found: its record."""
+    if problems:
+        more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
+        hint = "the checkpoint is incomplete or damaged: copy or download it again"
+        raise QuantkitError(problems[0] + more, hint, exit_code, found)
 
 
 class DamagedError(QuantkitError):

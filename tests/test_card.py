@@ -98,7 +98,7 @@ def test_results_are_a_table_and_an_index_of_the_hub(make, original, tmp_path):
         made = make("eval", original, "out", "--text", text, "--ctx", ctx, "--card", "out")
     found = ModelCard.load(tmp_path / "out" / "README.md")
     metrics = made["models"][1]["metrics"]
-    args = {"context": 32, "stride": 32, "tokens": made["data"]["tokens"], "sha256": made["data"]["sha256"]}
+    args = {"ctx": 32, "stride": 32, "tokens": made["data"]["tokens"], "sha256": made["data"]["sha256"]}
     names = {"perplexity": metrics["ppl"]["value"], "kl_divergence": metrics["kld"]["mean"]}
     names["top1_agreement"] = metrics["top1"]
     assert {row.metric_type: row.metric_value for row in found.data.eval_results} == names

@@ -69,8 +69,8 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     hub_server.forget()
     (made / "README.md").write_text("# Mine\n")
     refused = push(made, "org/new")
-    assert refused["code"] == 4 and "names no base_model and no license" in refused["err"]
-    assert "`license: apache-2.0`" in refused["err"]
+    assert refused["code"] == 4 and "names no base_model" in refused["err"]
+    assert "`base_model: ORG/NAME`" in refused["err"]
     assert push(made, "new")["code"] == 2
     weights = made / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")

@@ -3,9 +3,12 @@
 import os
 import socket
 
+import numpy as np
 import pytest
 
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.files.gguf_file import read_header
+from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
 
@@ -54,6 +57,20 @@ def test_a_file_is_replaced_by_a_file_of_its_kind(tmp_path):
     assert "is a folder, the job writes a file" in refusal(tmp_path, True)
     may_replace.check(tmp_path / "new", True, False)
     may_replace.check(tmp_path / "empty" / "below", True, False)  # other checks refuse that
+
+
+def test_an_unquantized_file_of_another_program_is_kept(quantkit, tiny_model, tmp_path):
+    """A 16-bit GGUF file may be the only copy of a model; quantkit's own can be made again."""
+    model = tiny_model("llama", tokenizer=True)
+    job = ("gguf", model, "-t", "F16", "-o", "x.gguf", "-q")
+    assert quantkit(*job).code == 0 and quantkit(*job, "--overwrite").code == 0
+    metadata, infos = read_header(tmp_path / "x.gguf")
+    own = {key: value for key, value in metadata.items() if not key.startswith(("quantkit.", "tokenizer."))}
+    entries = [Entry(name, info.dtype, tuple(info.shape)) for name, info in infos.items()]
+    with GgufWriter(tmp_path / "x.gguf", own, entries) as writer:
+        for entry in entries:
+            writer.write(entry.name, [np.zeros(entry.nbytes, np.uint8)])
+    assert "holds an unquantized model that quantkit did not write" in refusal(tmp_path / "x.gguf", True)
 
 
 def test_a_folder_is_replaced_if_every_file_is_a_checkpoints(tmp_path):

@@ -41,13 +41,10 @@ CARD = Annotated[
 
 def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
     """Run `quantkit eval`."""
-    from quantkit.evaluation.comparison import card, gates
+    from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs
 
     asked, (as_json, quiet) = flags.options(Settings, values), (values["as_json"], values["quiet"])
-    asked.check(len(models))
-    if values["card"]:
-        card.check(values["card"], models)
     outputs = Outputs(values["html"], values["plot"], values["summary"])
     outputs.check()
     from quantkit.cli.progress import listener, uncollected
@@ -57,14 +54,12 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
             from quantkit.evaluation import job
             from quantkit.evaluation.comparison.table import markdown, report
 
-        opened = values["revision"], values["offline"], values["trust_remote_code"]
+        opened = values["revision"], values["offline"], values["trust_remote_code"], values["card"]
         result = job.measure(models, asked, progress, *opened)
     found = report(result)
     if not as_json:
         found.show()
     if ranks.is_first():
-        if values["card"]:
-            card.add(result, values["card"])
         outputs.write(found.figures, found.page, lambda: markdown(result), as_json=as_json, quiet=quiet)
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:

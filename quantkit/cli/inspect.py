@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quantkit.cli import flags
+from quantkit.errors import refuse_problems
 
 EPILOG = """Examples:
   quantkit inspect ./model-gptq-w4g128
@@ -37,10 +38,9 @@ def command(
     from quantkit.inspection import look, show
 
     with listener(quiet) as progress:
-        made, error = look.at(path, other, deep, revision, offline, trust_remote_code, progress.counting)
+        made, problems = look.at(path, other, deep, revision, offline, trust_remote_code, progress.counting)
     if not as_json:
         (show.print_comparison if "models" in made else show.print_record)(made)
-    if error:
-        raise error
+    refuse_problems(made, problems)
     if as_json:
         print(json.dumps(made, indent=2))

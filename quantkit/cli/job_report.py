@@ -229,7 +229,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 
 def print_load(console: Console, output: str) -> None:
     """Print one line that loads the result in each client known to load it."""
-    made, _ = look.at(output, None, False, None, True)
+    made, _ = look.at(output)
     if lines := list(clients.load_lines(made["clients"], output).values()):
         console.print(f"load         {'; or '.join(lines)}", markup=False, soft_wrap=True)
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.errors import count
+from quantkit.errors import VERIFICATION, count, refuse_problems
 
 EPILOG = """Examples:
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
@@ -39,7 +39,7 @@ def command(
         found = verify.verify(path, base, progress.counting, trust_remote_code)
     if not as_json:
         _show(found)
-    verify.refuse_damaged(found)
+    refuse_problems(found, found["problems"], VERIFICATION)
     if as_json:
         print(json.dumps(found, indent=2))
 

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from quantkit.evaluation import evaluate, windows
+from quantkit.evaluation import evaluate, metrics, windows
+from quantkit.evaluation.comparison import card, gates
 from quantkit.evaluation.comparison.record import record
 from quantkit.evaluation.settings import Settings
 from quantkit.evaluation.tasks import Tasks
+from quantkit.models import kv_types
 from quantkit.models.files.open import open_checkpoint
+from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device
+from quantkit.options import size_bytes
 from quantkit.quantize.progress import Progress
 
 
 def measure(
-    models: Sequence[str], asked: Settings, progress: Progress,
-    revision: str | None = None, offline: bool = False, trust_remote_code: bool = False,
+    models: Sequence[str], asked: Settings, progress: Progress, revision: str | None = None,
+    offline: bool = False, trust_remote_code: bool = False, described: Path | None = None,
 ) -> dict:  # fmt: skip
-    """Compare checkpoints with the first; return the JSON of `quantkit eval`. revision: of the first.
+    """Compare checkpoints with the first; return the JSON of `quantkit eval`, failed gates included.
 
-    A gate that failed is in the record: see `gates.refuse_failed`."""
+    revision: of the first model. described: the model whose card gets its results.
+    """
+    chosen, most = metrics.select(asked.metrics), asked.max_memory
+    limits = gates.parse(asked.max_ppl_increase, asked.max_kld, asked.min_top1)
+    caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
+    memory = size_bytes(most, "--max-memory") if most else None
+    gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
+    if described:
+        card.check(described, models)
     checkpoints = [
         open_checkpoint(model, None if position else revision, offline, trust_remote_code)
         for position, model in enumerate(models)
@@ -32,8 +45,11 @@ def measure(
         progress.warn(text.note)
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None
     measured = evaluate.evaluate(
-        checkpoints, text, precision, place, progress.evaluating, asked.trials, asked.chosen, harness,
-        asked.caches, asked.weights_only, asked.memory_bytes,
+        checkpoints, text, precision, place, progress.evaluating, asked.trials, chosen, harness, caches,
+        asked.weights_only, memory,
     )  # fmt: skip
     given = harness.record() if harness else None
-    return record(text.protocol, precision, place, measured, asked.chosen, asked.gates, given)
+    made = record(text.protocol, precision, place, measured, chosen, limits, given)
+    if described and distributed.rank() == 0:
+        card.add(made, described)
+    return made

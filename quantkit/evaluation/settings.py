@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
-from quantkit.evaluation.comparison import gates
-from quantkit.models import kv_types
-from quantkit.options import option, parse_tokens, size_bytes
+from quantkit.options import option, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -78,28 +75,3 @@ class Settings:
         "file in TMPDIR or /var/tmp. (default: the free memory)",
         metavar="SIZE",
     )
-
-    @cached_property
-    def chosen(self) -> frozenset[str]:
-        """The names of the metrics."""
-        from quantkit.evaluation import metrics  # imports torch
-
-        return metrics.select(self.metrics)
-
-    @cached_property
-    def gates(self) -> list[gates.Gate]:
-        return gates.parse(self.max_ppl_increase, self.max_kld, self.min_top1)
-
-    @cached_property
-    def caches(self) -> list[str]:
-        """Types of quantized KV caches."""
-        return list(dict.fromkeys(map(kv_types.named, self.kv_dtype)))
-
-    @cached_property
-    def memory_bytes(self) -> int | None:
-        return size_bytes(self.max_memory, "--max-memory") if self.max_memory else None
-
-    def check(self, models: int) -> None:
-        """Raise QuantkitError for values that are invalid for every model. models: how many are compared."""
-        _ = self.chosen, self.memory_bytes
-        gates.check(self.gates, self.chosen, (models + len(self.trials)) * (1 + len(self.caches)) - 1)

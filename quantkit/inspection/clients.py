@@ -37,28 +37,20 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
 
 
 def load_lines(rows: list[dict[str, Any]], name: str) -> dict[str, str]:
-    """Return one line for each client that loads the checkpoint `name` without options: client -> line.
-
-    rows: from `known`."""
+    """Return {client: line that loads the checkpoint `name`} for rows of `known` that need no option."""
     lines = {row["client"]: table()["clients"][row["client"]].get("load") for row in rows if row["loads"]}
-    special = {row["client"] for row in rows if row["option"]}
-    return {
-        client: line.format(text=repr(name), word=shlex.quote(name))
-        for client, line in lines.items()
-        if line and client not in special
-    }
+    usual = {row["client"] for row in rows if not row["option"]}
+    named = {"text": repr(name), "word": shlex.quote(name)}
+    return {client: line.format(**named) for client, line in lines.items() if line and client in usual}
 
 
 def how_to_load(rows: list[dict[str, Any]], name: str) -> str:
     """Return the lines of `load_lines`, and the packages that clients need, as a Markdown list."""
-    needs = {row["client"]: " ".join(row["needs"]) for row in rows if row["needs"]}
-    return (
-        "\n".join(
-            f"- {client}: `{line}`" + (f" after `pip install {needs[client]}`" if client in needs else "")
-            for client, line in load_lines(rows, name).items()
-        )
-        or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
-    )
+    needs = {row["client"]: f" after `pip install {' '.join(row['needs'])}`" for row in rows if row["needs"]}
+    found = [
+        f"- {client}: `{line}`{needs.get(client, '')}" for client, line in load_lines(rows, name).items()
+    ]
+    return "\n".join(found) or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
 
 
 def _untried(client: str, facts: Mapping[str, set]) -> str:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, require
+from quantkit.errors import (
+    UNSUPPORTED,
+    USAGE,
+    VERIFICATION,
+    QuantkitError,
+    first_line,
+    refuse_problems,
+    require,
+)  # fmt: skip
 from quantkit.inspection import clients, look, verify
 from quantkit.inspection.values import Listener
 from quantkit.models.files import card, hub
@@ -16,58 +23,45 @@ NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # keys of a card, 
 HINT = "see that `hf auth login` has a token that may write there; the same command continues the upload"
 
 
-def push(
-    source: str,
-    repo: str,
-    private: bool = False,
-    revision: str | None = None,
-    listen: Listener = lambda what, done, total: None,
-) -> dict[str, Any]:
+def push(source: str, repo: str, private: bool, revision: str | None, listen: Listener) -> dict[str, Any]:
     """Verify a folder or GGUF file that quantkit wrote and upload it, without files that came later.
 
     An interrupted upload continues when it is called again: the hub keeps the parts that it has. Raises
     QuantkitError, before anything is sent, if the checkpoint is damaged, if its card names no base model or
     licence, or if `private` is set and the repository is public.
     """
+    from huggingface_hub import HfApi, errors
+
     require(hub.is_id(repo), f"{repo} is not the name of a repository", "write ORG/NAME", USAGE)
     found = verify.verify(source, None, listen)
-    verify.refuse_damaged(found)
+    refuse_problems(found, found["problems"], VERIFICATION)
     require(found["files"], f"{source} has no checksums", "push what quantkit wrote", UNSUPPORTED)
-    path = Path(source)
+    path, api, to = Path(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
     _describe(path, repo)
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError
-
-    api, to = (
-        HfApi(library_name="quantkit", library_version=__version__),
-        {"repo_id": repo, "revision": revision},
-    )
     try:
         api.create_repo(repo, private=private or None, exist_ok=True)
-        if private and not api.model_info(repo).private:
-            raise QuantkitError(f"{repo} is public", "make it private, or omit --private", UNSUPPORTED)
+        public = private and not api.model_info(repo).private
+        require(not public, f"{repo} is public", "make it private, or omit --private", UNSUPPORTED)
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         if path.is_file():
             api.upload_file(path_or_fileobj=path, path_in_repo=path.name, **to)
             made = api.upload_file(path_or_fileobj=card.path_of(path), path_in_repo=card.CARD, **to)
         else:
-            names = [row["name"] for row in found["files"]]
-            made = api.upload_folder(folder_path=path, allow_patterns=[*names, MANIFEST, card.CARD], **to)
-    except (OSError, ValueError, HTTPError) as error:
+            names = [MANIFEST, card.CARD, *(row["name"] for row in found["files"])]
+            made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
+    except (OSError, ValueError, errors.HTTPError) as error:
         raise QuantkitError(f"{repo} was not written: {first_line(error)}", HINT) from error
     return {"schema": "quantkit.push/1", "source": source, "repo": repo, "url": made.commit_url}
 
 
 def _describe(path: Path, repo: str) -> None:
     """Check the card, and write into it how to load the repository."""
-    place = card.path_of(path)
-    head, text = card.read(place)
-    if missing := [key for key in NEEDED if not head.get(key)]:
-        what = f"{place} names no {' and no '.join(missing)}"
-        lines = " and ".join(f"`{key}: {NEEDED[key]}`" for key in missing)
-        raise QuantkitError(what, f"write {lines} into its head, between the lines of ---", UNSUPPORTED)
+    head, text = card.read(place := card.path_of(path))
+    for key, example in NEEDED.items():
+        hint = f"write `{key}: {example}` into its head, between the lines of ---"
+        require(head.get(key), f"{place} names no {key}", hint, UNSUPPORTED)
     how = f"- llama.cpp: `llama-server -hf {repo}`"
     if path.is_dir():
-        how = clients.how_to_load(look.at(str(path), None, False, None, True)[0]["clients"], repo)
+        how = clients.how_to_load(look.at(str(path))[0]["clients"], repo)
     card.write(place, head, card.section(text, "load", how))

@@ -11,15 +11,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import (
-    NOT_FOUND,
-    UNSUPPORTED,
-    VERIFICATION,
-    QuantkitError,
-    count,
-    name_all,
-    of_problems,
-)
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, count, name_all
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
@@ -34,7 +26,6 @@ ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to
 ERROR_TOLERANCE = 1e-3  # relative: folded scales and other devices change errors this much
 LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
 WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the checksums
-DAMAGED = "copy or download it again, or create it again"
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of jobs, besides float32
 
@@ -86,12 +77,6 @@ def verify(
             if not row["agrees"]
         ]
     return found
-
-
-def refuse_damaged(found: dict[str, Any]) -> None:
-    """Raise QuantkitError (exit code 6) if `verify` found problems."""
-    if error := of_problems(found, found["problems"], DAMAGED, VERIFICATION):
-        raise error
 
 
 def _files(

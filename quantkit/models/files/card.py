@@ -1,7 +1,4 @@
-"""Model cards: what the card of the original declares, and the head of the card of a model made from it.
-
-https://huggingface.co/docs/hub/model-cards#model-card-metadata
-"""
+"""Model cards: the head of a README.md (https://huggingface.co/docs/hub/model-cards) and its text."""
 
 from __future__ import annotations
 
@@ -13,10 +10,8 @@ from quantkit.errors import QuantkitError
 from quantkit.models.files import hub, untrusted
 from quantkit.models.files.atomic import replacing
 
-CARD = "README.md"
-CARD_BYTES = 1 << 20
+CARD, CARD_BYTES = "README.md", 1 << 20
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-LONGEST, MOST = 200, 100  # characters of a value, values of a list
 HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 
 
@@ -31,22 +26,19 @@ def read(path: Path) -> tuple[dict[str, Any], str]:
 
     try:
         text = untrusted.read(path, CARD_BYTES).decode("utf-8")
-    except (OSError, ValueError, QuantkitError):
-        return {}, ""
-    match = HEAD.match(text)
-    try:
+        match = HEAD.match(text)
         head = yaml.safe_load(match[1]) if match else {}
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}, text
-    return (head if isinstance(head, dict) else {}), text[match.end() :] if match else text
+    except (OSError, ValueError, RecursionError, QuantkitError, yaml.YAMLError):
+        return {}, ""
+    return (head if isinstance(head, dict) else {}), text[match.end() if match else 0 :]
 
 
 def write(path: Path, head: dict[str, Any], text: str) -> None:
     """Write a card."""
     import yaml
 
-    named = yaml.safe_dump(head, sort_keys=False, allow_unicode=True, width=LONGEST)
     with replacing(path) as new:
+        named = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
         new.write_text(f"---\n{named}---\n{text}", encoding="utf-8")
 
 
@@ -58,8 +50,8 @@ def inherited(folder: Path) -> dict[str, str | list[str]]:
 
 def _is_text(value: Any) -> bool:
     if isinstance(value, list):
-        return 0 < len(value) <= MOST and all(isinstance(one, str) and _is_text(one) for one in value)
-    return isinstance(value, str) and 0 < len(value) <= LONGEST and value.isprintable()
+        return 0 < len(value) <= 100 and all(isinstance(one, str) and _is_text(one) for one in value)
+    return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
 
 
 def base_of(source: str, folder: Path) -> str | None:
@@ -71,9 +63,6 @@ def base_of(source: str, folder: Path) -> str | None:
 
 def section(text: str, name: str, content: str) -> str:
     """Return a card's text with the content between `<!-- NAME -->` and `<!-- /NAME -->`, else at its end."""
-    marks = f"<!-- {name} -->", f"<!-- /{name} -->"
-    block = f"{marks[0]}\n{content.strip()}\n{marks[1]}"
-    found = re.compile(f"{marks[0]}.*?{marks[1]}", re.DOTALL)
-    if found.search(text):
-        return found.sub(lambda _: block, text, count=1)
-    return f"{text.rstrip()}\n\n{block}\n"
+    block = f"<!-- {name} -->\n{content.strip()}\n<!-- /{name} -->"
+    replaced, number = re.subn(f"<!-- {name} -->.*?<!-- /{name} -->", lambda _: block, text, flags=re.DOTALL)
+    return replaced if number else f"{text.rstrip()}\n\n{block}\n"

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, full_disk, name_all, require
-from quantkit.models.files import untrusted
+from quantkit.models.files import headers, untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 
 WRITTEN = (  # by writers of checkpoints
@@ -44,6 +44,8 @@ STAGED = (  # by jobs and by safetensors (.tmp), in their staging folder
 MAGIC = b"GGUF"
 LONGEST_ENDING = ".partial.tmp"  # that is added to a name
 ELSEWHERE = "choose another --output"
+ORIGINAL = "holds an unquantized model that quantkit did not write"
+FLOATS = {"F32", "F16", "BF16"}
 
 
 def check_place(output: Path) -> None:
@@ -83,7 +85,10 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
         raise QuantkitError(f"{output} is {found}, the job writes {expected}", ELSEWHERE, USAGE)
     if one_file:
         with open(output, "rb") as file:
-            lost = None if file.read(len(MAGIC)) in (MAGIC, b"") else "is not a GGUF file"
+            start = file.read(len(MAGIC))
+        lost = None if start in (MAGIC, b"") else "is not a GGUF file"
+        if start == MAGIC and _is_original(output):
+            lost = ORIGINAL
     else:
         lost = _lost(output)
     if lost:
@@ -125,8 +130,17 @@ def _lost(output: Path) -> str | None:
         return f"contains other files, {name_all(foreign)}"
     holds_weights = any(fnmatch(name, pattern) for name in written for pattern in WEIGHTS)
     if holds_weights and MANIFEST not in written and not _is_quantized(output):
-        return "holds an unquantized model that quantkit did not write"
+        return ORIGINAL
     return None
+
+
+def _is_original(file: Path) -> bool:
+    """Return whether a GGUF file holds an unquantized model that quantkit did not write."""
+    try:
+        contents = headers.at(str(file), file)
+    except QuantkitError:
+        return False
+    return contents.manifest is None and {info.dtype for info in contents.infos.values()} <= FLOATS
 
 
 def _is_quantized(folder: Path) -> bool:
