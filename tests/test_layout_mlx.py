@@ -189,3 +189,35 @@ def test_embedding_and_head_may_be_packed(made, quantkit):
         "gptq", folder, "-o", "again", "--solver", "rtn", "--allow-requantize", "--group-size", "32"
     )
     assert "linears outside the blocks are quantized: model.embed_tokens" in made_again.err
+
+
+def test_experts_of_mlx_lm_are_read(tiny_model, tmp_path, quantkit):
+    """It stacks those of a layer under another name, and quantizes routers."""
+    from safetensors.torch import save_file
+
+    from quantkit.quantize.solvers import rtn
+
+    source = tiny_model("qwen3_moe", tokenizer=True, num_hidden_layers=1)
+    flags = ["--solver", "rtn", "--group-size", "32", "--layout", "mlx"]
+    refused = quantkit("gptq", source, "-o", "made", *flags)
+    assert refused.code == UNSUPPORTED and "the experts of a layer in one tensor" in refused.err
+    assert quantkit("gptq", source, "-o", "made", *flags, "--allow-unread").code == 0
+    plain = open_checkpoint(str(tmp_path / "made"))
+    tensors = {name: plain.load(name) for name in plain.infos}
+    experts = {name: tensors.pop(name) for name in plain.infos if ".experts." in name}
+    for first in [name for name in experts if ".experts.0." in name]:
+        each = [experts[name] for name in experts if re.sub(r"s\.\d+", "s.0", name) == first]
+        tensors[first.replace(".experts.0.", ".switch_mlp.")] = torch.stack(each)
+    gate = "model.layers.0.mlp.gate"
+    router = rtn.quantize(tensors.pop(f"{gate}.weight").float(), BiasedGrid(4, 32))
+    tensors |= {f"{gate}.{part}": tensor for part, tensor in MlxLayout(4, 32).encode(router).items()}
+    save_file(tensors, tmp_path / "made" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "made" / "quantkit.json").unlink()
+
+    stacked = open_checkpoint(str(tmp_path / "made"))
+    assert experts and all(torch.equal(stacked.load(name), experts[name]) for name in experts)
+    record = json.loads(quantkit("inspect", "made", "--deep", "--json").out)
+    assert not record["integrity"]["problems"] and record["quantization"]["bits"] == [4]
+    (tmp_path / "text.txt").write_text(" ".join(["the same words"] * 60))
+    told = quantkit("eval", source, "made", "--text", "text.txt", "--ctx", "32", "--json")
+    assert 0 < json.loads(told.out)["models"][1]["metrics"]["kld"]["mean"] < 1

@@ -103,6 +103,8 @@ def weights_of(contents: Contents) -> list[Weight]:
     found, taken, layout = [], set(), None
     with suppress(QuantkitError):
         layout = layouts.detect(contents.config)
+    if layout:
+        contents = replace(contents, infos=layout.unstacked(contents.infos))
     coded = _packed(layout, contents) if layout else _foreign(contents.infos)
     for linear, dtype, codes, parts in coded:
         nbytes = sum(info.nbytes for info in parts)

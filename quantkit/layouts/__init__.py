@@ -119,6 +119,10 @@ class Layout(ABC):
         """Return the layout of one linear in a stored checkpoint; itself if all linears share one layout."""
         return self
 
+    def unstacked(self, infos: dict[str, Any]) -> dict[str, Any]:
+        """Return a file's tensors, by name, with one for each expert."""
+        return infos
+
     def of_job(self, specs: Sequence[LinearSpec]) -> Layout:
         """Return the layout for the linears of a job, if their tensors alone do not tell their bits."""
         return self

@@ -10,6 +10,7 @@ Format: mlx 0.32 `mx.quantize`; mlx-lm 0.32 `utils.load_model`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import Grid, QuantizedWeight
 
 NAME = "mlx"
+SWITCH = ".switch_mlp."  # in mlx-lm's names of experts
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 FLOATS = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits and group size
 FP4 = {"mxfp4": MxFp4Packed(), "nvfp4": NvFp4Packed()}
@@ -51,7 +53,20 @@ class MlxLayout(Layout):
 
     def at(self, linear: str) -> MlxLayout:
         """Return the layout of one linear."""
-        return MlxLayout(*self.entries.get(linear, (self.bits, self.group_size, self.mode)))
+        name = re.sub(r"\.experts\.\d+\.", SWITCH, linear)
+        return MlxLayout(*self.entries.get(name, (self.bits, self.group_size, self.mode)))
+
+    def unstacked(self, infos: dict[str, Any]) -> dict[str, Any]:
+        """See `Layout.unstacked`. mlx-lm stacks the experts of a layer, `[experts, ...]`."""
+        found = {name: info for name, info in infos.items() if SWITCH not in name or not info.nbytes}
+        for name in infos.keys() - found.keys():
+            count, *shape = infos[name].shape
+            size = infos[name].nbytes // count
+            for k in range(count):
+                own = name.replace(SWITCH, f".experts.{k}.")
+                place = {"offset": infos[name].offset + k * size, "nbytes": size}
+                found[own] = replace(infos[name], name=own, shape=tuple(shape), **place)
+        return found
 
     def check_experts(self, linears: int) -> str:
         """Return why no client reads experts: mlx-lm wants those of a layer stacked in one tensor."""

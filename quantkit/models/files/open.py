@@ -35,7 +35,9 @@ def open_checkpoint(
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = reading.of_mxfp4(infos)
     layout = layouts.detect(raw)
-    if layout is None:
+    if layout is not None:
+        infos = layout.unstacked(infos)
+    else:
         untrusted.refuse_codes(infos.values())
     checkpoint = Checkpoint(
         source=source,

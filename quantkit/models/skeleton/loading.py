@@ -61,7 +61,9 @@ class Reader:
         expected = _state(block, names)
         full = {name: self.names.of_block(index, name) for name in expected}
         stored = {name: self.names.stored[f] for name, f in full.items() if f in self.names.stored}
-        packed = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and not decoded}
+        linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
+        codes = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and n in linears}
+        packed = {} if decoded else codes
         order = sorted(expected, key=lambda name: self.place(full[name]))
         tensors = {
             name: pinned(self.read(full[name], expected[name]), self.device)

@@ -32,7 +32,6 @@ class Names:
         self.stored = meta_model.resolve_names(model, checkpoint.names)
         self.joined = meta_model.joined_names(model, checkpoint.names)
         self.shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-        self._linears = {f"{name}.weight" for name, m in model.named_modules() if isinstance(m, nn.Linear)}
         self._twice = [name for name, _ in model.named_parameters(remove_duplicate=False)]
         self._tied = model.all_tied_weights_keys
         self._depth = len(model.get_submodule(blocks))
@@ -86,16 +85,10 @@ class Names:
         return found
 
     def quantized_elsewhere(self) -> list[str]:
-        """Return parameters of blocks that are stored as codes but are no linears, such as routers. Outside
-        the blocks, codes are allowed."""
-        found = []
-        for name, stored in self.stored.items():
-            inside = name.startswith(f"{self.blocks}.") and name in self.shapes and name not in self._linears
-            if inside and self._checkpoint.is_quantized(stored):
-                found.append(stored.removesuffix(".weight"))
-            elif name in self.shapes and self._checkpoint.plain_dtype(stored) in CODED:
-                found.append(f"{stored} ({self._checkpoint.plain_dtype(stored)})")
-        return found
+        """Return parameters that are stored as codes which no layout decodes."""
+        types = {stored: self._checkpoint.plain_dtype(stored) for stored in self.stored.values()}
+        known = {self.stored[name] for name in self.stored if name in self.shapes}
+        return [f"{name} ({dtype})" for name, dtype in types.items() if name in known and dtype in CODED]
 
     def check_complete(self) -> None:
         """Raise QuantkitError naming every parameter that is missing, misshapen, packed although it is not a
