@@ -188,7 +188,7 @@ def test_embedding_and_head_may_be_packed(made, quantkit):
     made_again = quantkit(
         "gptq", folder, "-o", "again", "--solver", "rtn", "--allow-requantize", "--group-size", "32"
     )
-    assert "linears outside the blocks are quantized: model.embed_tokens" in made_again.err
+    assert "modules besides the blocks' linears are quantized: model.embed_tokens" in made_again.err
 
 
 def test_experts_of_mlx_lm_are_read(tiny_model, tmp_path, quantkit):

@@ -250,7 +250,7 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(
-            f"linears outside the blocks are quantized: {name_all(sorted(outside))}",
+            f"modules besides the blocks' linears are quantized: {name_all(sorted(outside))}",
             hint="start from the original checkpoint",
             exit_code=UNSUPPORTED,
         )
