@@ -12,6 +12,13 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+PLAIN = {
+    nn.QuantizedLinear: nn.Linear,
+    nn.QuantizedEmbedding: nn.Embedding,
+    QuantizedSwitchLinear: SwitchLinear,
+}
 
 
 def dequantized(module: nn.Module) -> mx.array:
@@ -32,8 +39,7 @@ def main(path: Path) -> None:
             if job["loader"] != "packed":
                 for module in packed.values():
                     module.weight = dequantized(module)
-                    embeds = isinstance(module, nn.QuantizedEmbedding)
-                    module.__class__ = nn.Embedding if embeds else nn.Linear
+                    module.__class__ = PLAIN[type(module)]
                 model.set_dtype(mx.float32)
             logits[job["name"]] = model(mx.array([request["ids"]]))[0].astype(mx.float32)
             results[job["name"]] = {"packed": len(packed), "error": None}

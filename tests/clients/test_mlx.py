@@ -44,6 +44,7 @@ CASES = {
     "nvfp4": mlx(method="fp4"),
     "qwen2": mlx("qwen2", group_size=32),  # biases, float16
     "qwen2 tied": mlx("qwen2 tied", group_size=32),
+    "head": mlx("qwen2", group_size=32, head=6),
     "packed": mlx("qwen2", loader="packed", group_size=32),
     "awq layout": Case({"group_size": 64}, method="awq", loader="mlx"),
     "gptq layout": Case({"group_size": 64}, loader="mlx"),
@@ -84,12 +85,18 @@ def test_the_stored_tensors_are_those_of_mlx(tmp_path):
     assert all(torch.equal(found[name], stored[name]) for name in stored)
 
 
-def test_folders_of_mlx_lm_are_read(short_demo, tmp_path):
-    """Embedding and blocks quantized by `mlx_lm.convert`."""
-    folder = tmp_path / "converted"
-    convert = "import sys; from mlx_lm import convert; convert(sys.argv[1], sys.argv[2], quantize=True)"
-    subprocess.run([PYTHON, "-c", convert, str(short_demo), str(folder)], check=True)
+@pytest.mark.parametrize(("source", "packed", "decoded"), [("demo", 15, 15), ("qwen3_moe", 18, 36)])
+def test_folders_of_mlx_lm_are_read(short_demo, tmp_path, source, packed, decoded):
+    """Embedding and head, blocks and routers, stacked experts: as `mlx_lm.convert` writes them."""
+    place, folder = short_demo, tmp_path / "converted"
+    if source != "demo":
+        cases.save_tiny(place := tmp_path / source, source, short_demo)
+        config = json.loads((place / "config.json").read_text())
+        (place / "config.json").write_text(json.dumps(config | {"rope_theta": 10000.0, "num_experts": 4}))
+    convert = "from mlx_lm import convert; convert(*sys.argv[1:3], quantize=True, q_group_size=32)"
+    subprocess.run([PYTHON, "-c", f"import sys; {convert}", str(place), str(folder)], check=True)
     loaded = cases.load({"it": mlx()}, {"it": folder}, tmp_path, PYTHON, "mlx_load.py")["it"]
-    assert loaded["packed"] == 15 == len(open_checkpoint(str(folder)).packed)
+    assert loaded["error"] is None
+    assert (loaded["packed"], len(open_checkpoint(str(folder)).packed)) == (packed, decoded)
     expected = cases.Own(folder).logits(cases.IDS)
     assert (loaded["logits"] - expected).norm() <= 1e-4 * expected.norm()
