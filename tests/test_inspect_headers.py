@@ -296,7 +296,7 @@ LOADS = [
     ({"layout": {"awq"}, "group_size": {-1}}, "transformers"),
     ({"layout": {"awq"}}, "transformers GPTQModel vLLM AutoAWQ mlx-lm"),
     ({"layout": {"mlx"}, "form": {"mlx"}}, "mlx-lm"),
-    ({"layout": {"mlx"}, "form": {"mlx"}, "experts": {True}}, ""),
+    ({"layout": {"mlx"}, "form": {"mlx"}, "experts": {True}}, "mlx-lm"),
     (CT | {"form": {"nvfp4"}}, "transformers"),
     (CT | {"form": {"nvfp4"}, "experts": {True}}, ""),
     (CT | {"form": {"mxfp4"}}, "transformers"),

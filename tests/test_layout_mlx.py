@@ -80,7 +80,7 @@ def test_detect_reads_what_mlx_lm_writes():
     own = {"group_size": 64, "bits": 4}
     entries = {"lm_head": {"group_size": 32, "bits": 8, "mode": "mxfp8"}, "model.norm": False}
     layout = layouts.detect({"quantization": own | entries, "quantization_config": own | entries})
-    assert layout == MlxLayout(4, 64, entries={"lm_head": (8, 32, "mxfp8")})
+    assert layout == MlxLayout(4, 64, entries={"lm_head": entries["lm_head"]})
     assert layout.at("lm_head") == MlxLayout(8, 32, "mxfp8") and layout.at("a.b") == MlxLayout(4, 64)
     assert (layout.at("lm_head").label, layout.at("a.b").label) == ("mxfp8", "mlx")
 
@@ -191,33 +191,35 @@ def test_embedding_and_head_may_be_packed(made, quantkit):
     assert "modules besides the blocks' linears are quantized: model.embed_tokens" in made_again.err
 
 
-def test_experts_of_mlx_lm_are_read(tiny_model, tmp_path, quantkit):
-    """It stacks those of a layer under another name, and quantizes routers."""
+def test_experts_are_stacked_and_packed_routers_read(tiny_model, tmp_path, quantkit):
+    """As mlx-lm does both."""
     from safetensors.torch import save_file
 
     from quantkit.quantize.solvers import rtn
 
     source = tiny_model("qwen3_moe", tokenizer=True, num_hidden_layers=1)
     flags = ["--solver", "rtn", "--group-size", "32", "--layout", "mlx"]
-    refused = quantkit("gptq", source, "-o", "made", *flags)
-    assert refused.code == UNSUPPORTED and "the experts of a layer in one tensor" in refused.err
-    assert quantkit("gptq", source, "-o", "made", *flags, "--allow-unread").code == 0
-    plain = open_checkpoint(str(tmp_path / "made"))
-    tensors = {name: plain.load(name) for name in plain.infos}
-    experts = {name: tensors.pop(name) for name in plain.infos if ".experts." in name}
-    for first in [name for name in experts if ".experts.0." in name]:
-        each = [experts[name] for name in experts if re.sub(r"s\.\d+", "s.0", name) == first]
-        tensors[first.replace(".experts.0.", ".switch_mlp.")] = torch.stack(each)
+    mixed = quantkit("gptq", source, "-o", "made", *flags, "--override", r"experts\.1\.=8")
+    assert mixed.code == UNSUPPORTED and "all experts of a layer have the same bits" in mixed.err
+    done = quantkit("gptq", source, "-o", "made", *flags, "--override", "up_proj=8")
+    assert done.code == 0
+    place = tmp_path / "made"
+    config = json.loads((place / "config.json").read_text())["quantization"]
+    assert config["model.layers.0.mlp.switch_mlp.up_proj"]["bits"] == 8
+    tensors, made = jobs.tensors(place), open_checkpoint(str(place))
+    experts = [name for name in made.infos if ".experts." in name]
+    assert len(experts) == 36 and not [name for name in tensors if ".experts." in name]
+    for name in experts:
+        number, stack = re.search(r"experts\.(\d+)", name)[1], re.sub(r"experts\.\d+", "switch_mlp", name)
+        assert torch.equal(made.load(name), tensors[stack][int(number)])
+
     gate = "model.layers.0.mlp.gate"
     router = rtn.quantize(tensors.pop(f"{gate}.weight").float(), BiasedGrid(4, 32))
     tensors |= {f"{gate}.{part}": tensor for part, tensor in MlxLayout(4, 32).encode(router).items()}
-    save_file(tensors, tmp_path / "made" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "made" / "quantkit.json").unlink()
-
-    stacked = open_checkpoint(str(tmp_path / "made"))
-    assert experts and all(torch.equal(stacked.load(name), experts[name]) for name in experts)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    (place / "quantkit.json").unlink()
     record = json.loads(quantkit("inspect", "made", "--deep", "--json").out)
-    assert not record["integrity"]["problems"] and record["quantization"]["bits"] == [4]
+    assert not record["integrity"]["problems"] and record["quantization"]["bits"] == [4, 8]
     (tmp_path / "text.txt").write_text(" ".join(["the same words"] * 60))
     told = quantkit("eval", source, "made", "--text", "text.txt", "--ctx", "32", "--json")
     assert 0 < json.loads(told.out)["models"][1]["metrics"]["kld"]["mean"] < 1

@@ -19,6 +19,7 @@ from quantkit.grids.parallel import elements_at_once
 
 FITS = 3  # least squares of scale and bias, each followed by rounding
 TEMPORARIES = 8
+TINY = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -65,16 +66,13 @@ class BiasedGrid(WholeLevels):
 
     def _fitted(self, weight: Tensor, cost: Tensor, best: BiasedParams) -> BiasedParams:
         """Return `best`, or in rows where they lose less, the least-squares scale and bias for its codes."""
-        params, share, least = best, cost / cost.sum().clamp(min=torch.finfo(cost.dtype).tiny), None
-        for step in range(FITS + 1):
+        share, params, codes = cost / cost.sum().clamp(min=TINY), best, self.round(weight, best)
+        least = (self.decode(codes, best) - weight).square_() @ cost
+        for _ in range(FITS):
+            params = self._least_squares(codes.float(), weight, share, params)
             codes = self.round(weight, params)
             lost = (self.decode(codes, params) - weight).square_() @ cost
-            if least is None:
-                least = lost
-            else:
-                best, least = select(lost < least, params, best), torch.minimum(lost, least)
-            if step < FITS:
-                params = self._least_squares(codes.float(), weight, share, params)
+            best, least = select(lost < least, params, best), torch.minimum(lost, least)
         return best
 
     def _least_squares(self, codes: Tensor, weight: Tensor, share: Tensor, old: BiasedParams) -> BiasedParams:

@@ -123,6 +123,10 @@ class Layout(ABC):
         """Return a file's tensors, by name, with one for each expert."""
         return infos
 
+    def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """Return which tensors clients want as one: {name of the stack: names of its parts in order}."""
+        return {}
+
     def of_job(self, specs: Sequence[LinearSpec]) -> Layout:
         """Return the layout for the linears of a job, if their tensors alone do not tell their bits."""
         return self

@@ -11,12 +11,12 @@ Format: mlx 0.32 `mx.quantize`; mlx-lm 0.32 `utils.load_model`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import DTYPES, Layout, LinearSpec, Numbers, Table, Width, spec_of_shape
+from quantkit.layouts import DTYPES, Layout, LinearSpec, Table, Width, spec_of_shape
 from quantkit.layouts._packing import WORD, pack, unpack, words
 from quantkit.layouts.compressed_tensors.floats import MX_BIAS, MxFp4Packed, NvFp4Packed
 
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import Grid, QuantizedWeight
 
 NAME = "mlx"
-SWITCH = ".switch_mlp."  # in mlx-lm's names of experts
+SWITCH = ".switch_mlp."  # in mlx-lm's names of experts, which it stacks
+EXPERT = re.compile(r"\.experts\.(\d+)\.(?=(gate|up|down)_proj\b)")
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 FLOATS = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits and group size
 FP4 = {"mxfp4": MxFp4Packed(), "nvfp4": NvFp4Packed()}
@@ -35,12 +36,13 @@ FP4 = {"mxfp4": MxFp4Packed(), "nvfp4": NvFp4Packed()}
 
 @dataclass(frozen=True)
 class MlxLayout(Layout):
-    """bits, group_size, mode: of linears that `entries` does not name. entries: the same of others."""
+    """bits, group_size, mode: of linears that `entries` does not name. entries: the same of others, as in
+    config.json."""
 
     bits: int
     group_size: int
     mode: str = "affine"
-    entries: Mapping[str, tuple[int, int, str]] = field(default_factory=dict)
+    entries: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     marker = "scales"
     suffixes = ("weight", "scales", "biases")
     floats = ("scales", "biases")
@@ -53,11 +55,14 @@ class MlxLayout(Layout):
 
     def at(self, linear: str) -> MlxLayout:
         """Return the layout of one linear."""
-        name = re.sub(r"\.experts\.\d+\.", SWITCH, linear)
-        return MlxLayout(*self.entries.get(name, (self.bits, self.group_size, self.mode)))
+        return MlxLayout(**self.entries.get(EXPERT.sub(SWITCH, linear), self._entry(self)))
+
+    def _entry(self, grid: Any) -> dict[str, Any]:
+        """Return the entry of a linear with the bits and group size of `grid`."""
+        return {"group_size": grid.group_size, "bits": grid.bits, "mode": self.mode}
 
     def unstacked(self, infos: dict[str, Any]) -> dict[str, Any]:
-        """See `Layout.unstacked`. mlx-lm stacks the experts of a layer, `[experts, ...]`."""
+        """See `Layout.unstacked`. A stack is `[experts, ...]`."""
         found = {name: info for name, info in infos.items() if SWITCH not in name or not info.nbytes}
         for name in infos.keys() - found.keys():
             count, *shape = infos[name].shape
@@ -68,24 +73,33 @@ class MlxLayout(Layout):
                 found[own] = replace(infos[name], name=own, shape=tuple(shape), **place)
         return found
 
-    def check_experts(self, linears: int) -> str:
-        """Return why no client reads experts: mlx-lm wants those of a layer stacked in one tensor."""
-        return "mlx-lm wants the experts of a layer in one tensor, which quantkit does not write"
+    def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """See `Layout.stacks`."""
+        found: dict[str, list[str]] = {}
+        for _, name in sorted((int(part[1]), name) for name in names if (part := EXPERT.search(name))):
+            found.setdefault(EXPERT.sub(SWITCH, name), []).append(name)
+        return found
 
     def of_job(self, specs: Sequence[LinearSpec]) -> MlxLayout:
-        """Return a copy with entries for linears that differ."""
-        grids = {spec.name: spec.grid for spec in specs if spec.grid}
-        found = {name: (grid.bits, grid.group_size, self.mode) for name, grid in grids.items()}
-        return replace(self, entries={name: own for name, own in found.items() if own[:2] != self.numbers})
+        """Return a copy with entries for linears that differ. Raises QuantkitError if stacked ones do."""
+        found: dict[str, Any] = {}
+        for spec in specs:
+            name, own = EXPERT.sub(SWITCH, spec.name), self._entry(spec.grid) if spec.grid else None
+            equal = found.setdefault(name, own) == own
+            hint = "change the pattern so that all experts of a layer have the same bits"
+            require(equal, f"mlx-lm stacks experts: those of {name} differ", hint, UNSUPPORTED)
+        usual = None, self._entry(self)
+        return replace(self, entries={name: own for name, own in found.items() if own not in usual})
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return why a linear does not fit; None if it does."""
         if spec.conv1d:
             return "mlx-lm would transpose the codes of a Conv1D: use gptq"
-        if self.mode == "affine" and spec.grid.bits not in BITS:
-            return f"MLX has 2, 3, 4, 5, 6 and 8 bits, not {spec.grid.bits}"
-        if self.mode == "affine" and spec.grid.group_size not in GROUPS:
-            return f"MLX has groups of 32, 64 and 128, not {spec.grid.group_size}: add --group-size 64"
+        bits, size = spec.grid.bits, spec.grid.group_size
+        if self.mode == "affine" and (bits not in BITS or size not in GROUPS):
+            return (
+                f"MLX has 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, not {bits} in groups of {size}"
+            )
         return None
 
     def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
@@ -125,11 +139,6 @@ class MlxLayout(Layout):
             raise ValueError
         return spec_of_shape(out_features, groups * self.group_size, Width(self.bits, self.group_size))
 
-    @property
-    def numbers(self) -> Numbers:
-        """Bits and group size."""
-        return self.bits, self.group_size
-
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit one another."""
         import torch
@@ -152,8 +161,7 @@ class MlxLayout(Layout):
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`. mlx-lm takes modules without scales for 16 bit."""
-        own = _entry(self.bits, self.group_size, self.mode)
-        return {"quant_method": NAME} | own | {name: _entry(*values) for name, values in self.entries.items()}
+        return {"quant_method": NAME} | self._entry(self) | self.entries
 
     def configured(self, config: Mapping[str, Any], found: dict) -> dict:
         """Return config.json with `quantization`, which mlx-lm reads, and the same as
@@ -166,16 +174,12 @@ def detect(config: dict) -> MlxLayout | None:
     """Return the MLX layout that a stored `quantization` describes; None for other layouts."""
     if config.get("quant_method") != NAME:
         return None
-    named = {name: _numbers(value) for name, value in config.items() if isinstance(value, dict)}
-    return MlxLayout(*_numbers(config), named)
+    named = {name: _checked(value) for name, value in config.items() if isinstance(value, dict)}
+    return MlxLayout(**_checked(config), entries=named)
 
 
-def _entry(bits: int, group_size: int, mode: str) -> dict[str, Any]:
-    return {"group_size": group_size, "bits": bits, "mode": mode}
-
-
-def _numbers(entry: Mapping[str, Any]) -> tuple[int, int, str]:
-    """Return bits, group size and mode. Raises QuantkitError if MLX does not have them."""
+def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return bits, group size and mode alone. Raises QuantkitError if MLX does not have them."""
     bits, size, mode = entry.get("bits"), entry.get("group_size"), entry.get("mode", "affine")
     if mode != "affine" and mode not in FLOATS:
         modes = f"quantkit reads affine, {', '.join(FLOATS)}"
@@ -183,4 +187,4 @@ def _numbers(entry: Mapping[str, Any]) -> tuple[int, int, str]:
     fits = bits in BITS and size in GROUPS if mode == "affine" else (bits, size) == FLOATS[mode]
     wrong = f"quantization says {bits!r} bits in groups of {size!r}, which MLX's {mode} does not have"
     require(fits and type(bits) is type(size) is int, wrong, "download config.json again")
-    return bits, size, mode
+    return {"group_size": size, "bits": bits, "mode": mode}

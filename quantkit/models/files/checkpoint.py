@@ -143,8 +143,7 @@ class Checkpoint:
         """Return one stored or computed tensor, in `dtype` if given."""
         info = self.infos[name]
         try:
-            otherwise = isinstance(info, reading.OTHERWISE)
-            stored = reading.read(info) if otherwise else reading.tensor(info)
+            stored = reading.read(info)
             return stored.to(dtype or stored.dtype).contiguous()
         except OSError as error:
             raise QuantkitError(
@@ -158,7 +157,7 @@ class Checkpoint:
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes, piece by piece."""
         if isinstance(info, reading.OTHERWISE):
-            return iter([self.load(info.name).view(torch.uint8).numpy().data])
+            return iter([reading.read(info).contiguous().view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 
     @cached_property

@@ -8,8 +8,9 @@ bytes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -136,8 +137,10 @@ class Rewritten(TensorInfo):
     exact: bool = False
 
 
-def read(info: Slice | Mxfp4 | Rewritten) -> Tensor:
-    """Return the values of a tensor that is a slice, decoded or computed."""
+def read(info: TensorInfo) -> Tensor:
+    """Return the values of a tensor that is stored, a slice, decoded or computed."""
+    if not isinstance(info, OTHERWISE):
+        return tensor(info)
     if isinstance(info, Rewritten):
         return info.values(info.exact)
     if isinstance(info, Mxfp4):
@@ -148,6 +151,17 @@ def read(info: Slice | Mxfp4 | Rewritten) -> Tensor:
     source = TensorInfo(info.source, info.dtype, info.whole, info.file, info.offset, 0)
     found = part(source, info.index)
     return found.t() if info.transposed else found
+
+
+def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]) -> dict[str, TensorInfo]:
+    """Return the tensors with each of the stacks in place of its parts, by name."""
+    found = dict(infos)
+    for name, parts in stacks.items():
+        each = [found.pop(part) for part in parts]
+        like, shape = each[0], (len(each), *each[0].shape)
+        values = partial(lambda each, exact: torch.stack(list(map(read, each))), each)
+        found[name] = Rewritten(name, like.dtype, shape, like.file, 0, len(each) * like.nbytes, name, values)
+    return found
 
 
 OTHERWISE = Slice, Mxfp4, Rewritten  # kinds of tensors that `read` reads

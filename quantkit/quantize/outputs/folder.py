@@ -19,7 +19,7 @@ from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files import card, checksums, safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.headers import open_contents
-from quantkit.models.files.reading import Slice
+from quantkit.models.files.reading import Slice, stacked
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import Place
@@ -90,6 +90,7 @@ class Output:
         checkpoint = material.checkpoint
         infos = {name: checkpoint.plain(info) for name, info in material.untouched().items()}
         infos = _as_stored(checkpoint, infos | material.staging.tensors())
+        infos = stacked(infos, material.layout.stacks(infos))
         safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
         checkpoint.write_companions(place)
         config = material.layout.configured(checkpoint.raw_config, material.config)
