@@ -244,6 +244,7 @@ CT = {"layout": {"compressed-tensors"}, "form": {"pack-quantized"}, "g_idx": set
 
 LOADS = [
     ({}, "transformers GPTQModel vLLM AutoGPTQ"),
+    ({"head": {True}}, "GPTQModel"),
     ({"bits": {3}}, "transformers GPTQModel AutoGPTQ"),
     ({"bits": {6}, "version": {"gptq_p"}}, "GPTQModel"),
     ({"bits": {4, 8}, "mixed": {True}}, "GPTQModel"),
