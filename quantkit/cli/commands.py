@@ -34,6 +34,7 @@ OTHERS = {  # all commands except methods: (panel of the help, summary)
     "chat": (RUN, "Talk to a model in the terminal."),
     "serve": (RUN, "Start an OpenAI-compatible server with vLLM, llama.cpp or transformers."),
     "inspect": (HOUSEKEEPING, "Show what a checkpoint contains and which clients load it."),
+    "convert": (HOUSEKEEPING, "Store the same integers in another layout, without any change of a weight."),
     "push": (HOUSEKEEPING, "Verify a checkpoint and upload it to the hub."),
     "verify": (HOUSEKEEPING, "Check a checkpoint for damage, and measure the error of every linear again."),
     "recipes": (HOUSEKEEPING, "List, show and create recipes."),

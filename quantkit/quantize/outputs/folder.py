@@ -94,12 +94,12 @@ class Output:
         safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, checkpoint.data)
         checkpoint.write_companions(place)
         config = material.layout.configured(checkpoint.raw_config, material.config)
-        _write_json(place / "config.json", config)
+        write_json(place / "config.json", config)
         for name, content in material.files.items():
-            _write_json(place / name, content)
+            write_json(place / name, content)
         copied = self.copied(material)
         written = {"files": checksums.of_folder(place, ())}
-        _write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
+        write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Add timings (they vary between equal jobs) and the model card. Called after verification."""
@@ -126,7 +126,7 @@ def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[
     return found
 
 
-def _write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 

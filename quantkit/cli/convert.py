@@ -1,0 +1,48 @@
+"""`quantkit convert`: the same integers in the layout of another client."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from quantkit.cli import flags
+from quantkit.errors import count
+from quantkit.tables import megabytes, print_facts
+
+EPILOG = """Examples:
+  quantkit gptq ./model --group-size 32
+  quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
+  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx"""
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder of 2 to 8 bit integers.")],
+    to: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="Layout to write: gptq, awq, compressed-tensors or mlx.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Folder to write. (default: MODEL-LAYOUT)")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
+    as_json: flags.AS_JSON = False,
+    quiet: flags.QUIET = False,
+) -> None:
+    """Run `quantkit convert`."""
+    from quantkit.cli.progress import listener, uncollected
+
+    with listener(quiet) as progress:
+        with uncollected():  # after something is seen: torch takes seconds
+            from quantkit.quantize import convert, job
+        output = output or Path(f"{job.base_name(model)}-{to}")
+        record = convert.convert(model, to, output, overwrite, progress)
+    if as_json:
+        print(json.dumps(record, indent=2))
+        return
+    facts = {"written": record["output"], "layout": f"{record['from']} → {to}"}
+    facts["size"] = f"{megabytes(record['source_bytes'])} → {megabytes(record['output_bytes'])}"
+    facts["exact"] = f"read back: {count(record['linears'], 'linear')} with the same codes and scales"
+    print_facts(Console(highlight=False, markup=False), facts)
