@@ -1000,7 +1000,7 @@ def test_a_text_to_measure_on_is_looked_for_first(refuse, tmp_path):
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [("--thread", "did you mean --threads? "), ("--group", "did you mean --group-size? "), ("--cover", "")],
+    [("--threds", "did you mean --threads? "), ("--group", "did you mean --group-size? "), ("--cover", "")],
 )
 def test_only_what_is_close_is_suggested(refuse, typed, hint):
     assert refuse(2, "gptq", "model", typed)[1] == f"{hint}see quantkit gptq --help"

@@ -100,7 +100,7 @@ def fails(monkeypatch, quantkit):
         def fail(*_, **__):
             raise error
 
-        monkeypatch.setattr("quantkit.models.files.headers.open_contents", fail)
+        monkeypatch.setattr("quantkit.inspection.look.open_contents", fail)
         return quantkit("inspect", "x", *arguments)
 
     return run

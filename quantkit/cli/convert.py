@@ -14,7 +14,6 @@ from quantkit.errors import count
 from quantkit.tables import megabytes, print_facts
 
 EPILOG = """Examples:
-  quantkit gptq ./model --group-size 32
   quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
   quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx"""
 
