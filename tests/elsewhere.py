@@ -9,7 +9,7 @@ from quantkit import cli
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.text import calibration
+from quantkit.text import calibration, sources
 
 
 def run(arguments: list[str]) -> dict:
@@ -41,7 +41,16 @@ def download(repo: str, patterns: list[str] | None = None) -> dict:
     return {"folder": snapshot_download(repo, repo_type="dataset", allow_patterns=patterns)}
 
 
+def held_out(text: str) -> dict:
+    """Name and content of a text to evaluate on."""
+    try:
+        return dict(zip(("name", "text"), sources.held_out(text), strict=True))
+    except QuantkitError as error:
+        return {"message": error.message, "code": error.exit_code}
+
+
 for line in sys.stdin:
     request = json.loads(line)
-    answer = {"run": run, "calibrate": calibrate, "download": download}[request.pop("do")]
+    known = {"run": run, "calibrate": calibrate, "download": download, "held_out": held_out}
+    answer = known[request.pop("do")]
     print(json.dumps(answer(**request)), flush=True)

@@ -105,6 +105,26 @@ def calibrate(hub, model, process):
     return calibrate
 
 
+@pytest.mark.parametrize(
+    "named, name, text",
+    [
+        ("wikitext2", "Salesforce/wikitext@wikitext-2-raw-v1:test:text", "nor this"),
+        ("c4", "allenai/c4@en:validation:text", "not this"),
+        ("org/data:test", "org/data@default:test:text", "\n\n".join(TEXTS[:5])),
+        ("org/data:test:body", "org/data@default:test:body", "\n\n".join(TEXTS[:5])),
+    ],
+)
+def test_a_text_to_evaluate_on_is_a_split_that_no_calibration_reads(process, named, name, text):
+    """In the order of the dataset: a perplexity depends on it."""
+    assert process.ask(do="held_out", text=named) == {"name": name, "text": text}
+
+
+def test_a_text_to_evaluate_on_that_is_no_text_is_refused(process):
+    chat = process.ask(do="held_out", text="org/chat:train:messages")
+    assert "has no text under 'messages'" in chat["message"] and chat["code"] == 2
+    assert process.ask(do="held_out", text="nothing.txt")["code"] == 3
+
+
 @pytest.fixture
 def decode(model):
     from quantkit.models.files.open import open_checkpoint
