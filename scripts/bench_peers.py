@@ -240,7 +240,7 @@ CONTEXT, LIMIT = 256, 40960  # of measuring
 OWN_TEXTS = 512  # texts of the model's own
 BITS = (4, 3, 2)  # in groups of 128
 LABELS = ("model, format", "tool and options")  # headings of the first columns
-TYPES = ("Q4_K_M", "Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
+TYPES = ("Q4_K_M", "Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K", "IQ2_XXS")
 Width = int | str  # bits, or llama.cpp's file type
 
 
@@ -581,44 +581,64 @@ def quality_tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tup
 
 LINES = {  # label in the table -> label in the picture, colour, marker
     "llm-compressor gptq": ("llm-compressor GPTQ", "#9aa0a6", "s"),
+    "llm-compressor awq, asymmetric": ("llm-compressor AWQ", "#c4b7a6", "X"),
     "GPTQModel, mse 2.4": ("GPTQModel GPTQ", "#7a8793", "D"),
     "AutoRound, 200 iterations": ("AutoRound", "#b07d2b", "^"),
     "llama-quantize, imatrix": ("llama-quantize", "#a05195", "v"),
+    "**quantkit gptq**": ("quantkit gptq", "#6fb1ff", "o"),
     "**quantkit yaqa, asymmetric**": ("quantkit gptq, yaqa", "#1a6fdb", "o"),
-    "**quantkit gguf, yaqa**": ("quantkit gguf, yaqa", "#0b3c8c", "P"),
+    "**quantkit gguf**": ("quantkit gguf", "#5ab4a0", "P"),
+    "**quantkit gguf, yaqa**": ("quantkit gguf, yaqa", "#0b6b58", "P"),
 }
+Point = tuple[float, float, float]  # bits per weight, KL divergence on frankenstein.txt, CPU seconds
 
 
-def points() -> dict[str, list[tuple[float, float]]]:
-    """Return the demo model's points of each line: bits per weight, KL divergence on frankenstein.txt."""
+def points() -> dict[str, dict[str, list[Point]]]:
+    """Return the points of each line, by model and label."""
     text = (ROOT / "docs/measurements/other-tools.md").read_text(encoding="utf-8")
     table = re.search(r"<!-- peers-all -->\n(.*?)<!-- /peers-all -->", text, re.DOTALL)[1]
-    found = defaultdict(list)
+    found = defaultdict(lambda: defaultdict(list))
     for line in table.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        label = cells[1].replace(", target original", "") if len(cells) > 3 else ""
-        if cells[0].startswith("demo,") and label in LINES:
-            found[label].append((float(cells[2]), float(cells[3])))
+        model, label, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
+        if label in LINES:
+            found[model.partition(",")[0]][label].append(tuple(float(numbers[k]) for k in (0, 1, -1)))
     return found
 
 
 def plot() -> None:
-    """Write docs/loss.svg, the picture of the README, from the table of all peers."""
+    """Write docs/loss.svg, the picture of the README, from the table of all peers: for each model, loss
+    against size, and loss against CPU seconds."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
-    plt.rcParams |= {"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 10}
-    figure, axes = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
-    for name, found in points().items():
-        label, colour, marker = LINES[name]
-        ours = label.startswith("quantkit")
-        x, y = zip(*sorted(found), strict=True)
-        axes.plot(x, y, marker=marker, color=colour, label=label, lw=2 if ours else 1.2, ms=6 if ours else 5)
-    axes.set(yscale="log", xlabel="bits per quantized weight", ylabel="KL divergence (lower is better)")
-    axes.grid(alpha=0.3, which="both", lw=0.5)
-    axes.legend(frameon=False, fontsize=9)
+    plt.rcParams |= {"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 9}
+    found = points()
+    figure, axes = plt.subplots(
+        len(found), 2, figsize=(8.4, 3 * len(found)), layout="constrained", sharey="row", squeeze=False
+    )
+    names = {"demo": "bundled model", "twin": "with outlier channels"}
+    for row, (model, lines) in zip(axes, found.items(), strict=True):
+        for name, (label, colour, marker) in LINES.items():
+            bits, kl, seconds = zip(*sorted(lines[name]), strict=True) if lines[name] else ([], [], [])
+            style = {"marker": marker, "color": colour, "label": label, "ms": 5}
+            style["lw"] = 1.8 if label.startswith("quantkit") else 1
+            row[0].plot(bits, kl, **style)
+            row[1].plot(seconds, kl, **style | {"lw": 0})
+        row[0].set(yscale="log", ylabel=f"KL divergence, {names[model]}")
+        row[1].set(xscale="log")
+        for one in row:
+            one.grid(alpha=0.3, which="both", lw=0.5)
+    axes[-1][0].set(xlabel="bits per quantized weight")
+    axes[-1][1].set(xlabel="CPU seconds of the job, one thread")
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=8,
+    )
     figure.savefig(ROOT / "docs/loss.svg", metadata={"Date": None}, facecolor="white")
 
 

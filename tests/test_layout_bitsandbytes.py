@@ -259,3 +259,15 @@ def test_other_four_bit_types_are_refused(kind):
 def test_experts_in_nf4_have_a_gate():
     assert Nf4Layout().check_experts(3) is None
     assert "vLLM takes those of gate, up and down" in Nf4Layout().check_experts(2)
+
+
+@pytest.mark.parametrize(
+    ("stored", "computes"),
+    [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "float32"), (None, "float32")],
+)
+def test_clients_multiply_in_the_models_own_type(stored, computes):
+    layout = Nf4Layout()
+    for key in ("dtype", "torch_dtype"):
+        config = layout.configured({key: stored, "hidden_size": 64}, layout.config([], []))
+        assert config["quantization_config"]["bnb_4bit_compute_dtype"] == computes
+        assert config["hidden_size"] == 64

@@ -252,6 +252,12 @@ class Nf4Layout(Layout):
             "llm_int8_skip_modules": _skipped(specs, outside),
         }
 
+    def configured(self, config: Mapping[str, Any], found: dict) -> dict:
+        """Return config.json; clients multiply in the model's own type if it has 16 bits, else in float32."""
+        own = config.get("dtype") or config.get("torch_dtype")
+        fits = {"bnb_4bit_compute_dtype": own} if own in ("bfloat16", "float16") else {}
+        return super().configured(config, found | fits)
+
 
 def detect(config: dict) -> Layout | None:
     """Return the layout that a stored `quantization_config` describes; None if it is not bitsandbytes."""

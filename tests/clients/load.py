@@ -32,6 +32,9 @@ def load(folder: str, loader: str, dtype: torch.dtype) -> torch.nn.Module:
         for parameter in model.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
+        for module in model.modules():
+            if isinstance(module, bitsandbytes.nn.Linear4bit):
+                module.compute_dtype = dtype  # the stored one is for GPUs: here values are compared
         return model
     if loader == "fp8":  # of which transformers makes bfloat16 where there is no GPU
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(dtype)
