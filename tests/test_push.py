@@ -62,14 +62,14 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     # A public repository gets nothing of a private push.
     hub_server.add("models/org/public", {})
     refused = push(made, "org/public", "--private")
-    assert refused["code"] == 4 and "error: org/public is public" in refused["err"]
+    assert refused["code"] == 2 and "error: org/public is public" in refused["err"]
     assert hub_server.repos["models/org/public"].revisions[SHA] == {}
 
     # What is refused, without a request.
     hub_server.forget()
     (made / "README.md").write_text("# Mine\n")
     refused = push(made, "org/new")
-    assert refused["code"] == 4 and "names no base_model" in refused["err"]
+    assert refused["code"] == 2 and "names no base_model" in refused["err"]
     assert "`base_model: ORG/NAME`" in refused["err"]
     assert push(made, "new")["code"] == 2
     weights = made / "model.safetensors"

@@ -69,14 +69,6 @@ def measure(
 ) -> dict:
     """Open a job's outputs; return the JSON of original and outputs, with all metrics, in float32."""
     trusted = original.trust_remote_code
-    others = [open_checkpoint(str(place), trust_remote_code=trusted) for place in made]
-    return compare([original, *others], windows, device, listen, select(None))
-
-
-def compare(
-    checkpoints: Sequence[Checkpoint], windows: Windows, device: torch.device, listen: Listener,
-    chosen: frozenset[str],
-) -> dict:  # fmt: skip
-    """Return the JSON of checkpoints, measured in float32; the first is the original."""
-    measured = evaluate.evaluate(checkpoints, windows, torch.float32, device, listen, chosen=chosen)
+    models = [original, *(open_checkpoint(str(place), trust_remote_code=trusted) for place in made)]
+    measured, chosen = evaluate.evaluate(models, windows, torch.float32, device, listen), select(None)
     return record(windows.protocol, torch.float32, device, measured, chosen)

@@ -5,15 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import (
-    UNSUPPORTED,
-    USAGE,
-    VERIFICATION,
-    QuantkitError,
-    first_line,
-    refuse_problems,
-    require,
-)  # fmt: skip
+from quantkit.errors import USAGE, VERIFICATION, QuantkitError, first_line, refuse_problems, require
 from quantkit.inspection import clients, look, verify
 from quantkit.inspection.values import Listener
 from quantkit.models.files import card, hub
@@ -35,13 +27,13 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
     require(hub.is_id(repo), f"{repo} is not the name of a repository", "write ORG/NAME", USAGE)
     found = verify.verify(source, None, listen)
     refuse_problems(found, found["problems"], VERIFICATION)
-    require(found["files"], f"{source} has no checksums", "push what quantkit wrote", UNSUPPORTED)
+    require(found["files"], f"{source} has no checksums", "push what quantkit wrote", USAGE)
     path, api, to = Path(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
     _describe(path, repo)
     try:
         api.create_repo(repo, private=private or None, exist_ok=True)
         public = private and not api.model_info(repo).private
-        require(not public, f"{repo} is public", "make it private, or omit --private", UNSUPPORTED)
+        require(not public, f"{repo} is public", "make it private, or omit --private", USAGE)
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         if path.is_file():
@@ -60,7 +52,7 @@ def _describe(path: Path, repo: str) -> None:
     head, text = card.read(place := card.path_of(path))
     for key, example in NEEDED.items():
         hint = f"write `{key}: {example}` into its head, between the lines of ---"
-        require(head.get(key), f"{place} names no {key}", hint, UNSUPPORTED)
+        require(head.get(key), f"{place} names no {key}", hint, USAGE)
     how = f"- llama.cpp: `llama-server -hf {repo}`"
     if path.is_dir():
         how = clients.how_to_load(look.at(str(path))[0]["clients"], repo)
