@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from quantkit.grids.affine import AffineGrid
+from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid
 from quantkit.grids.grid import select
 from quantkit.grids.levels import WholeLevels
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import elements_at_once, for_each
 
 FITS = 3  # least squares of scale and bias, each followed by rounding
 TEMPORARIES = 8
@@ -58,22 +58,22 @@ class BiasedGrid(WholeLevels):
         if self.search:
             cost = torch.ones_like(weight[0]) if importance is None else importance
             rows = max(1, elements_at_once(weight.device, TEMPORARIES) // self.group_size)
-            for start in range(0, len(weight), rows):
-                part = slice(start, start + rows)
-                best = self._fitted(weight[part], cost, BiasedParams(params.scale[part], params.bias[part]))
-                params.scale[part], params.bias[part] = best.scale, best.bias
+            pieces = zip(*(part.split(rows) for part in (weight, *vars(params).values())), strict=True)
+            for_each(lambda *piece: self._improve(*piece, cost), list(pieces))
         return params
 
-    def _fitted(self, weight: Tensor, cost: Tensor, best: BiasedParams) -> BiasedParams:
-        """Return `best`, or in rows where they lose less, the least-squares scale and bias for its codes."""
-        share, params, codes = cost / cost.sum().clamp(min=TINY), best, self.round(weight, best)
-        least = (self.decode(codes, best) - weight).square_() @ cost
+    def _improve(self, weight: Tensor, scale: Tensor, bias: Tensor, cost: Tensor) -> None:
+        """Replace scale and bias `[rows]`, in place, by those of least squares where these lose less."""
+        best = params = BiasedParams(scale, bias)
+        share, codes = cost / cost.sum().clamp(min=TINY), self.round(weight, params)
+        least = (self.decode(codes, params) - weight).square_() @ cost
         for _ in range(FITS):
             params = self._least_squares(codes.float(), weight, share, params)
             codes = self.round(weight, params)
             lost = (self.decode(codes, params) - weight).square_() @ cost
             best, least = select(lost < least, params, best), torch.minimum(lost, least)
-        return best
+        scale.copy_(best.scale)
+        bias.copy_(best.bias)
 
     def _least_squares(self, codes: Tensor, weight: Tensor, share: Tensor, old: BiasedParams) -> BiasedParams:
         """Return the scale and bias of least squared error for these codes. share: of each column, sum 1."""
@@ -88,8 +88,7 @@ class BiasedGrid(WholeLevels):
     def _stored(self, scale: Tensor, bias: Tensor) -> BiasedParams:
         """Return scale and bias in the stored type; the scale stays above 0."""
         dtype = getattr(torch, self.dtype)
-        scale = scale.clamp(torch.finfo(dtype).tiny, torch.finfo(dtype).max)
-        return BiasedParams(scale.to(dtype), bias.to(dtype))
+        return BiasedParams(scale.clamp(SCALE_MIN, SCALE_MAX).to(dtype), bias.to(dtype))
 
     def round(self, weight: Tensor, params: BiasedParams) -> Tensor:
         """Return the nearest codes, uint8, for `weight [rows, group_size]`; ties go to even."""
