@@ -250,3 +250,24 @@ def test_targets_match_as_in_the_library():
     only = detect(quant_method="compressed-tensors", config_groups={"g": group(targets=["re:.*down"])})
     with pytest.raises(QuantkitError, match=r"a\.up is quantized, but no target"):
         only.at("a.up")
+
+
+@pytest.mark.parametrize(("inputs", "kind"), [("fp8", "float"), ("int8", "int")])
+def test_inputs_of_packed_integers_are_rounded_token_by_token(inputs, kind):
+    """W4A8: eight bits, one scale per token, as compressed-tensors computes it."""
+    layout = CompressedTensorsLayout(PackQuantized(4, 32, True, inputs))
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(8, 64, generator=generator), torch.randn(3, 64, generator=generator)
+    grid = AffineGrid(4, 32)
+    params = grid.fit(weight.view(-1, 32))
+    codes = grid.round(weight.view(-1, 32), params).view(8, 64)
+    solved = QuantizedWeight(grid, codes, AffineParams(params.scale.view(8, 2), params.zero.view(8, 2)))
+    tensors = layout.encode(solved)
+    most = 448.0 if kind == "float" else 127.5
+    scale = x.abs().amax(1, keepdim=True) / most
+    rounded = (x / scale).to(torch.float8_e4m3fn).float() if kind == "float" else (x / scale).round()
+    wanted = rounded.clamp(-448 if kind == "float" else -128, 448 if kind == "float" else 127) * scale
+    computed = layout.module(tensors, None)(x)
+    assert torch.equal(computed, wanted @ solved.values().T)
+    entry = layout.form.activations()
+    assert (entry["num_bits"], entry["type"], entry["strategy"], entry["dynamic"]) == (8, kind, "token", True)

@@ -35,6 +35,8 @@ CASES = {
     "8 bit, compressed": packed(bits=8, loader="compressed"),
     "8 bit, channel, asymmetric": packed(bits=8, group_size=-1, sym=False),
     "qwen2": packed("qwen2", group_size=32),  # biases
+    "fp8 inputs, compressed": packed(loader="compressed", activations="fp8"),
+    "int8 inputs, compressed": packed(loader="compressed", activations="int8"),
     "head": packed("qwen2", group_size=32, head=4),
     "head, compressed": packed("qwen2", "compressed", group_size=32, head=4),
     "head of 8 bit, compressed": packed("qwen2", "compressed", group_size=32, head=8),

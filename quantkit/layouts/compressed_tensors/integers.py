@@ -28,12 +28,13 @@ class PackQuantized(Form):
     `[in]` is read, but not written.
 
     bits, group_size (-1: one group per row) and symmetric hold for most linears; linears with other bits or
-    groups get their own config groups.
+    groups get their own config groups. inputs: "fp8" or "int8" with one scale per token (W4A8), or "".
     """
 
     bits: int = 4
     group_size: int = 128
     symmetric: bool = True
+    inputs: str = ""
     NAME = LABEL = "pack-quantized"
     SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx")
     CODES = ("weight_packed", "I32")
@@ -121,6 +122,11 @@ class PackQuantized(Form):
         """Return `weights` of the config group."""
         by = ("channel", None) if self.group_size == -1 else ("group", self.group_size)
         return described(self.bits, "int", *by, symmetric=self.symmetric)
+
+    def activations(self) -> dict | None:
+        """Return `input_activations` of the config group."""
+        kind = {"fp8": "float", "int8": "int"}.get(self.inputs)
+        return kind and described(8, kind, "token", dynamic=True, observer=None)
 
 
 @dataclass(frozen=True)

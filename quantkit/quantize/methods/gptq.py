@@ -49,6 +49,9 @@ class Options:
     transform: str = composing.shared("transform")
     head: int = option(0, "Also quantize the head, to this many bits. 0: keep it in 16 bit.")
     layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", composing.LAYOUTS.format("gptq"))
+    activations: Literal["16bit", "fp8", "int8"] = option(
+        "16bit", "Type of the inputs of linears (W4A8), for --layout compressed-tensors. Not tried on a GPU."
+    )
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
         "gptq",
         "gptq: loads everywhere. gptq_v2: also stores zero points of 0, but old clients read it wrong.",
@@ -61,6 +64,7 @@ def suffix(options: Options) -> str:
     layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
     grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
     head = f"-head{options.head}" if options.head else ""
+    head += f"-a-{options.activations}" if options.activations != "16bit" else ""
     return f"{options.solver}-{grid}{head}{composing.suffix(options, 'transform')}{layout}"
 
 
@@ -69,6 +73,9 @@ def check(options: Options) -> None:
     check_grid(options.bits, options.group_size)
     check_grid(options.head or options.bits, options.group_size, f"--head {options.head}")
     composing.check(options)
+    if options.activations != "16bit" and options.layout != "compressed-tensors":
+        what = f"--layout {options.layout} has no --activations {options.activations}"
+        raise QuantkitError(what, "add --layout compressed-tensors", USAGE)
     if options.layout == "gptq":
         return
     only = f"--layout {options.layout} does not hold"
@@ -105,7 +112,8 @@ def layout(options: Options) -> Layout:
     if options.layout == "mlx":
         return MlxLayout(options.bits, options.group_size)
     if options.layout == "compressed-tensors":
-        return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))
+        inputs = options.activations.removesuffix("16bit")
+        return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym, inputs))
     return GptqLayout(
         bits=options.bits,
         group_size=options.group_size,
