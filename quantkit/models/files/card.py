@@ -17,7 +17,8 @@ HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 
 def path_of(output: Path) -> Path:
     """Return the path of a model's card: inside its folder, or next to its GGUF file."""
-    return output.with_name(f"{output.name}.md") if output.suffix == ".gguf" else output / CARD
+    one_file = output.suffix == ".gguf" or output.is_file()
+    return output.with_name(f"{output.name}.md") if one_file else output / CARD
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:

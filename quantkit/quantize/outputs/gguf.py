@@ -219,7 +219,7 @@ class GgufOutput(Output):
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Write the model card next to the file, unless a card that quantkit did not write is there."""
-        path = card.path_of(Path(summary.output))
+        path = Path(f"{summary.output}.md")
         if card.read(path)[0].get("quantized_by") == "quantkit" or not os.path.lexists(path):
             card.write(path, *model_card(draft.place, draft.material, draft.manifest, summary))
 
