@@ -66,7 +66,7 @@ def slow() -> None:
         "quantkit.models.files.safetensors_folder:write_file",
         "quantkit.quantize.outputs.finish:_verify",
     ]
-    for place in [*places, "quantkit.quantize.outputs.folder:_write_json"]:
+    for place in [*places, "quantkit.quantize.outputs.folder:write_json"]:
         forked.before(place, 0, lambda: time.sleep(0.06))
 
 

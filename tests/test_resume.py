@@ -108,7 +108,7 @@ def staged(one_block, tmp_path) -> Path:
     ("place", "call", "blocks", "left"),
     [
         ("quantkit.quantize.staging.blocks:_rename", 2, 1, "block-00001.tmp"),
-        ("quantkit.quantize.outputs.folder:_write_json", 1, BLOCKS, "output/tokenizer.json"),
+        ("quantkit.quantize.outputs.folder:write_json", 1, BLOCKS, "output/tokenizer.json"),
         ("quantkit.quantize.outputs.folder:model_card", 1, BLOCKS, "output/quantkit-timings.json"),
         ("quantkit.quantize.staging.folder:Staging.publish", 1, BLOCKS, "output/README.md"),
     ],
