@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from quantkit.errors import QuantkitError
 from quantkit.inspection import verify
+from quantkit.models.files import card
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.convert import convert
 from quantkit.quantize.progress import SILENT
@@ -69,6 +70,8 @@ def test_every_weight_keeps_its_value(made, tmp_path, to):
     assert open_checkpoint(str(tmp_path / to)).layout.label in (to, "pack-quantized")
     found = verify.verify(str(tmp_path / to), str(made.source), lambda *_: None, False)
     assert not found["problems"] and all(row["agrees"] for row in found["linears"])
+    head, text = card.read(tmp_path / to / "README.md")
+    assert head["tags"] == ["quantkit", to] and ("vllm serve" in text) == (to == "compressed-tensors")
 
 
 def test_awq_becomes_gptq(made, tmp_path):

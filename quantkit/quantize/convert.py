@@ -16,14 +16,17 @@ from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, cou
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
 from quantkit.grids.grid import QuantizedWeight
+from quantkit.inspection import clients
+from quantkit.inspection.record import describe
 from quantkit.layouts import DTYPE_BYTES, Layout, LinearSpec
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
-from quantkit.models.files import checksums, safetensors_folder, untrusted
+from quantkit.models.files import card, checksums, safetensors_folder, untrusted
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
+from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.files.reading import Rewritten
 from quantkit.models.skeleton import Skeleton
@@ -177,6 +180,12 @@ def _write(material: Material, to: str, place: Path) -> None:
     if stored := checkpoint.manifest():
         manifest = untrusted.parse(stored.encode()) | {"converted": {"to": to}}
         write_json(place / MANIFEST, manifest | {"files": checksums.of_folder(place, ())})
+    head, text = card.read(checkpoint.folder / card.CARD)
+    if text:
+        loads = clients.how_to_load(
+            describe(open_contents(str(place)))["clients"], material.staging.output.name
+        )
+        card.write(place / card.CARD, head | {"tags": ["quantkit", to]}, card.section(text, "load", loads))
 
 
 def _compare(material: Material, to: str, written: Checkpoint, progress: Progress) -> None:
