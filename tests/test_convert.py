@@ -71,7 +71,7 @@ def test_every_weight_keeps_its_value(made, tmp_path, to):
     found = verify.verify(str(tmp_path / to), str(made.source), lambda *_: None, False)
     assert not found["problems"] and all(row["agrees"] for row in found["linears"])
     head, text = card.read(tmp_path / to / "README.md")
-    assert head["tags"] == ["quantkit", to] and ("vllm serve" in text) == (to == "compressed-tensors")
+    assert head["tags"] == ["quantkit", to] and f"- vLLM: `vllm serve {to}`" in text
 
 
 def test_awq_becomes_gptq(made, tmp_path):

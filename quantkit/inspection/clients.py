@@ -31,7 +31,7 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
         outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
         outcome |= {"needs": rule.get("needs", []), "option": rule.get("option", "")}
         if outcome["loads"] and (strange := _untried(client, facts)):
-            outcome = {"loads": None, "note": f"not tried with {strange}"}
+            outcome |= {"loads": None, "note": f"not tried with {strange}"}
         found.append({"client": client, "version": about["version"]} | outcome)
     return found
 
