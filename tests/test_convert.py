@@ -1,6 +1,7 @@
 """`quantkit convert`: the same codes and scales in another layout."""
 
 import json
+import shutil
 
 import families
 import jobs
@@ -10,7 +11,6 @@ from safetensors.torch import load_file
 
 from quantkit.errors import QuantkitError
 from quantkit.inspection import verify
-from quantkit.models.files import card
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.convert import convert
 from quantkit.quantize.progress import SILENT
@@ -70,8 +70,6 @@ def test_every_weight_keeps_its_value(made, tmp_path, to):
     assert open_checkpoint(str(tmp_path / to)).layout.label in (to, "pack-quantized")
     found = verify.verify(str(tmp_path / to), str(made.source), lambda *_: None, False)
     assert not found["problems"] and all(row["agrees"] for row in found["linears"])
-    head, text = card.read(tmp_path / to / "README.md")
-    assert head["tags"] == ["quantkit", to] and f"- vLLM: `vllm serve {to}`" in text
 
 
 def test_awq_becomes_gptq(made, tmp_path):
@@ -104,10 +102,12 @@ def test_what_would_change_is_refused_by_name(made, tmp_path):
     assert "awq cannot hold 4 linears" in (text := refused(mixed, "awq"))
     assert "lm_head: awq holds 4 bit, not 8" in text
     asymmetric = made("gptq", **OPTIONS | {"sym": False, "head": 0})
-    assert "its scales need more than float16" in refused(asymmetric, "mlx")
+    assert "its scales or offsets need more than float16" in refused(asymmetric, "mlx")
     ordered = made("gptq", **OPTIONS | {"act_order": "full", "head": 0})
     assert "the order of its columns (--act-order full)" in refused(ordered, "compressed-tensors")
-    assert "nf4 holds no integers with zero points" in refused(made("nf4", solver="rtn"), "gptq")
+    assert "is in the layout bitsandbytes" in refused(made("nf4", solver="rtn"), "gptq")
+    inputs = made("gptq", **OPTIONS | {"head": 0, "layout": "compressed-tensors", "activations": "fp8"})
+    assert "also rounds the inputs" in refused(inputs, "compressed-tensors")
     assert "is not quantized" in refused(made.source, "gptq")
     assert "--to gguf: no such layout" in refused(mixed, "gguf")
 
@@ -119,3 +119,21 @@ def test_the_command_says_what_it_did(made, tmp_path, quantkit):
     assert record["schema"] == "quantkit.convert/1" and record["output_bytes"] < record["source_bytes"]
     again = quantkit("convert", source, "--to", "compressed-tensors", "-o", tmp_path / "out", "-q")
     assert again.code == 2 and "exists" in again.err
+
+
+def test_a_source_is_neither_replaced_nor_believed(made, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(made("gptq", **OPTIONS | {"head": 0, "group_size": -1}), source)
+    convert(str(source), "compressed-tensors", tmp_path / "rows", False, SILENT)
+    assert same(source, tmp_path / "rows")  # one scale a row
+    before = (source / "config.json").read_bytes()
+    with pytest.raises(QuantkitError):
+        convert(str(source), "awq", source, True, SILENT)
+    assert (source / "config.json").read_bytes() == before
+    weights = source / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-100] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(QuantkitError, match="model.safetensors") as refused:
+        convert(str(source), "awq", tmp_path / "awq", False, SILENT)
+    assert refused.value.exit_code == 6

@@ -305,6 +305,7 @@ LOADS = [
     ({"layout": {"gguf"}, "form": {"NVFP4"}, "model_type": {"llama"}}, "llama.cpp"),
     ({"layout": {"gguf"}, "form": {"MXFP4"}, "model_type": {"llama"}}, "transformers llama.cpp"),
     (CT | {"bits": {8}}, "transformers"),
+    (CT | {"activations": {True}}, "transformers"),
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "biases": {True}}, "llama.cpp"),
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "model_type": {"qwen3"}}, "llama.cpp"),
     ({"layout": {"gguf"}, "form": {"Q4_K"}, "experts": {True}}, "llama.cpp"),

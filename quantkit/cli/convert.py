@@ -24,7 +24,8 @@ def command(
         str, typer.Option(metavar="LAYOUT", help="Layout to write: gptq, awq, compressed-tensors or mlx.")
     ],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Folder to write. (default: MODEL-LAYOUT)")
+        Path | None,
+        typer.Option("--output", "-o", help="Folder to write. (default: MODEL-LAYOUT in the current folder)"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: flags.AS_JSON = False,

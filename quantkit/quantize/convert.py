@@ -12,21 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, count, require
+from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, count, refuse_problems, require
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
 from quantkit.grids.grid import QuantizedWeight
-from quantkit.inspection import clients
-from quantkit.inspection.record import describe
-from quantkit.layouts import DTYPE_BYTES, Layout, LinearSpec
+from quantkit.inspection import verify
+from quantkit.layouts import DTYPE_BYTES, Layout, LinearSpec, quantization_of
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
-from quantkit.models.files import card, checksums, safetensors_folder, untrusted
+from quantkit.models.files import checksums, safetensors_folder, untrusted
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
-from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.files.reading import Rewritten
 from quantkit.models.skeleton import Skeleton
@@ -36,6 +34,7 @@ from quantkit.quantize.outputs import Material
 from quantkit.quantize.outputs.finish import FAULTY
 from quantkit.quantize.outputs.folder import write_json
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 
 SHARD_BYTES = int(RunOptions.max_shard_gb * 1e9)
@@ -52,8 +51,20 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
     """
     require(to in TO, f"--to {to}: no such layout", f"choose {', '.join(TO)}", USAGE)
     checkpoint = open_checkpoint(source)
+    stored = quantization_of(checkpoint.raw_config).get("quant_method")
+    what = f"{source} is in the layout {stored}" if checkpoint.quantized else f"{source} is not quantized"
+    readable = stored in ("gptq", "awq", "compressed-tensors") and checkpoint.folder.is_dir()
+    require(
+        readable, what, "convert reads folders in the gptq, awq and compressed-tensors layouts", UNSUPPORTED
+    )
+    what = f"{source} also rounds the inputs of linears, which convert does not keep"
+    require(
+        not checkpoint.layout.rounds_inputs, what, "quantize the original model for this layout", UNSUPPORTED
+    )
     staging = Staging(output)
+    may_replace.check_source(output, checkpoint.folder)
     staging.check(False, overwrite)
+    refuse_problems({}, verify.verify(source, None, progress.counting)["problems"], VERIFICATION)
     with disk_errors(staging.folder, "run the same command again"), watched(checkpoint):
         identity = {"quantkit": "convert", "source_sha256": None, "source": source, "to": to}
         with staging.opened(identity, resume=False, lasting=False):
@@ -67,7 +78,7 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
         "schema": "quantkit.convert/1",
         "source": source,
         "output": str(output),
-        "from": checkpoint.layout.label,
+        "from": stored,
         "to": to,
         "linears": len(packed),
         "source_bytes": checkpoint.stored_bytes,
@@ -78,7 +89,6 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
 def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progress) -> Material:
     """Return the source's linears with the grids that the new layout stores. Raises QuantkitError for
     linears that do not fit."""
-    require(checkpoint.quantized, f"{checkpoint.source} is not quantized", "see quantkit gptq", UNSUPPORTED)
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     skeleton.names.check_complete()
     packed = set(checkpoint.packed)
@@ -91,7 +101,7 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         progress.counting(READ, done, len(found))
         weight = _weight(checkpoint, row)
         if not isinstance(weight.grid, AffineGrid):
-            refused[row.name] = f"{checkpoint.layout.label} holds no integers with zero points"
+            refused[row.name] = "it holds no integers with zero points"
         elif weight.column_group is not None and to != "gptq":
             refused[row.name] = f"{to} cannot store the order of its columns (--act-order full)"
         else:
@@ -106,9 +116,10 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         if reason := layout.check(row):
             refused[row.name] = reason
         elif not _same(weight, layout.of_job([row]).at(row.name).decode(_encoded(layout, to, weight))):
-            refused[row.name] = "its scales need more than float16"
+            refused[row.name] = "its scales or offsets need more than float16"
     if refused:
         why = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items())[:3])
+        why += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
         message = f"{to} cannot hold {count(len(refused), 'linear')} of {checkpoint.source} exactly: {why}"
         raise QuantkitError(message, "quantize the original model for this layout", UNSUPPORTED)
     if to == "mlx":
@@ -180,12 +191,6 @@ def _write(material: Material, to: str, place: Path) -> None:
     if stored := checkpoint.manifest():
         manifest = untrusted.parse(stored.encode()) | {"converted": {"to": to}}
         write_json(place / MANIFEST, manifest | {"files": checksums.of_folder(place, ())})
-    head, text = card.read(checkpoint.folder / card.CARD)
-    if text:
-        loads = clients.how_to_load(
-            describe(open_contents(str(place)))["clients"], material.staging.output.name
-        )
-        card.write(place / card.CARD, head | {"tags": ["quantkit", to]}, card.section(text, "load", loads))
 
 
 def _compare(material: Material, to: str, written: Checkpoint, progress: Progress) -> None:

@@ -157,7 +157,7 @@ class Checkpoint:
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes, piece by piece."""
         if isinstance(info, reading.OTHERWISE):
-            return iter([reading.read(info).contiguous().view(torch.uint8).numpy().data])
+            return iter([reading.read(info).contiguous().view(-1).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, one_of
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.methods import Override
 
+INPUTS = ("16bit", "fp8", "int8")
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
 WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), GPTQ_PUBLISHED, sample=1 / 8)
@@ -49,8 +50,10 @@ class Options:
     transform: str = composing.shared("transform")
     head: int = option(0, "Also quantize the head, to this many bits. 0: keep it in 16 bit.")
     layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", composing.LAYOUTS.format("gptq"))
-    activations: Literal["16bit", "fp8", "int8"] = option(
-        "16bit", "Type of the inputs of linears (W4A8), for --layout compressed-tensors. Not tried on a GPU."
+    activations: str = option(
+        "16bit",
+        "Type of the inputs of linears (W4A8), for --layout compressed-tensors. Not tried on a GPU.",
+        names=INPUTS,
     )
     checkpoint_format: Literal["gptq", "gptq_v2"] = option(
         "gptq",
@@ -73,6 +76,7 @@ def check(options: Options) -> None:
     check_grid(options.bits, options.group_size)
     check_grid(options.head or options.bits, options.group_size, f"--head {options.head}")
     composing.check(options)
+    one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
     if options.activations != "16bit" and options.layout != "compressed-tensors":
         what = f"--layout {options.layout} has no --activations {options.activations}"
         raise QuantkitError(what, "add --layout compressed-tensors", USAGE)
