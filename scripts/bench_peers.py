@@ -616,7 +616,12 @@ def plot() -> None:
     plt.rcParams |= {"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 9}
     found = points()
     figure, axes = plt.subplots(
-        len(found), 2, figsize=(8.4, 3 * len(found)), layout="constrained", sharey="row", squeeze=False
+        len(found),
+        2,
+        figsize=(8.4, 3.2 * len(found) + 0.8),
+        layout="constrained",
+        sharey="row",
+        squeeze=False,
     )
     names = {"demo": "bundled model", "twin": "with outlier channels"}
     for row, (model, lines) in zip(axes, found.items(), strict=True):
@@ -625,7 +630,7 @@ def plot() -> None:
             style = {"marker": marker, "color": colour, "label": label, "ms": 5}
             style["lw"] = 1.8 if label.startswith("quantkit") else 1
             row[0].plot(bits, kl, **style)
-            row[1].plot(seconds, kl, **style | {"lw": 0})
+            row[1].plot(seconds, kl, **style | {"lw": 0.6})
         row[0].set(yscale="log", ylabel=f"KL divergence, {names[model]}")
         row[1].set(xscale="log")
         for one in row:
