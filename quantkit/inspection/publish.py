@@ -12,7 +12,7 @@ from quantkit.models.files import card, hub
 from quantkit.models.files.headers import MANIFEST
 
 NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # keys of a card, and an example of each
-HINT = "see that `hf auth login` has a token that may write there; the same command continues the upload"
+HINT = "see that the hub can be reached and the token may write; the same command continues the upload"
 
 
 def push(source: str, repo: str, private: bool, revision: str | None, listen: Listener) -> dict[str, Any]:

@@ -57,7 +57,7 @@ class AwqLayout(Layout):
         if spec.conv1d:
             return "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq"
         if spec.grid.bits != BITS:
-            other = "leave out the override, or use --layout compressed-tensors"
+            other = "give all linears 4 bit, or use the layout compressed-tensors"
             return f"awq holds 4 bit, not {spec.grid.bits}: {other}"
         expected = spec.in_features if self.group_size == -1 else self.group_size
         if spec.grid.group_size != expected:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, count, refuse_problems, require
+from quantkit.errors import (
+    UNSUPPORTED,
+    USAGE,
+    VERIFICATION,
+    QuantkitError,
+    count,
+    name_all,
+    refuse_problems,
+    require,
+)
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
 from quantkit.grids.grid import QuantizedWeight
@@ -96,14 +105,14 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         skeleton.add_head()
     rows, grids, zeros = linears(skeleton), {}, set()  # zeros: those that are not in the middle
     outside = packed - {row.name for row in rows}
-    refused = {name: "it is no linear of a block and no head" for name in outside}
+    refused = {name: "no linear of a block and no head" for name in outside}
     for done, row in enumerate(found := [row for row in rows if row.name in packed]):
         progress.counting(READ, done, len(found))
         weight = _weight(checkpoint, row)
         if not isinstance(weight.grid, AffineGrid):
-            refused[row.name] = "it holds no integers with zero points"
+            refused[row.name] = "no integers with zero points"
         elif weight.column_group is not None and to != "gptq":
-            refused[row.name] = f"{to} cannot store the order of its columns (--act-order full)"
+            refused[row.name] = "the order of columns (--act-order full)"
         else:
             grids[row.name], zero = weight.grid, weight.params.zero
             zeros |= set(zero.unique().tolist()) - {1 << weight.grid.bits - 1}
@@ -116,10 +125,11 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         if reason := layout.check(row):
             refused[row.name] = reason
         elif not _same(weight, layout.of_job([row]).at(row.name).decode(_encoded(layout, to, weight))):
-            refused[row.name] = "its scales or offsets need more than float16"
+            refused[row.name] = "scales or offsets need more than float16"
     if refused:
-        why = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items())[:3])
-        why += f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+        reasons = dict.fromkeys(refused[name] for name in sorted(refused))
+        named = {why: name_all(sorted(n for n in refused if refused[n] == why)) for why in reasons}
+        why = "; ".join(f"{reason}: {names}" for reason, names in named.items())
         message = f"{to} cannot hold {count(len(refused), 'linear')} of {checkpoint.source} exactly: {why}"
         raise QuantkitError(message, "quantize the original model for this layout", UNSUPPORTED)
     if to == "mlx":
