@@ -1,4 +1,5 @@
-"""mkdocs hook: adds a reference page for each command, made from its own help, and one for the exit codes.
+"""mkdocs hook: adds a reference page for each command, made from its own help, one for the exit codes, and
+the notebook as a page.
 
 Usage: named in mkdocs.yml under `hooks`; `mkdocs build` calls `on_files`.
 """
@@ -8,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import notebook
 import typer
 
 from quantkit import cli
@@ -32,6 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
     pages["exit-codes"] = exit_codes()
     for name, text in pages.items():
         files.append(File.generated(config, f"reference/{name}.md", content=text))
+    files.append(File.generated(config, "notebook.md", content=notebook.markdown(notebook.read())))
     reference = next(row["Reference"] for row in config.nav if "Reference" in row)
     codes = {"Exit codes": f"reference/{[*pages][-1]}.md"}
     reference[:0] = [

@@ -162,6 +162,7 @@ def site(tmp_path_factory):
 
 def test_the_site_has_a_reference_page_for_every_command(site):
     assert (site / "howto" / "vllm" / "index.html").exists()
+    assert "bits per weight in model-w4" in (site / "notebook" / "index.html").read_text()
     for name in (*commands.names(), "json"):
         assert (site / "reference" / name / "index.html").exists()
     codes = (site / "reference" / "exit-codes" / "index.html").read_text()

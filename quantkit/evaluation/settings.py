@@ -47,8 +47,8 @@ class Settings:
     limit: int | None = option(None, "Use the first N tokens of the text.")
     tasks: str | None = option(
         None,
-        "Tasks of lm-evaluation-harness, separated by commas; needs pip install 'quantkit[tasks]'. The task "
-        "cloze comes with quantkit; the data of others is downloaded from the hub.",
+        "Tasks of lm-evaluation-harness, separated by commas; needs quantkit's extra tasks. The task cloze "
+        "comes with quantkit; the data of others is downloaded from the hub.",
         metavar="LIST",
     )
     task_limit: int | None = option(None, "Run the first N examples of every task only.")
