@@ -22,7 +22,7 @@ PULL["event"] = {"pull_request": {"number": 7}}
 
 
 def start(folder: Path, **programs) -> gate_runs.Shell:
-    """Bash with stand-ins for `python`, `pip`, `gh` and `curl`. Of a new environment, Python only reads results."""
+    """Bash with stand-ins for programs. The Python of a new environment only reads results."""
 
     def python(words):
         if words[:2] == ["-m", "venv"]:
