@@ -1,20 +1,34 @@
 """`quantkit convert`: the same codes and scales in another layout."""
 
 import json
+import re
 import shutil
 
 import families
+import gguf
 import jobs
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from quantkit.errors import QuantkitError
+from quantkit.grids.distance import relative_distance
 from quantkit.inspection import verify
+from quantkit.models.files import card
 from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize import convert as conversion
 from quantkit.quantize.convert import convert
 from quantkit.quantize.progress import SILENT
 
+NAMES = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
 OPTIONS = jobs.GPTQ | {"target": "own", "head": 8}
 RUN = {"dtype": "float32"}
 MIXED = {"override": (r"down_proj$=8,64",), "exclude": (r"layers\.1\.self_attn\.q_proj",)}
@@ -91,6 +105,84 @@ def test_mlx_stores_codes_scales_and_offsets(made, tmp_path):
         assert torch.equal(other.params.bias.float(), -own.params.scale * own.params.zero)
 
 
+def permuted(values, heads):
+    """Rows as llama.cpp wants those of q and k (LlamaModel.permute of its convert_hf_to_gguf.py)."""
+    split = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
+    return split.swapaxes(1, 2).reshape(values.shape)
+
+
+@pytest.mark.parametrize("to, sym, usual", [("q4_0", True, "Q4_0"), ("q8_0", False, "Q8_0")])
+def test_a_gguf_file_has_the_values_bit_for_bit(made, tmp_path, to, sym, usual):
+    """As the gguf package decodes them. Q8_0 has room for 4 bits with any zero point, and 8 bits fit Q8_0."""
+    source = (
+        made("gptq", RUN | MIXED, **OPTIONS | {"sym": True})
+        if sym
+        else made("awq", group_size=64, candidates=3)
+    )
+    record = convert(str(source), to, tmp_path / "out.gguf", False, SILENT)
+    assert record["linears"] == 21
+    here, config = values(source), open_checkpoint(str(source)).config
+    kinds, heads = {}, {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors:
+        own = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        block, leaf = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name).groups()
+        name = f"model.layers.{block}.{NAMES[leaf]}.weight" if block else f"{NAMES[leaf]}.weight"
+        expected = here[name].numpy()
+        expected = permuted(expected, heads[leaf]) if leaf in heads else expected
+        assert own.dtype == np.float32 and own.tobytes() == expected.tobytes(), name
+        kinds[name] = tensor.tensor_type.name
+    assert kinds.keys() == here.keys()
+    special = {"lm_head": "Q8_0", "model.layers.1.self_attn.q_proj": "F32"} if sym else {}
+    special |= {f"model.layers.{k}.mlp.down_proj": "Q8_0" for k in range(3)}
+    packed = set(open_checkpoint(str(source)).packed)
+    expected = {name: special.get(name[:-7], usual if name[:-7] in packed else "F32") for name in here}
+    assert kinds == expected
+    assert not verify.verify(str(tmp_path / "out.gguf"), str(made.source), lambda *_: None)["problems"]
+    with pytest.raises(QuantkitError, match="out.gguf exists"):
+        convert(str(source), to, tmp_path / "out.gguf", False, SILENT)
+
+
+def test_other_tools_checkpoints_and_other_names(tiny_model, tmp_path):
+    """GPT-2's Conv1D, whose weights lie the other way, and no manifest in the source."""
+    source, made = tiny_model("gpt2", tokenizer=True), tmp_path / "w4"
+    jobs.quantize("gptq", source, made, OPTIONS | {"head": 0}, calibration=jobs.calibration(tmp_path))
+    for name in ("quantkit.json", "README.md"):
+        (made / name).unlink()
+    assert convert(str(made), "q4_0", tmp_path / "out.gguf", False, SILENT)["linears"] == 12
+    kinds = {row.tensor_type.name for row in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    assert kinds == {"Q4_0", "F32"}
+    found = verify.verify(str(tmp_path / "out.gguf"), None, lambda *_: None)
+    assert not found["problems"] and [row["state"] for row in found["files"]] == ["same"]
+    head, text = card.read(tmp_path / "out.gguf.md")
+    assert "base_model" not in head and "Not measured yet." in text
+    deep = tiny_model("deepseek_v3", tokenizer=True)
+    jobs.quantize(
+        "gptq", deep, tmp_path / "v3", OPTIONS | {"head": 0}, calibration=jobs.calibration(tmp_path)
+    )
+    with pytest.raises(
+        QuantkitError, match="stores model.layers.0.self_attn.kv_b_proj.weight in another way"
+    ):
+        convert(str(tmp_path / "v3"), "q8_0", tmp_path / "v3.gguf", False, SILENT)
+    assert not list(tmp_path.glob("v3.gguf*"))
+
+
+def test_llama_cpp_computes_what_was_converted(made, tmp_path):
+    """With its own rounding of activations; a wrong order of rows gives other logits altogether."""
+    pytest.importorskip("xllamacpp")
+    from llama_cpp import Llama
+
+    source, ids = made("gptq", **OPTIONS | {"head": 0}), list(range(5, 37))
+    convert(str(source), "q4_0", tmp_path / "out.gguf", False, SILENT)
+    model = transformers.LlamaForCausalLM(open_checkpoint(str(made.source)).config).eval()
+    model.load_state_dict(values(source))
+    with torch.no_grad():
+        expected = model(torch.tensor([ids])).logits[0]
+    with Llama(tmp_path / "out.gguf") as llama:
+        found = torch.from_numpy(llama.logits(ids))
+    assert relative_distance(found, expected) < 0.02
+    assert (found.argmax(1) == expected.argmax(1)).float().mean() > 0.8
+
+
 def test_what_would_change_is_refused_by_name(made, tmp_path):
     def refused(source, to):
         with pytest.raises(QuantkitError) as found:
@@ -100,16 +192,70 @@ def test_what_would_change_is_refused_by_name(made, tmp_path):
 
     mixed = made("gptq", RUN | MIXED, **OPTIONS)
     assert "awq cannot hold 4 linears" in (text := refused(mixed, "awq"))
-    assert "awq holds 4 bit, not 8" in text and ": lm_head, model.layers.0.mlp.down_proj" in text
+    assert "awq holds 4 bit, not 8: lm_head, model.layers.0.mlp.down_proj" in text and "layout" not in text
     asymmetric = made("gptq", **OPTIONS | {"sym": False, "head": 0})
-    assert "scales or offsets need more than float16" in refused(asymmetric, "mlx")
+    assert "its groups, scales or offsets do not fit" in refused(asymmetric, "mlx")
+    assert "its groups, scales or offsets do not fit" in refused(asymmetric, "q4_0")
+    assert "its groups, scales or offsets do not fit" in refused(
+        made("gptq", **OPTIONS | {"group_size": 16}), "q8_0"
+    )
     ordered = made("gptq", **OPTIONS | {"act_order": "full", "head": 0})
-    assert "the order of columns (--act-order full)" in refused(ordered, "compressed-tensors")
+    assert "columns in another order" in refused(ordered, "compressed-tensors")
     assert "is in the layout bitsandbytes" in refused(made("nf4", solver="rtn"), "gptq")
     inputs = made("gptq", **OPTIONS | {"head": 0, "layout": "compressed-tensors", "activations": "fp8"})
     assert "also rounds the inputs" in refused(inputs, "compressed-tensors")
     assert "is not quantized" in refused(made.source, "gptq")
     assert "--to gguf: no such layout" in refused(mixed, "gguf")
+
+
+def test_the_card_has_the_source_s_recipe_and_results(make, tiny_model, tmp_path):
+    source = tiny_model("llama", name="models--org--tiny/snapshots/0123", tokenizer=True)
+    (source / "README.md").write_text("---\nlicense: other\nlanguage: [en]\n---\n# Original\n")
+    text = jobs.calibration(tmp_path).calibration
+    options = ["--group-size", 32, "--samples", 6, "--seqlen", 32, "--target", "own", "--refine", 0]
+    make("gptq", source, "-o", "w4", "--calibration", text, *options, "--eval", text)
+    for to, place in (("awq", "w4-awq/README.md"), ("q4_0", "w4-Q4_0.gguf.md")):
+        make("convert", "w4", "--to", to)
+        (old, body), (head, text) = (card.read(tmp_path / one) for one in ("w4/README.md", place))
+        kind = "gguf" if to == "q4_0" else to
+        assert head == old | {
+            "library_name": {"gguf": kind}.get(kind, "transformers"),
+            "tags": ["quantkit", kind],
+        }
+        assert (head["base_model"], head["license"]) == ("org/tiny", "other") and head["model-index"]
+        recipe = body.partition("## How it was made")[1:]
+        assert text.endswith("".join(recipe)) and "| w4 |" in text and "method: gptq" in text
+        load = {"awq": "- vLLM: `vllm serve w4-awq`", "q4_0": "- llama.cpp: `llama-server -m w4-Q4_0.gguf`"}
+        assert load[to] in text and f"w4, converted to {to} by quantkit" in text
+        assert make("verify", place.removesuffix("/README.md").removesuffix(".md"))["problems"] == []
+
+
+def test_an_interrupted_conversion_keeps_what_is_packed(made, tmp_path, monkeypatch):
+    source, packed = made("gptq", **OPTIONS), []
+    encoded = conversion._encoded
+
+    def stop(*arguments):
+        packed.append(len(packed))
+        if len(packed) == 6:
+            raise KeyboardInterrupt
+        return encoded(*arguments)
+
+    monkeypatch.setattr(conversion, "_encoded", stop)
+    for output in ("whole", "again"):
+        with pytest.raises(KeyboardInterrupt):
+            packed.clear()
+            convert(str(source), "mlx", tmp_path / output, False, SILENT)
+    with pytest.raises(QuantkitError, match="holds another job; different: to"):
+        convert(str(source), "awq", tmp_path / "again", False, SILENT)
+    convert(str(source), "mlx", tmp_path / "again", False, SILENT)
+    assert len(packed) == 6 + 22 - 5
+    convert(str(source), "mlx", tmp_path / "whole", True, SILENT)  # --overwrite starts afresh
+    assert len(packed) == 6 + 22 - 5 + 22
+    files = [
+        {place.name: place.read_bytes() for place in (tmp_path / name).iterdir() if place.suffix != ".md"}
+        for name in ("whole", "again")
+    ]
+    assert files[0] == files[1] and not list(tmp_path.glob("*.partial"))
 
 
 def test_the_command_says_what_it_did(made, tmp_path, quantkit):

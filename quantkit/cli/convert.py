@@ -15,17 +15,22 @@ from quantkit.tables import megabytes, print_facts
 
 EPILOG = """Examples:
   quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
-  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx"""
+  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx
+  quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)"""
 
 
 def command(
     model: Annotated[str, typer.Argument(help="Checkpoint folder of 2 to 8 bit integers.")],
     to: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="Layout to write: gptq, awq, compressed-tensors or mlx.")
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            help="Layout to write: gptq, awq, compressed-tensors or mlx; q4_0 or q8_0: a GGUF file.",
+        ),
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Folder to write. (default: MODEL-LAYOUT in the current folder)"),
+        typer.Option("--output", "-o", help="Folder or file. (default: MODEL-LAYOUT in the current folder)"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     as_json: flags.AS_JSON = False,
@@ -36,9 +41,8 @@ def command(
 
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit.quantize import convert, job
-        output = output or Path(f"{job.base_name(model)}-{to}")
-        record = convert.convert(model, to, output, overwrite, progress)
+            from quantkit.quantize import convert
+        record = convert.convert(model, to, convert.output_of(model, to, output), overwrite, progress)
     if as_json:
         print(json.dumps(record, indent=2))
         return

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit import __version__
 from quantkit.errors import (
     UNSUPPORTED,
     USAGE,
@@ -24,39 +24,44 @@ from quantkit.errors import (
 )
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
-from quantkit.grids.grid import QuantizedWeight
-from quantkit.inspection import verify
-from quantkit.layouts import DTYPE_BYTES, Layout, LinearSpec, quantization_of
+from quantkit.grids.grid import Grid, QuantizedWeight
+from quantkit.inspection import clients, verify
+from quantkit.inspection.record import describe
+from quantkit.layouts import Layout, LinearSpec, quantization_of
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
+from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
-from quantkit.models.files import checksums, safetensors_folder, untrusted
-from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
+from quantkit.models.files import card, untrusted
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.headers import MANIFEST_SCHEMA, open_contents
 from quantkit.models.files.open import open_checkpoint, watched
-from quantkit.models.files.reading import Rewritten
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
 from quantkit.options import RunOptions
-from quantkit.quantize.outputs import Material
-from quantkit.quantize.outputs.finish import FAULTY
-from quantkit.quantize.outputs.folder import write_json
+from quantkit.quantize import integers
+from quantkit.quantize.job import base_name
+from quantkit.quantize.outputs import Draft, Material
+from quantkit.quantize.outputs.folder import Output
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 
 SHARD_BYTES = int(RunOptions.max_shard_gb * 1e9)
-TO = ("gptq", "awq", "compressed-tensors", "mlx")
-READ, WRITTEN = "reading the linears", "checking the linears that were written"
+FOLDERS = ("gptq", "awq", "compressed-tensors", "mlx")
+TO = (*FOLDERS, *integers.FILES)
+READ, PACKED, WRITTEN = "reading the linears", "packing the linears", "checking the linears that were written"
 
 
 def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progress) -> dict[str, Any]:
-    """Write the checkpoint `source` to the folder `output` in the layout `to`, and return a record.
+    """Write the checkpoint `source` in the layout `to`, as a folder or a GGUF file, and return a record.
 
     Codes and scales are packed anew, all other tensors are copied. The output is read back: every weight must
     be the source's, bit for bit. MLX's kernels round products to float16, so for `mlx` scales, offsets and
-    codes are compared instead. Raises QuantkitError naming every linear that the layout cannot hold exactly.
+    codes are compared instead. Linears that an interrupted conversion has packed are kept. Raises
+    QuantkitError naming every linear that the layout cannot hold exactly.
     """
     require(to in TO, f"--to {to}: no such layout", f"choose {', '.join(TO)}", USAGE)
     checkpoint = open_checkpoint(source)
@@ -70,18 +75,27 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
     require(
         not checkpoint.layout.rounds_inputs, what, "quantize the original model for this layout", UNSUPPORTED
     )
-    staging = Staging(output)
+    staging = Staging(output, one_file=to in integers.FILES)
     may_replace.check_source(output, checkpoint.folder)
-    staging.check(False, overwrite)
+    staging.check(True, overwrite)
     refuse_problems({}, verify.verify(source, None, progress.counting)["problems"], VERIFICATION)
     with disk_errors(staging.folder, "run the same command again"), watched(checkpoint):
-        identity = {"quantkit": "convert", "source_sha256": None, "source": source, "to": to}
-        with staging.opened(identity, resume=False, lasting=False):
-            material = _material(checkpoint, to, staging, progress)
-            with staging.assemble() as place:
-                _write(material, to, place)
-            _compare(material, to, open_checkpoint(str(place)), progress)
-            staging.publish()
+        identity = {"quantkit": __version__, "source_sha256": checkpoint.sha256(), "to": to, "execution": {}}
+        try:
+            with staging.opened(identity, resume=not overwrite, lasting=False):
+                material = _material(checkpoint, to, staging, progress)
+                written = integers.file_of(to, material, progress) if staging.one_file else Output()
+                stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
+                manifest = {"schema": MANIFEST_SCHEMA} | stored_manifest | {"converted": {"to": to}}
+                with staging.assemble() as place:
+                    written.write([Draft(written, material, place, manifest)], None, progress)
+                _compare(material, written, open_checkpoint(str(place)), progress)
+                _describe(material, to, place)
+                staging.publish()
+        except QuantkitError as error:
+            if error.exit_code == UNSUPPORTED:
+                staging.discard()  # it would be refused again
+            raise
     packed = [row for row in material.specs if row.grid]
     return {
         "schema": "quantkit.convert/1",
@@ -112,7 +126,7 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         if not isinstance(weight.grid, AffineGrid):
             refused[row.name] = "no integers with zero points"
         elif weight.column_group is not None and to != "gptq":
-            refused[row.name] = "the order of columns (--act-order full)"
+            refused[row.name] = "columns in another order"
         else:
             grids[row.name], zero = weight.grid, weight.params.zero
             zeros |= set(zero.unique().tolist()) - {1 << weight.grid.bits - 1}
@@ -120,26 +134,37 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
     kept = {row.name: None if row.name in grids else "16 bit" for row in rows}
     specs = [replace(row, grid=grids.get(row.name), kept=kept[row.name]) for row in rows]
     layout = _layout(to, [row for row in specs if row.grid], 0 in zeros) if grids else None
-    for row in (row for row in specs if row.grid):
+    for index, row in enumerate(row for row in specs if row.grid):
+        progress.counting(PACKED, index, len(grids))
+        if staging.is_done(index):
+            continue
         weight = _weight(checkpoint, row)
-        if reason := layout.check(row):
-            refused[row.name] = reason
-        elif not _same(weight, layout.of_job([row]).at(row.name).decode(_encoded(layout, to, weight))):
-            refused[row.name] = "scales or offsets need more than float16"
+        if reason := layout.check(replace(row, grid=_grid(to, row.grid))):
+            refused[row.name] = reason.partition(": ")[0]  # then comes advice about a job's options
+            continue
+        parts = _encoded(layout.of_job([row]).at(row.name), to, weight)
+        if _same(weight, layout.of_job([row]).at(row.name).decode(parts)):
+            staging.save(
+                index, {f"{row.name}.{part}": tensor.contiguous() for part, tensor in parts.items()}, []
+            )
+        else:
+            refused[row.name] = "its groups, scales or offsets do not fit"
     if refused:
         reasons = dict.fromkeys(refused[name] for name in sorted(refused))
         named = {why: name_all(sorted(n for n in refused if refused[n] == why)) for why in reasons}
         why = "; ".join(f"{reason}: {names}" for reason, names in named.items())
         message = f"{to} cannot hold {count(len(refused), 'linear')} of {checkpoint.source} exactly: {why}"
         raise QuantkitError(message, "quantize the original model for this layout", UNSUPPORTED)
-    if to == "mlx":
-        specs = [replace(row, grid=row.grid and _biased(row.grid)) for row in specs]
+    kept = {} if staging.one_file else kept  # a GGUF file has the type of each tensor
+    specs = [replace(r, grid=r.grid and _grid(to, r.grid), kept=kept.get(r.name)) for r in specs]
     return Material(skeleton, specs, layout.of_job(specs), staging, SHARD_BYTES, False)
 
 
-def _biased(grid: AffineGrid) -> BiasedGrid:
-    """Return MLX's grid with scales of the same type."""
-    return BiasedGrid(grid.bits, grid.group_size, "float16")
+def _grid(to: str, grid: AffineGrid) -> Grid:
+    """Return the grid that stores the same codes: MLX's with scales of the same type, or a ggml type."""
+    if to in integers.FILES:
+        return integers.grid_of(to, grid)
+    return BiasedGrid(grid.bits, grid.group_size, "float16") if to == "mlx" else grid
 
 
 def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool) -> Layout:
@@ -154,6 +179,8 @@ def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool) -> Layout:
         return AwqLayout(size, not symmetric)
     if to == "mlx":
         return MlxLayout(bits, size)
+    if to in integers.FILES:
+        return GgmlLayout()
     return CompressedTensorsLayout(PackQuantized(bits, size, symmetric))
 
 
@@ -165,10 +192,12 @@ def _weight(checkpoint: Checkpoint, row: LinearSpec) -> QuantizedWeight:
 
 def _encoded(layout: Layout, to: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of a linear in the new layout."""
+    if to in integers.FILES:
+        weight = integers.blocks(weight, _grid(to, weight.grid))
     if to == "mlx":
         scale, zero = weight.params.scale, weight.params.zero
         params = BiasedParams(scale.half(), (-scale * zero).half())
-        weight = QuantizedWeight(_biased(weight.grid), weight.codes, params)
+        weight = QuantizedWeight(_grid(to, weight.grid), weight.codes, params)
     return layout.encode(weight)
 
 
@@ -181,33 +210,41 @@ def _same(weight: QuantizedWeight, other: QuantizedWeight) -> bool:
     return same and torch.equal(weight.codes, other.codes)
 
 
-def _write(material: Material, to: str, place: Path) -> None:
-    """Write the folder. A linear is packed when its tensors are written."""
-    checkpoint, layout = material.checkpoint, material.layout
-    encoded = lru_cache(1)(lambda row: _encoded(layout.at(row.name), to, _weight(checkpoint, row)))
-    infos = material.untouched()
-    for row in (spec for spec in material.specs if spec.grid):
-        for part, (dtype, shape) in layout.tensors(row).items():
-            name, size = f"{row.name}.{part}", DTYPE_BYTES[dtype] * torch.Size(shape).numel()
-            values = lambda exact, row=row, part=part: encoded(row)[part]  # noqa: E731
-            infos[name] = Rewritten(name, dtype, shape, checkpoint.folder, 0, size, name, values)
-    place.mkdir()
-    made = checkpoint.with_tensors(infos, layout)
-    safetensors_folder.write_folder(place, infos.values(), material.shard_bytes, made.data)
-    checkpoint.write_companions(place)
-    write_json(place / "config.json", layout.configured(checkpoint.raw_config, material.config))
-    for name, content in material.files.items():
-        write_json(place / name, content)
-    if stored := checkpoint.manifest():
-        manifest = untrusted.parse(stored.encode()) | {"converted": {"to": to}}
-        write_json(place / MANIFEST, manifest | {"files": checksums.of_folder(place, ())})
+def output_of(source: str, to: str, output: Path | None) -> Path:
+    """Return the output's path: as requested, or derived from the source."""
+    ending = f"{integers.FILES[to]}.gguf" if to in integers.FILES else to
+    return output or Path(f"{base_name(source)}-{ending}")
 
 
-def _compare(material: Material, to: str, written: Checkpoint, progress: Progress) -> None:
+def _describe(material: Material, to: str, place: Path) -> None:
+    """Write the model card: how to load the output, and base, licence, recipe and results of the source."""
+    output, source = material.staging.output, material.checkpoint
+    old, text = card.read(source.folder / card.CARD)
+    base = old.get("base_model") or card.base_of(source.source, source.folder)
+    head = card.head(base, "gguf" if place.is_file() else to, source.folder)
+    if old.get("quantized_by") == "quantkit":
+        head |= {key: old[key] for key in ("model-index",) if key in old}
+        text = "".join(text.partition("## How it was made")[1:])
+        text = text.replace(f"{source.name} --card {source.name}", f"{output.name} --card {output.name}")
+    else:
+        text = "## Loss\n\n<!-- eval -->\nNot measured yet.\n<!-- /eval -->\n"
+    what = f"{source.name}, converted to {to} by quantkit {__version__}: all weights are equal."
+    load = clients.how_to_load(describe(open_contents(str(place)))["clients"], output.name)
+    text = f"\n# {output.name}\n\n{what}\n\n## Load it\n\n<!-- load -->\n{load}\n<!-- /load -->\n\n{text}"
+    card.write_own(card.path_of(output) if place.is_file() else place / card.CARD, head, text)
+
+
+def _compare(material: Material, output: Output, written: Checkpoint, progress: Progress) -> None:
     """Raise QuantkitError (exit code 6) unless the linears read back are the source's."""
+    names = integers.names_in(output, written) if material.staging.one_file else {}
     packed = [row for row in material.specs if row.grid]
     for done, row in enumerate(packed):
         progress.counting(WRITTEN, done, len(packed))
-        own = written.layout.at(row.name).decode(written.parts(f"{row.name}.weight"))
-        if not _same(_weight(material.checkpoint, row), own):
-            raise QuantkitError(f"{row.name} reads back as other values", FAULTY, VERIFICATION)
+        name, weight = f"{row.name}.weight", _weight(material.checkpoint, row)
+        if material.staging.one_file:
+            values = written.read(names[name], torch.float32)
+            same = torch.equal(values.t() if row.conv1d else values, weight.values())
+        else:
+            same = _same(weight, written.layout.at(row.name).decode(written.parts(name)))
+        message = f"{row.name} reads back as other values"
+        require(same, message, "the disk or memory may be faulty: add --overwrite", VERIFICATION)

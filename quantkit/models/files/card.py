@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,20 @@ def write(path: Path, head: dict[str, Any], text: str) -> None:
     with replacing(path) as new:
         named = yaml.safe_dump(head, sort_keys=False, allow_unicode=True)
         new.write_text(f"---\n{named}---\n{text}", encoding="utf-8")
+
+
+def write_own(path: Path, head: dict[str, Any], text: str) -> None:
+    """Write a card, unless a card that quantkit did not write is there."""
+    if read(path)[0].get("quantized_by") == "quantkit" or not os.path.lexists(path):
+        write(path, head, text)
+
+
+def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:
+    """Return the head of a quantized model's card. folder: of the source."""
+    head = {"base_model": base, "base_model_relation": "quantized"} if base else {}
+    library = layout if layout in ("gguf", "mlx") else "transformers"
+    head |= {"library_name": library, "pipeline_tag": "text-generation"}
+    return head | inherited(folder) | {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
 
 
 def inherited(folder: Path) -> dict[str, str | list[str]]:

@@ -139,11 +139,6 @@ def model_card(
     checkpoint, name = material.checkpoint, Path(summary.output).name
     base, loaded_by = card.base_of(summary.source, checkpoint.folder), describe(open_contents(str(place)))
     layout = "gguf" if place.is_file() else material.config["quant_method"]
-    head = {"base_model": base, "base_model_relation": "quantized"} if base else {}
-    library = layout if layout in ("gguf", "mlx") else "transformers"
-    head |= {"library_name": library, "pipeline_tag": "text-generation"}
-    head |= card.inherited(checkpoint.folder)
-    head |= {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
     text = Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8")
     made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
@@ -158,7 +153,7 @@ def model_card(
         count=count,
         megabytes=megabytes,
     )
-    return head, made
+    return card.head(base, layout, checkpoint.folder), made
 
 
 def _recipe(manifest: dict) -> str:

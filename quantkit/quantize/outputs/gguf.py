@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -219,9 +218,8 @@ class GgufOutput(Output):
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Write the model card next to the file, unless a card that quantkit did not write is there."""
-        path = Path(f"{summary.output}.md")
-        if card.read(path)[0].get("quantized_by") == "quantkit" or not os.path.lexists(path):
-            card.write(path, *model_card(draft.place, draft.material, draft.manifest, summary))
+        made = model_card(draft.place, draft.material, draft.manifest, summary)
+        card.write_own(Path(f"{summary.output}.md"), *made)
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
