@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 __version__ = "0.3.0"
-__all__ = "Evaluation Progress QuantkitError auto evaluate inspect plan quantize verify".split()
+__all__ = "Evaluation Progress QuantkitError auto convert evaluate inspect plan push quantize verify".split()
 
 
 class Room(ModuleType):

@@ -135,6 +135,29 @@ def auto(
         return run.run(job.prepare(AutoRequest(os.fspath(model), asked, shared, *opened), listener), listener)
 
 
+def convert(
+    model: Place, to: str, *, output: Place | None = None, overwrite: bool = False,
+    progress: Progress | bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Store the integers of a quantized checkpoint in another layout, such as "awq" or "q4_0"."""
+    with _listening(progress) as listener:
+        from quantkit.quantize import convert as conversion
+
+        place = conversion.output_of(os.fspath(model), to, output and Path(output))
+        return conversion.convert(os.fspath(model), to, place, overwrite, listener)
+
+
+def push(
+    path: Place, repo: str, *, private: bool = False, revision: str | None = None,
+    progress: Progress | bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Verify a checkpoint that quantkit wrote and upload it to the hub, with huggingface_hub's token."""
+    with _listening(progress) as listener:
+        from quantkit.inspection import publish
+
+        return publish.push(os.fspath(path), repo, private, revision, listener.counting)
+
+
 def verify(
     path: Place,
     base: Place | None = None,

@@ -37,8 +37,10 @@ def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsy
     assert printed.err == ""
     assert "model-w4 4." in printed.out and "| model-w4 | " in printed.out
     assert "block 1\nblock 2\n" in printed.out
+    assert "gptq to awq with 14 equal linears\n" in printed.out
+    assert "README.md names no base_model | write `base_model: ORG/NAME`" in printed.out
     assert str({"schema": "quantkit.job/3", "finished": True, "output": "./model-nf4"})[1:40] in printed.out
-    assert "unknown keys: bitz | did you mean quant.bits?" in printed.out
+    assert "unknown keys: bitz | did you mean bits?" in printed.out
 
 
 def test_the_import_loads_no_library():
@@ -67,6 +69,11 @@ def test_a_function_equals_the_command(make, tiny_model, tmp_path, monkeypatch, 
     assert quantkit.evaluate([source, "called"], text.calibration, ctx=32).record == evaluated
     assert quantkit.inspect("called") == make("inspect", "called")
     assert quantkit.verify("called") == make("verify", "called")
+    records = make("convert", "called", "--to", "awq"), quantkit.convert("called", "awq", output="other")
+    assert records[0] | {"output": "other"} == records[1]
+    assert (tmp_path / "called-awq" / "quantkit.json").read_bytes() == (
+        tmp_path / "other" / "quantkit.json"
+    ).read_bytes()
     assert quantkit.plan(source, gpu="rtx-3090") == make("plan", source, "--gpu", "rtx-3090")
 
 
@@ -97,12 +104,14 @@ def test_a_call_inside_a_running_event_loop(tiny_model, tmp_path):
     "call, message",
     [
         (lambda: quantkit.quantize("gptk", "m"), "no method 'gptk'"),
-        (lambda: quantkit.quantize("gptq", "m", bits="4"), "gptq: quant.bits is '4', not int"),
+        (lambda: quantkit.quantize("gptq", "m", bits="4"), "gptq: bits is '4', not int"),
         (lambda: quantkit.evaluate("m", context=4), "evaluate has unknown keys: context"),
         (lambda: quantkit.evaluate("m", max_kld=0.1), "evaluate: max_kld is 0.1, not str"),
         (lambda: quantkit.plan("m", gpus=True), "plan: gpus is True, not int"),
         (lambda: quantkit.plan(), "give either a model or --params"),
         (lambda: quantkit.auto("m"), "no budget is given"),
+        (lambda: quantkit.convert("m", "exl2"), "--to exl2: no such layout"),
+        (lambda: quantkit.push("m", "me"), "me is not the name of a repository"),
         (lambda: quantkit.auto("m", bpw=4, sample=1), "gptq has unknown keys: sample"),
     ],
 )

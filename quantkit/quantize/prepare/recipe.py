@@ -268,11 +268,12 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
 
 
 def of_options(method: str, values: Mapping[str, Any]) -> Recipe:
-    """Return a recipe from a method's options by the names of their fields, such as bits=4."""
+    """Return a recipe from a method's options by the names of their fields, such as bits=4; so errors name
+    them."""
     known = {key: value for key, value in keys(method).items() if key not in ABOUT}
     full = {key.rpartition(".")[2]: key for key in known}
-    named = {full.get(name, name): value for name, value in values.items()}
-    return Recipe(method, method, values=_checked(method, named, known))
+    checked = _checked(method, values, {name: known[key] for name, key in full.items()})
+    return Recipe(method, method, values={full[name]: value for name, value in checked.items()})
 
 
 def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
