@@ -30,7 +30,7 @@ from quantkit.options import RunOptions
 from quantkit.quantize import job, loop
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs import gguf as gguf_output
-from quantkit.quantize.outputs.gguf import solved_head
+from quantkit.quantize.outputs.outside import solved_rows
 from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics
@@ -332,16 +332,16 @@ def test_a_plan_of_several_types_ends_in_what_all_take(short_demo, monkeypatch, 
 
 
 @pytest.mark.parametrize("type, refine", (("Q4_K", 2), ("Q6_K", 0), ("Q8_0", 0)))
-@pytest.mark.parametrize("name, damp", (("token_embd.weight", 1.0), ("output.weight", 0.01)))
-def test_a_head_of_six_bits_is_not_refined(type, refine, name, damp):
+@pytest.mark.parametrize("tied, damp", ((True, 1.0), (False, 0.01)))
+def test_a_head_of_six_bits_is_not_refined(type, refine, tied, damp):
     """The parts of the head are solved one by one; a tied head with the damping of the embedding."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 256, generator=generator) * torch.rand(256, generator=generator)
     weight = torch.randn(10, 256, generator=generator)
     statistics = SiteStatistics(2 * x.t() @ x)
-    head = SimpleNamespace(name=name, shape=weight.shape, read=lambda checkpoint: weight)
-    material = SimpleNamespace(checkpoint=None, layout=GgmlLayout(), specs=[SimpleNamespace(weights=4 * 256)])
-    found = solved_head(head, type, statistics, material, GptqSolver(), Progress())
+    skeleton, block = SimpleNamespace(device="cpu"), SimpleNamespace(weights=4 * 256, embedding=False)
+    material = SimpleNamespace(skeleton=skeleton, specs=[block])
+    found, _ = solved_rows(weight, named(type), GgmlLayout(), material, GptqSolver(), statistics, tied)
     own = GptqSolver(damp=damp, refine=refine)
     parts = [own.solve([part], [named(type)], statistics)[0].weight.values() for part in weight.split(4)]
-    assert torch.equal(decode_rows(type, found, 256), torch.cat(parts))
+    assert torch.equal(decode_rows(type, found["ggml"], 256), torch.cat(parts))

@@ -1,4 +1,5 @@
-"""`gptq --head`: the model's head is solved as a last block, from what the quantized model feeds it."""
+"""`gptq --head`: the model's head is solved as a last block, from what the quantized model feeds it.
+`--embedding`: the embedding is quantized before the first block."""
 
 import json
 
@@ -10,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.biased import BiasedGrid
 from quantkit.inspection.record import describe
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
-from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging.folder import Staging
 
@@ -35,6 +37,16 @@ def decoded(folder, source, tmp_path):
     return model.eval(), made
 
 
+def moments(model, tokens):
+    """Second moments of the inputs of the head, by transformers."""
+    seen = []
+    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
+    with torch.no_grad():
+        model(tokens)
+    inputs = torch.cat(seen)
+    return inputs.T @ inputs * (2 / len(inputs))
+
+
 def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
     """Error feedback on second moments that transformers computes, of the inputs of the head."""
     text = jobs.calibration(tmp_path)
@@ -42,16 +54,11 @@ def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
     tokens = torch.cat(job.batches)
     jobs.loop.run(job, jobs.Progress())
     model, made = decoded(tmp_path / "out", source, tmp_path)
-    seen = []
-    model.lm_head.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1)))
-    with torch.no_grad():
-        model(tokens)
-    inputs = torch.cat(seen)
-    hessian = inputs.T @ inputs * (2 / len(inputs))
+    hessian = moments(model, tokens)
     weight = load_file(source / "model.safetensors")["lm_head.weight"].float()
     grid = AffineGrid(8, 32, True, 1)
     solver = GptqSolver(0.01, "group", 0, "own")
-    (wanted,) = solver.solve([weight], [grid], SiteStatistics(hessian, None, len(inputs)))
+    (wanted,) = solver.solve([weight], [grid], SiteStatistics(hessian, None, tokens.numel()))
     assert torch.equal(made.read("lm_head.weight", torch.float32), wanted.weight.values())
 
 
@@ -100,3 +107,67 @@ def test_a_head_that_is_the_embedding_is_refused(demo_model, tmp_path):
     assert "leave out --head" in refused.value.hint
     with pytest.raises(QuantkitError, match="--head 9: no such width"):
         jobs.prepare("gptq", demo_model, tmp_path / "out", {"head": 9})
+
+
+def rows_at_once(tensors):
+    """As many rows of the embedding as a block's largest linear has weights."""
+    inside = (tensor.numel() for name, tensor in tensors.items() if "_proj." in name)
+    return max(inside) // tensors["model.embed_tokens.weight"].shape[1]
+
+
+GRID = BiasedGrid(4, 32, "bfloat16")  # so short that the order of sums does not show
+MLX = OPTIONS | {"layout": "mlx", "head": 0, "embedding": 4, "group_size": 32}
+
+
+def test_an_embedding_is_rounded_to_nearest(tiny_model, tmp_path):
+    source = tiny_model("llama", tokenizer=True, dtype="bfloat16")
+    text = jobs.calibration(tmp_path)
+    jobs.quantize("gptq", source, tmp_path / "out", MLX, calibration=text, **RUN)
+    original = load_file(source / "model.safetensors")
+    made, name = open_checkpoint(str(tmp_path / "out")), "model.embed_tokens.weight"
+    parts = original[name].float().split(rows_at_once(original))
+    wanted = torch.cat([rtn.quantize(part, GRID).values() for part in parts])
+    assert torch.equal(made.read(name), wanted) and not made.is_quantized("lm_head.weight")
+
+
+def test_an_embedding_that_is_the_head_is_solved_by_moments_of_the_original(tiny_model, tmp_path):
+    source = tiny_model("llama", tokenizer=True, dtype="bfloat16", tie_word_embeddings=True)
+    text = jobs.calibration(tmp_path)
+    job = jobs.prepare("gptq", source, tmp_path / "out", MLX, calibration=text, **RUN)
+    tokens = torch.cat(job.batches)
+    summary = jobs.loop.run(job, jobs.Progress())
+    original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    weight = original.get_input_embeddings().weight.detach().clone()
+    statistics = SiteStatistics(moments(original, tokens), None, tokens.numel())
+    solver = GptqSolver(1.0, "group", 0, "own")
+    parts = weight.split(rows_at_once(original.state_dict()))
+    solved = [solver.solve([part], [GRID], statistics)[0].weight.values() for part in parts]
+    made = open_checkpoint(str(tmp_path / "out"))
+    assert torch.equal(made.read("model.embed_tokens.weight"), torch.cat(solved))
+    assert summary.linears == 22 and made.infos.keys().isdisjoint({"lm_head.weight", "lm_head.scales"})
+
+
+def test_a_job_with_an_embedding_that_died_goes_on(source, tmp_path, monkeypatch):
+    text, options = jobs.calibration(tmp_path), MLX | {"head": 4}
+    jobs.quantize("gptq", source, tmp_path / "whole", options, calibration=text, **RUN)
+    with monkeypatch.context() as patched:
+        patched.setattr(Staging, "assemble", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            jobs.quantize("gptq", source, tmp_path / "again", options, calibration=text, **RUN)
+    jobs.quantize("gptq", source, tmp_path / "again", options, calibration=text, resume=True, **RUN)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "again"))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "message"),
+    [
+        ("gptq", {"embedding": 4}, "--layout gptq read it in 16 bit, not as --embedding 4 says"),
+        ("gptq", {"embedding": 9, "layout": "mlx"}, "--embedding 9: no such width"),
+        ("gptq", {"embedding": 7, "layout": "mlx"}, "MLX has 2, 3, 4, 5, 6 or 8 bits"),
+        ("awq", {"head": 4}, "--layout awq read it in 16 bit, not as --head 4 says"),
+    ],
+)
+def test_what_no_client_reads_is_refused(source, tmp_path, method, options, message):
+    with pytest.raises(QuantkitError, match=message):
+        jobs.prepare(method, source, tmp_path / "out", {"group_size": 32} | options)

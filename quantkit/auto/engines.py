@@ -30,8 +30,7 @@ from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, nbytes, stays_float
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
 from quantkit.quantize.methods import Override, gguf, gptq
-from quantkit.quantize.outputs.gguf import TIED, solved_head
-from quantkit.quantize.progress import Progress
+from quantkit.quantize.outputs.outside import TIED, solved_rows
 from quantkit.quantize.solvers import loss, rtn
 
 FP8 = ("bfloat16", "fp8")  # vLLM's caches
@@ -219,8 +218,10 @@ class GgufOutside:
             errors.nearest[candidate.name] = loss(near.sub_(weight), hessian) / scale
         for candidate in chosen:
             if head:
-                material, solver = job.material, job.method.solver
-                rows = solved_head(target, candidate.name, self._statistics, material, solver, Progress())
+                material, grid, tied = job.material, named(candidate.name), target.name == EMBEDDING
+                layout, solver = material.layout, job.method.solver
+                found, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
+                rows = found[layout.marker]
             else:
                 rows = encode_rows(candidate.name, weight, None)
             values = decode_rows(candidate.name, rows, weight.shape[1])

@@ -22,7 +22,7 @@ def weight_error(weight: Tensor, values: Tensor) -> float:
     sums = torch.empty(len(weight), 2, device=weight.device)
     by_rows(
         lambda value, expected: torch.stack(
-            [(value.float() - expected).square_().sum(1), expected.square().sum(1)], 1
+            [(value.float() - expected).square_().sum(1), expected.float().square().sum(1)], 1
         ),
         sums,
         values,

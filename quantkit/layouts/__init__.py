@@ -53,7 +53,8 @@ class LinearSpec:
     the block. grid: grid that the solver rounds to; None for a kept linear, or if the output encodes the
     weight. kept: reason for 16 bit; None if quantized. conv1d: the model has a Conv1D here (GPT-2); some
     clients replace only nn.Linear. module: transformers' name if a multimodal wrapper changes it; engines use
-    the stored name. head: the linear is the model's head, which counts as a last block.
+    the stored name. head: the linear is the model's head, which counts as a last block. embedding: the matrix
+    is the model's embedding, whose block is staged after all others and quantized before them.
     """
 
     name: str
@@ -66,6 +67,7 @@ class LinearSpec:
     conv1d: bool = False
     module: str | None = None
     head: bool = False
+    embedding: bool = False
 
     @property
     def spellings(self) -> tuple[str, ...]:
@@ -99,7 +101,7 @@ class Layout(ABC):
     block, such as routers, as linears unless `outside` names them. floats: suffixes with floating-point
     parameters. needs: statistics of inputs that the layout stores (see SiteStatistics). rounds_inputs:
     `module` quantizes inputs of some linears. optional: suffixes that may be absent. texts: suffixes whose
-    length `tensors` estimates.
+    length `tensors` estimates. outside: matrices outside the blocks that clients read packed.
     """
 
     marker: str
@@ -114,6 +116,7 @@ class Layout(ABC):
     rounds_inputs = False
     optional: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
+    outside: frozenset[str] = frozenset()
 
     def at(self, linear: str) -> Layout:
         """Return the layout of one linear in a stored checkpoint; itself if all linears share one layout."""

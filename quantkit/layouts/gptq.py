@@ -52,6 +52,7 @@ class GptqLayout(Layout):
     version: int = 1
     rules: tuple[Rule, ...] | None = field(default=None, compare=False)
     marker = code_part = "qweight"
+    outside = frozenset({"head"})
     label = NAME
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
     floats = ("scales",)

@@ -46,6 +46,7 @@ class MlxLayout(Layout):
     marker = "scales"
     suffixes = ("weight", "scales", "biases")
     floats = ("scales", "biases")
+    outside = frozenset({"head", "embedding"})
     fused = False
 
     @property

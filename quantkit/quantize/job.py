@@ -247,6 +247,8 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     if head := getattr(request.options, "head", 0):
         override = (f"^{skeleton.add_head()}$={head}", *override)
     specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, override)
+    if bits := getattr(request.options, "embedding", 0):
+        specs.append(linears.embedding(skeleton, method.make_grid, method.layout, bits))
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     if outside:
         raise QuantkitError(

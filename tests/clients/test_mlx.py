@@ -46,6 +46,9 @@ CASES = {
     "qwen2": mlx("qwen2", group_size=32),  # biases, float16
     "qwen2 tied": mlx("qwen2 tied", group_size=32),
     "head": mlx("qwen2", group_size=32, head=6),
+    "head and embedding": mlx("qwen2", group_size=32, head=6, embedding=3),
+    "awq, both": mlx("qwen2", "awq", group_size=32, head=6, embedding=8),
+    "embedding as head": mlx("qwen2 tied", group_size=32, embedding=6),
     "qwen3_moe": mlx("qwen3_moe", group_size=32),
     "packed": mlx("qwen2", loader="packed", group_size=32),
     "awq layout": Case({"group_size": 64}, method="awq", loader="mlx"),

@@ -48,6 +48,7 @@ class CompressedTensorsLayout(Layout):
     scheme: schemes.Scheme | None = None
     cache: bool = False
     marker = "weight_scale"
+    outside = frozenset({"head"})
     takes_matrices = True  # vLLM makes linears of routers, which its target "Linear" takes
     suffixes = tuple(dict.fromkeys(part for form in schemes.FORMS.values() for part in form.SUFFIXES))
 

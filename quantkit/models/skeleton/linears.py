@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import LinearSpec
 from quantkit.models.skeleton import Head, Skeleton
 from quantkit.models.skeleton.experts import Experts
@@ -27,6 +28,18 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
                 head = isinstance(module, Head)
                 specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place, head))
     return specs
+
+
+def embedding(skeleton: Skeleton) -> LinearSpec:
+    """Return the model's input embedding; its grid is None. Raises QuantkitError if none is stored."""
+    module = skeleton.model.get_input_embeddings()
+    name = next(name for name, one in skeleton.model.named_modules() if one is module)
+    stored = skeleton.names.stored.get(f"{name}.weight")
+    why = f"{skeleton.checkpoint.source} stores no {name}.weight"
+    require(stored, why, "leave out --embedding", UNSUPPORTED)
+    place = name if skeleton.names.language else None
+    shape, index = module.weight.shape, len(skeleton.blocks)
+    return LinearSpec(stored.removesuffix(".weight"), index, name, *shape, None, module=place, embedding=True)
 
 
 def _routers(block: nn.Module) -> set[str]:

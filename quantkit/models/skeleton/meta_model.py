@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -65,7 +66,8 @@ def empty(
         if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
-            model = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            own = copy.deepcopy(config)  # transformers writes `dtype` into it
+            model = kind.from_config(own, dtype=dtype, trust_remote_code=trust_remote_code)
         roles = {getattr(module, "is_decoder", None) for module in model.modules()} - {None}
         if roles == {False} and not wrapped:  # towers may be encoders
             raise ValueError("it is an encoder, whose tokens see later ones (is_decoder is false)")

@@ -200,6 +200,16 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
         )
 
 
+def check_outside(layout: Layout, options: Any) -> None:
+    """Raise QuantkitError for bits of head or embedding that no client of the layout reads."""
+    found = {name: bits for name in ("head", "embedding") if (bits := getattr(options, name))}
+    for name, bits in found.items():
+        check_grid(bits, options.group_size, f"--{name} {bits}")
+    for name in sorted(found.keys() - layout.outside):
+        what = f"clients of --layout {options.layout} read it in 16 bit, not as --{name} {found[name]} says"
+        raise QuantkitError(what, f"leave out --{name}, or use --layout mlx or quantkit gguf", UNSUPPORTED)
+
+
 def affine_width(
     override: Override | None, bits: int, group_size: int, in_features: int, symmetric: bool
 ) -> Width:

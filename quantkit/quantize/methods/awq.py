@@ -12,7 +12,15 @@ from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, affine_width, check_grid, compose, composing
+from quantkit.quantize.methods import (
+    Method,
+    Work,
+    affine_width,
+    check_grid,
+    check_outside,
+    compose,
+    composing,
+)
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -44,6 +52,8 @@ class Options:
     damp: float = composing.shared("damp")
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
+    head: int = composing.shared("head")
+    embedding: int = composing.shared("embedding")
     layout: Literal["awq", "compressed-tensors", "mlx"] = option("awq", composing.LAYOUTS.format("awq"))
 
 
@@ -54,6 +64,7 @@ def suffix(options: Options) -> str:
     return (
         f"awq{solver}-w{options.bits}{group}"
         + ("-sym" if options.sym else "")
+        + composing.outside(options)
         + ("-mlx" if options.layout == "mlx" else "")
     )
 
@@ -64,6 +75,7 @@ def check(options: Options) -> None:
     if options.bits != 4 and options.layout == "awq":
         hint = "add --layout compressed-tensors, which holds 2 to 8, or --layout mlx"
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
+    check_outside(layout(options), options)
     if options.candidates < 2:
         raise QuantkitError(
             f"--candidates {options.candidates} leaves nothing to search", "choose 2 or more", USAGE

@@ -58,6 +58,13 @@ OPTIONS = {  # of several methods: name -> default, help, names
         "quantized model's inputs: more loss, less memory and time.",
         TARGETS,
     ),
+    "head": (0, "Also quantize the head, to this many bits. 0: keep it in 16 bit.", ()),
+    "embedding": (
+        0,
+        "Also quantize the embedding, to this many bits, for --layout mlx; in a model without a head of its "
+        "own this is the head, too. 0: keep it in 16 bit.",
+        (),
+    ),
     "transform": (
         "auto",
         f"{REWRITE}auto: scale columns up, and their inputs down, if --solver gptq then loses less. awq: the "
@@ -95,6 +102,11 @@ def suffix(options: Any, *names: str) -> str:
     changed = (name for name in names or ("solver", "transform") if hasattr(options, name))
     values = (getattr(options, name) for name in changed if getattr(options, name) != getattr(default, name))
     return "".join(f"-{value}" for value in values)
+
+
+def outside(options: Any) -> str:
+    """Return the part of derived names for matrices outside the blocks, such as `-head8-embedding8`."""
+    return "".join(f"-{name}{bits}" for name in ("head", "embedding") if (bits := getattr(options, name)))
 
 
 def solver(options: Any, act_order: str, weighted: bool = False) -> Solver:

@@ -12,7 +12,7 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid, composing
+from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid, check_outside, composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -48,7 +48,8 @@ class Options:
     target: str = composing.shared("target")
     solver: str = composing.shared("solver")
     transform: str = composing.shared("transform")
-    head: int = option(0, "Also quantize the head, to this many bits. 0: keep it in 16 bit.")
+    head: int = composing.shared("head")
+    embedding: int = composing.shared("embedding")
     layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", composing.LAYOUTS.format("gptq"))
     activations: str = option(
         "16bit",
@@ -66,7 +67,7 @@ def suffix(options: Options) -> str:
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
     grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
-    head = f"-head{options.head}" if options.head else ""
+    head = composing.outside(options)
     head += f"-a-{options.activations}" if options.activations != "16bit" else ""
     return f"{options.solver}-{grid}{head}{composing.suffix(options, 'transform')}{layout}"
 
@@ -74,7 +75,7 @@ def suffix(options: Options) -> str:
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
     check_grid(options.bits, options.group_size)
-    check_grid(options.head or options.bits, options.group_size, f"--head {options.head}")
+    check_outside(layout(options), options)
     composing.check(options)
     one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
     if options.activations != "16bit" and options.layout != "compressed-tensors":

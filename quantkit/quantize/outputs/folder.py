@@ -23,7 +23,7 @@ from quantkit.models.files.reading import Slice, stacked
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
+from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary, outside
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.tables import megabytes
@@ -77,9 +77,11 @@ class Output:
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
     ) -> None:
         """Install tensors outside the blocks as the output stores them, before the first block runs. place:
-        where hidden states are kept. A folder stores them unchanged."""
+        where hidden states are kept. A folder stores all but the embedding unchanged."""
         if copied := self.copied(material):
             progress.phase(f"copying byte for byte: {name_all(copied)}")
+        for row in (row for row in material.specs if row.embedding):
+            outside.install_embedding(row, material, solver, batches, progress, place)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the output with its manifest, except for what `describe` adds. Folders are written one at a

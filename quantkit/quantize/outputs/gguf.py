@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
@@ -39,13 +39,11 @@ from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
 from quantkit.quantize.outputs.folder import Output, model_card
+from quantkit.quantize.outputs.outside import install, solved_rows
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, Solver
-from quantkit.quantize.solving import solve
+from quantkit.quantize.solvers import Solver
 
 DECODED = 1 << 24  # values that are decoded at a time
-FINE = 6  # bits: refinement takes half of the time, and the demo model's KL falls by 0.00001 (Q6_K), by 0.2 %
-TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
 
 
 @dataclass(frozen=True)
@@ -164,21 +162,19 @@ class GgufOutput(Output):
             if types[head.name] in TYPES:
                 progress.phase("measuring inputs of the output matrix")
                 statistics = of_head(skeleton, batches, place)
-                blobs[head.name] = solved_head(head, types[head.name], statistics, material, solver, progress)
+                weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
+                layout = material.layout
+                solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
+                blobs[head.name] = solved[layout.marker]
+                if fallback:
+                    progress.warn(f"{head.name}: {fallback}")
             staged.write_rest(blobs)
-        ties = model.all_tied_weights_keys
         own = {name for target in rest for name in target.parameters}
         for target in rest:
             blob = distributed.broadcast(lambda target=target: reading.tensor(staged.rest()[target.name]))
             (name,) = target.parameters
-            twins = {a for pair in ties.items() if name in pair for a in pair} - own
-            places = [where.rpartition(".")[::2] for where in (name, *twins)]
-            for owner, leaf in places:  # what was read is let go of before what takes its place is made
-                setattr(model.get_submodule(owner), leaf, None)
-            values = _decoded(types[target.name], blob, target.shape[1], skeleton.dtype).to(skeleton.device)
-            values = nn.Parameter(values, requires_grad=False)
-            for owner, leaf in places:
-                setattr(model.get_submodule(owner), leaf, values)
+            decoded = partial(_decoded, types[target.name], blob, target.shape[1], skeleton.dtype)
+            install(skeleton, name, own, decoded)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
@@ -286,33 +282,3 @@ def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Te
 def _per_part(importance: Tensor | None, parts: int) -> Sequence[Tensor | None]:
     """Return the importance of the input columns of each expert's matrix, `[in]`."""
     return [None] * parts if importance is None else importance.reshape(parts, -1)
-
-
-def solved_head(
-    head: Target,
-    type_name: str,
-    statistics: SiteStatistics,
-    material: Material,
-    solver: Solver,
-    progress: Progress,
-) -> Tensor:
-    """Return the output matrix quantized by error feedback, uint8 `[out, bytes]`. It is solved in parts as
-    large as a block's largest linear.
-
-    For a tied head, errors of the embedding count too, with equal weight for every column. Codes of FINE bits
-    are not refined.
-    """
-    weight, grid, layout = head.read(material.checkpoint), named(type_name), material.layout
-    if head.name == EMBEDDING:
-        solver = replace(solver, damp=TIED)
-    if grid.bits >= FINE:
-        solver = replace(solver, refine=0)
-    rows = max(1, max(row.weights for row in material.specs) // head.shape[1])
-    blobs = []
-    for part in weight.split(rows):
-        values = part.to(statistics.hessian.device, torch.float32)
-        (solved,) = solve(solver, [values], [grid], statistics)
-        if solved.fallback:
-            progress.warn(f"{head.name}: {solved.fallback}")
-        blobs.append(layout.encode(solved.weight)[layout.marker].cpu())
-    return torch.cat(blobs)

@@ -11,6 +11,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, count, 
 from quantkit.layouts import Layout, LinearSpec, fusions
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
+from quantkit.models.skeleton.linears import embedding as embedding_of
 from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.methods import MakeGrid, Override
 
@@ -54,6 +55,15 @@ def resolve(
     specs = _without_small_unfit(skeleton, specs, overrides, layout)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs
+
+
+def embedding(skeleton: Skeleton, make_grid: MakeGrid, layout: Layout, bits: int) -> LinearSpec:
+    """Return the model's embedding with its grid. Raises QuantkitError if it does not fit."""
+    row = embedding_of(skeleton)
+    override = parse_override(f"^{re.escape(row.name)}$={bits}")
+    row = replace(row, grid=make_grid(row.name, row.out_features, row.in_features, override))
+    _refuse_unfit([row], layout)
+    return row
 
 
 def _without_small_unfit(

@@ -106,17 +106,16 @@ def job_memory(
         most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
         return Peak(most, encode) if accelerated else Peak(0, most)
     scaled = method.transform.sample if method.transform else 0
-    suspend = way.sequential == "suspend"
-    return peak_memory(
-        shapes, method.needs, scaled, method.outside, suspend, way.states, accelerated, way.at_once
-    )
+    suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
+    return peak_memory(shapes, method.needs, scaled, outside, suspend, way.states, accelerated, way.at_once)
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
     """Return the shapes that decide memory: those of the block with the most weights."""
     weights: Counter[int] = Counter()
     for spec in specs:
-        weights[spec.block] += spec.weights
+        if not spec.embedding:  # solved in parts
+            weights[spec.block] += spec.weights
     index = max(sorted(weights), key=weights.__getitem__, default=0)
     config, inside = skeleton.checkpoint.text_config, f"{skeleton.names.blocks}."
     stored = re.compile(rf"(^|\.){re.escape(inside.split('.')[-2])}\.\d+\.")
