@@ -103,7 +103,7 @@ METHODS = {
     "gptq v2": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--no-sym", "--checkpoint-format", "gptq_v2"],
     "gptq 8 bit": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--bits", "8", "--no-search-scale"],
     "gptq ct": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "compressed-tensors"],
-    "gptq mlx": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "mlx", "--bits", "3"],
+    "gptq mlx": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--layout", "mlx", "--bits", "3", "--embedding", "4"],
     "gptq repeat": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--sequential", "repeat"],
     "gptq original": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--target", "original"],
     "gptq head": ["gptq", *SMALL, *CALIBRATED, *PLAIN, "--head", "8"],
