@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from quantkit.capacity import formats
+from quantkit.capacity.source import read
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid
@@ -171,3 +173,19 @@ def test_a_job_with_an_embedding_that_died_goes_on(source, tmp_path, monkeypatch
 def test_what_no_client_reads_is_refused(source, tmp_path, method, options, message):
     with pytest.raises(QuantkitError, match=message):
         jobs.prepare(method, source, tmp_path / "out", {"group_size": 32} | options)
+
+
+@pytest.mark.parametrize(
+    ("tied", "plan", "options"),
+    [
+        (True, "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        (False, "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        (False, "gptq-head8", {"head": 8, "group_size": 128}),
+    ],
+)
+def test_plan_knows_the_bytes(tiny_model, tmp_path, tied, plan, options):
+    wide = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": tied}
+    source = tiny_model("llama", tokenizer=True, dtype="bfloat16", **wide)
+    job = jobs.prepare("gptq", source, tmp_path / "out", options)
+    found = read(str(source))
+    assert formats.weights(plan, found.parameters, found.settings).bytes == job.plan.output_bytes

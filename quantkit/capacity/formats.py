@@ -10,17 +10,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from quantkit.capacity import Unsupported
-from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
+from quantkit.capacity.parameters import EMBEDDING, HEAD, MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all, one_of
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, spec_of_shape
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
@@ -28,6 +28,7 @@ from quantkit.models.gguf.file_types import Model
 from quantkit.quantize import methods
 
 ALIGNMENT = 32
+OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
 Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
 EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
@@ -77,7 +78,13 @@ class Packed:
         return self.layout.nbytes(self._spec("", out_features, in_features))
 
     def tensor_bytes(self, tensor: Tensor) -> int:
-        """Return a tensor's bytes in this format: linears of blocks are packed, others stay as stored."""
+        """Return a tensor's bytes in this format: linears of blocks are packed, and head and embedding if the
+        options say so; others stay as stored."""
+        for name, pattern in OUTSIDE.items():
+            bits = getattr(self.options, name, 0)
+            if bits and tensor.block is None and pattern.search(tensor.name):
+                width = replace(self.method.width(self.options, tensor.shape[1]), bits=bits)
+                return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
         return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
 
     @cached_property
@@ -91,6 +98,8 @@ class Packed:
         """Raise Unsupported, with the reasons, if a linear of the blocks cannot be packed."""
         if reason := self.layout.check_model(model_type):
             raise Unsupported(reason)
+        if getattr(self.options, "head", 0) and parameters.is_tied:
+            raise Unsupported("head and embedding are one tensor")
         if parameters.fused_experts or not parameters.linears:
             fused = "experts of a block are one tensor"
             raise Unsupported(fused if parameters.fused_experts else "no linears")

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.methods import Override
 
+VARIANTS = {
+    "gptq-head8": ({"head": 8}, "16 bit"),
+    "mlx": ({"layout": "mlx", "group_size": 64, "embedding": 8}, "16 bit"),
+}
 INPUTS = ("16bit", "fp8", "int8")
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
