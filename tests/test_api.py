@@ -30,6 +30,7 @@ class Stop(quantkit.Progress):
 def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsys):
     shutil.copytree(short_demo, tmp_path / "model")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "hf_none")
     names = {"__name__": "notebook"}
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)):
         exec(compile(block, f"example {number}", "exec"), names)

@@ -123,7 +123,7 @@ def test_help_names_every_option_and_has_examples(quantkit, name):
 
 def test_help_shows_common_options_and_help_all_the_rest(quantkit):
     short, whole = quantkit("gptq", "--help").out, quantkit("gptq", "--help-all").out
-    for shown in ("--bits", "--output", "--solver", "--calibration", "--max-memory", "--help-all"):
+    for shown in ("--bits", "--output", "--solver", "--head", "--push", "--max-memory", "--help-all"):
         assert shown in short and shown in whole
     for advanced in ("--damp", "--checkpoint-format", "--max-shard-gb", "--revision"):
         assert advanced not in short and advanced in whole
@@ -147,7 +147,8 @@ def test_every_field_is_a_flag(command, sections, own):
     }
     flags = {flag for option in COMMANDS[command].params for flag in option.opts}
     fixed = (
-        "output dry-run resume overwrite eval revision offline trust-remote-code json quiet verbose help-all"
+        "output dry-run resume overwrite eval push revision offline trust-remote-code json quiet verbose "
+        "help-all"
     )
     assert flags == fields | own | {"model", "-o", "-q", "-v"} | {f"--{name}" for name in fixed.split()}
 

@@ -1,6 +1,8 @@
 """`quantkit push` against a stand-in for the hub: what is sent, by which token, what is refused."""
 
 import json
+import shutil
+from functools import partial
 
 import jobs
 import pytest
@@ -27,11 +29,13 @@ def push(hub_server, tmp_path):
     with Elsewhere(home, hub_server.url, TOKEN) as process:
 
         def run(*arguments) -> dict:
-            answer = process.ask(do="run", arguments=["push", *map(str, arguments)])
+            answer = process.ask(do="run", arguments=list(map(str, arguments)))
             assert TOKEN not in json.dumps(answer)
             return answer
 
-        yield run
+        sent = partial(run, "push")
+        sent.run = run
+        yield sent
 
 
 def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
@@ -39,7 +43,7 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     hub_server.refusals = 1
     failed = push(made, "org/new", "--private")
     assert failed["code"] == 1 and "error: org/new was not written: " in failed["err"]
-    assert "the same command continues the upload" in failed["err"]
+    assert f"the token may write; continue with: quantkit push {made} org/new\n" in failed["err"]
     done = push(made, "org/new", "--private", "--json")
     assert done["code"] == 0, done["err"]
     assert json.loads(done["out"]) == {
@@ -71,11 +75,52 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     refused = push(made, "org/new")
     assert refused["code"] == 2 and "names no base_model" in refused["err"]
     assert "`base_model: ORG/NAME`" in refused["err"]
-    assert push(made, "new")["code"] == 2
     weights = made / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     assert push(made, "org/new")["code"] == 6
+    for name in ("new", "org/new--er", "org/.new", "a/b/c"):  # before the damage is found
+        refused = push(made, name)
+        assert refused["code"] == 2 and f"error: {name} is not the name of a repository" in refused["err"]
     assert not hub_server.seen
+
+
+def test_a_job_sends_its_result_or_does_not_start(made, push, hub_server, tmp_path):
+    source = tmp_path / "models--org--tiny/snapshots/0123"
+    done = push.run("nf4", source, "-o", tmp_path / "new", "--push", "org/job", "-q", "--json")
+    assert done["code"] == 0, done["err"]
+    assert json.loads(done["out"])["linears"] == 21
+    assert done["err"].endswith(f"published  {hub_server.url}/org/job/commit/{SHA}\n")
+    sent = hub_server.repos["models/org/job"].revisions[SHA]
+    assert sent["model.safetensors"] == (tmp_path / "new" / "model.safetensors").read_bytes()
+    again = push.run("nf4", source, "-o", tmp_path / "new", "--push", "org/job", "-q", "--resume")
+    assert again["code"] == 0 and again["out"].endswith(f"/org/job/commit/{SHA}\n")  # it was finished
+
+    hub_server.forget()
+    bare = shutil.copytree(source, tmp_path / "bare")  # a folder has no name on the hub
+    (source / "README.md").write_text("# Original\n")
+    for model, name, words in (
+        (source, "org/job", "README.md names no license"),
+        (bare, "org/job", "README.md names no base_model"),
+        (source, "job", "error: job is not the name of a repository"),
+    ):
+        refused = push.run("nf4", model, "-o", tmp_path / "no", "--push", name, "-q")
+        assert refused["code"] == 2 and words in refused["err"] and not list(tmp_path.glob("no*"))
+    assert not hub_server.seen
+
+
+def test_without_a_token_or_a_network_it_says_so(made, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    with Elsewhere(home, "http://127.0.0.1:9", "") as process:
+        for command in (["push", str(made), "org/new"], ["nf4", "org/any", "--push", "org/new"]):
+            refused = process.ask(do="run", arguments=command)
+            assert refused["code"] == 2 and "error: there is no token for the hub\n" in refused["err"]
+    with Elsewhere(home, "http://127.0.0.1:9", TOKEN) as process:
+        failed = process.ask(do="run", arguments=["push", str(made), "org/new"])
+    assert (
+        failed["code"] == 1 and "error: org/new was not written: the hub cannot be reached: " in failed["err"]
+    )
+    assert "see that the network works; continue with: quantkit push" in failed["err"]
 
 
 def test_a_gguf_file_is_sent_with_its_card(tiny_model, tmp_path, push, hub_server, quantkit):

@@ -73,6 +73,10 @@ EVAL_TEXT = Annotated[
         "--eval", metavar="TEXT", help="Evaluate the original and the result on this text after the job."
     ),
 ]
+PUSH = Annotated[
+    str | None,
+    typer.Option(metavar="ORG/NAME", help="Upload the result to this repository of the hub."),
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only warnings and errors.")]
 FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
@@ -82,6 +86,7 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
     "resume": _switch("--resume", "Continue an interrupted run of the same job."),
     "overwrite": _switch("--overwrite", "Replace an existing output or staged job."),
     "eval_text": (EVAL_TEXT, None),
+    "push": (PUSH, None),
     "revision": (REVISION, None),
     "offline": (OFFLINE, False),
     "trust_remote_code": (TRUST_REMOTE_CODE, False),

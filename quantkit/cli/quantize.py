@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, running
+from quantkit.models.files import card, hub
 from quantkit.options import check_machine
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
@@ -84,6 +86,8 @@ def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
     """Raise QuantkitError for invalid options, files or outputs, before importing torch takes seconds."""
     methods.check(choice.method, choice.options)
     check_machine(choice.run.device, choice.run.threads)
+    if values["push"]:
+        hub.check_target(values["push"])
     named = choice.calibration.calibration
     if named and named.endswith(sources.FILES):
         with sources.opened(Path(named)):
@@ -103,10 +107,14 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of
+            from quantkit.inspection import publish
+            from quantkit.models.machine import distributed
             from quantkit.quantize import several
 
         asked = {key: values[key] for key in REQUEST}
         outputs, jobs = several.prepare(choice, progress, values["dry_run"], **asked)
+        if values["push"] and jobs:
+            card.check_source(choice.model, jobs[0].checkpoint.folder)
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:
@@ -114,9 +122,17 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             else:
                 job_report.print_plans(jobs)
             return
-        if not jobs:
+
+        def report(result: of_job.Result) -> None:
+            """Print the result and upload it."""
             progress.close()
-            return job_report.print_result(of_job.Result(outputs, []), values["as_json"])
+            job_report.print_result(result, values["as_json"])
+            for output in result.outputs if values["push"] and not distributed.rank() else ():
+                sent = publish.push(str(output), values["push"], False, None, lambda *_: None)
+                print(f"published  {sent['url']}", file=sys.stderr if values["as_json"] else sys.stdout)
+
+        if not jobs:
+            return report(of_job.Result(outputs, []))
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)
@@ -129,6 +145,4 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             return all(stage.begun() for stage in stages)
 
         with running.resumable([stage.folder for stage in stages], made=made, begun=begun):
-            result = of_job.run(jobs, windows, progress)
-            progress.close()
-            job_report.print_result(result, values["as_json"])
+            report(of_job.run(jobs, windows, progress))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from quantkit.errors import USAGE, VERIFICATION, QuantkitError, first_line, refuse_problems, require
@@ -11,25 +12,27 @@ from quantkit.inspection.values import Listener
 from quantkit.models.files import card, hub
 from quantkit.models.files.headers import MANIFEST
 
-NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # keys of a card, and an example of each
-HINT = "see that the hub can be reached and the token may write; the same command continues the upload"
-
 
 def push(source: str, repo: str, private: bool, revision: str | None, listen: Listener) -> dict[str, Any]:
     """Verify a folder or GGUF file that quantkit wrote and upload it, without files that came later.
 
     An interrupted upload continues when it is called again: the hub keeps the parts that it has. Raises
-    QuantkitError, before anything is sent, if the checkpoint is damaged, if its card names no base model or
-    licence, or if `private` is set and the repository is public.
+    QuantkitError, before anything is sent, if there is no token, if the checkpoint is damaged, if its card
+    names no base model or licence, or if `private` is set and the repository is public.
     """
     from huggingface_hub import HfApi, errors
 
-    require(hub.is_id(repo), f"{repo} is not the name of a repository", "write ORG/NAME", USAGE)
+    hub.check_target(repo)
     found = verify.verify(source, None, listen)
     refuse_problems(found, found["problems"], VERIFICATION)
     require(found["files"], f"{source} has no checksums", "push what quantkit wrote", USAGE)
+    head, text = card.read(place := card.path_of(Path(source)))
+    card.check(head, place, "write `{key}: {example}` into its head, between the lines of ---")
     path, api, to = Path(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
-    _describe(path, repo)
+    how = f"- llama.cpp: `llama-server -hf {repo}`"
+    if path.is_dir():
+        how = clients.how_to_load(look.at(source)[0]["clients"], repo)
+    card.write(place, head, card.section(text, "load", how))
     try:
         api.create_repo(repo, private=private or None, exist_ok=True)
         public = private and not api.model_info(repo).private
@@ -43,17 +46,9 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
             names = [MANIFEST, card.CARD, *(row["name"] for row in found["files"])]
             made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
     except (OSError, ValueError, errors.HTTPError) as error:
-        raise QuantkitError(f"{repo} was not written: {first_line(error)}", HINT) from error
+        unanswered = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
+        what = "the hub cannot be reached: " if unanswered else ""
+        hint = f"see that the {'network works' if unanswered else 'token may write'}; "
+        hint += f"continue with: quantkit push {quote(source)} {repo}"
+        raise QuantkitError(f"{repo} was not written: {what}{first_line(error)}", hint) from error
     return {"schema": "quantkit.push/1", "source": source, "repo": repo, "url": made.commit_url}
-
-
-def _describe(path: Path, repo: str) -> None:
-    """Check the card, and write into it how to load the repository."""
-    head, text = card.read(place := card.path_of(path))
-    for key, example in NEEDED.items():
-        hint = f"write `{key}: {example}` into its head, between the lines of ---"
-        require(head.get(key), f"{place} names no {key}", hint, USAGE)
-    how = f"- llama.cpp: `llama-server -hf {repo}`"
-    if path.is_dir():
-        how = clients.how_to_load(look.at(str(path))[0]["clients"], repo)
-    card.write(place, head, card.section(text, "load", how))

@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models.files import hub, untrusted
 from quantkit.models.files.atomic import replacing
 
 CARD, CARD_BYTES = "README.md", 1 << 20
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
+NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # to publish, with an example of each
 HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 
 
@@ -56,6 +57,18 @@ def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:
     library = layout if layout in ("gguf", "mlx") else "transformers"
     head |= {"library_name": library, "pipeline_tag": "text-generation"}
     return head | inherited(folder) | {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
+
+
+def check(head: dict[str, Any], place: Path, hint: str) -> None:
+    """Raise QuantkitError unless a card's head names base model and licence. place: of the card."""
+    for key, example in NEEDED.items():
+        require(head.get(key), f"{place} names no {key}", hint.format(key=key, example=example), USAGE)
+
+
+def check_source(source: str, folder: Path) -> None:
+    """Raise QuantkitError unless a job's card will name base model and licence. folder: of the source."""
+    hint = "leave out --push; then write `{key}: {example}` into the output's card, and use quantkit push"
+    check(head(base_of(source, folder), "", folder), folder / CARD, hint)
 
 
 def inherited(folder: Path) -> dict[str, str | list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, QuantkitError, first_line, require
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line, require
 from quantkit.models.files import untrusted
 from quantkit.models.files.safetensors_folder import INDEX, SINGLE
 
@@ -15,6 +15,19 @@ from quantkit.models.files.safetensors_folder import INDEX, SINGLE
 def is_id(source: str) -> bool:
     """Return whether the text has the form of a hub id, `OWNER/NAME`."""
     return re.fullmatch(r"[\w.-]+/[\w.-]+", source) is not None and not source.startswith((".", "/"))
+
+
+def check_target(repo: str) -> None:
+    """Raise QuantkitError unless a repository may have this name, and there is a token to write to it."""
+    from huggingface_hub import errors, get_token, utils
+
+    try:
+        utils.validate_repo_id(repo)
+        valid = is_id(repo)
+    except errors.HFValidationError:
+        valid = False
+    require(valid, f"{repo} is not the name of a repository", "write ORG/NAME", USAGE)
+    require(get_token(), "there is no token for the hub", "type hf auth login, or set HF_TOKEN", USAGE)
 
 
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
