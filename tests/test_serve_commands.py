@@ -54,6 +54,14 @@ def test_the_wheels_server_takes_what_llama_server_takes():
     assert (found.cache_type_k, found.cache_type_v) == (q8_0, q8_0)
 
 
+def test_mlx_names_the_model_by_its_folder():
+    made = command("mlx", extra=("--kv-bits", "8"))
+    assert made.argv[1:3] == ("-m", "mlx_lm.server") and made.model == "/models/m"
+    told = flags(made)
+    assert (told["--model"], told["--host"], told["--port"]) == ("/models/m", "127.0.0.1", "8123")
+    assert (told["--decode-concurrency"], told["--kv-bits"]) == ("4", "8")
+
+
 def test_transformers_batches_continuously():
     made = command("transformers", dtype="float32", device="cpu")
     assert made.argv[made.argv.index("serve") + 1] == "/models/m" == made.model
@@ -87,6 +95,8 @@ def test_vllm_on_a_cpu_and_on_a_gpu(monkeypatch, tmp_path):
     ("engine", "settings", "said"),
     [
         ("transformers", {"api_key": "k"}, "takes no API key"),
+        ("mlx", {"api_key": "k"}, "mlx_lm.server takes no API key"),
+        ("mlx", {"dtype": "float32"}, "computes in the type of the model"),
         ("transformers", {"kv_dtype": "fp8"}, "in the precision of the model"),
         ("transformers", {"model": "/models/a@b"}, "takes what follows @"),
         ("llama.cpp", {"kv_dtype": "fp8"}, "keeps no cache in fp8"),

@@ -11,7 +11,7 @@ from quantkit.serving.engines import choose
 
 def a_record(layout: str | None, **rows) -> dict:
     """As `inspect` tells it. rows: loads, and needs or option, of a client by its name in letters."""
-    names = {"vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers"}
+    names = {"vllm": "vLLM", "llamacpp": "llama.cpp", "transformers": "transformers", "mlx": "mlx-lm"}
     clients = [
         {"client": name, "version": "0, CPU" if key == "vllm" else "1", "note": "", "needs": [], "option": ""}
         | ({"loads": False, "note": f"{name} says no"} | rows.get(key, {}))
@@ -50,6 +50,8 @@ YES = {"loads": True}
         ((), ("llama-server",), {"llamacpp": YES}, "llama.cpp"),
         (("vllm",), (), {"vllm": {"loads": None}, "transformers": YES}, "transformers"),
         (("vllm",), (), {"vllm": {"loads": None}}, "vllm"),
+        ((), ("mlx_lm.server",), {"mlx": YES}, "mlx"),
+        (("mlx_lm",), (), {"mlx": YES, "transformers": YES}, "transformers"),
     ],
 )
 def test_the_first_that_loads_it_and_is_here(here, packages, programs, rows, taken):
@@ -84,7 +86,7 @@ def test_what_a_layout_needs_beside_the_engine(here):
 def test_what_a_program_alone_can_ask_for_is_not_served(here):
     here("gptqmodel")
     told = a_record("awq", transformers=YES | {"option": "dequantize=True"})
-    assert [offer.usable for offer in choose.offers(told)] == [False] * 3
+    assert [offer.usable for offer in choose.offers(told)] == [False] * 4
 
 
 def test_gguf_files_are_llamacpps_to_serve(here, make, tiny_model, tmp_path):
@@ -98,7 +100,7 @@ def test_gguf_files_are_llamacpps_to_serve(here, make, tiny_model, tmp_path):
 def test_the_table_of_a_cpu_says_nothing_of_a_gpu(here):
     here("vllm", programs=["nvidia-smi"])
     told = a_record("bitsandbytes")
-    assert [offer.usable for offer in choose.offers(told, device="cpu")] == [False] * 3
+    assert [offer.usable for offer in choose.offers(told, device="cpu")] == [False] * 4
     first = choose.offers(told)[0]
     assert first.usable is None and first.reason == "on a CPU vLLM does not: vLLM says no"
 

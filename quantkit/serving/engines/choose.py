@@ -27,6 +27,7 @@ ENGINES = {
     "transformers": (
         "transformers", ("transformers", "fastapi", "uvicorn", "openai"), "pip install 'quantkit[serve]'", ""
     ),
+    "mlx": ("mlx-lm", ("mlx_lm",), "pip install mlx-lm", "mlx_lm.server"),
 }  # fmt: skip
 
 

@@ -96,17 +96,9 @@ def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
 def transformers(model: str, name: str, settings: Settings, room: Room) -> Command:
     """Return the command for `transformers serve`, with continuous batching if there are several sequences.
     Requests must name the model by its folder."""
-    elsewhere = "serve with vllm or llama.cpp, or leave out"
-    for refused, why, hint in (
-        (settings.api_key, "takes no API key", f"{elsewhere} --api-key"),
-        (settings.cache, "keeps its cache in the precision of the model", f"{elsewhere} --kv-dtype"),
-        (
-            {"@", ":"} & set(model),
-            f"takes what follows @ or : in {model} for a revision",
-            "rename it",
-        ),
-    ):
-        require(not refused, f"transformers serve {why}", hint, UNSUPPORTED)
+    _refuse_more("transformers serve", settings)
+    why = f"transformers serve takes what follows @ or : in {model} for a revision"
+    require(not {"@", ":"} & set(model), why, "rename it", UNSUPPORTED)
     sibling = Path(sys.executable).with_name("transformers")
     script = str(sibling) if sibling.exists() else shutil.which("transformers")
     argv = [script] if script else [sys.executable, "-m", "transformers.cli.transformers"]
@@ -122,6 +114,27 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
             argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
     env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # else it contacts the package index before it starts
     return Command((*argv, *settings.extra), model, env, notes=(SHARED,) if room.parallel > 1 else ())
+
+
+def mlx(model: str, name: str, settings: Settings, room: Room) -> Command:
+    """Return the command for `mlx_lm.server`. Requests must name the model by its folder."""
+    _refuse_more("mlx_lm.server", settings)
+    why = "mlx_lm.server computes in the type of the model"
+    require(settings.dtype == "auto", why, "leave out --dtype", UNSUPPORTED)
+    program = shutil.which("mlx_lm.server")
+    argv = [program] if program else [sys.executable, "-m", "mlx_lm.server"]
+    argv += ["--model", model, "--host", settings.host, "--port", str(settings.port)]
+    argv += ["--decode-concurrency", str(room.parallel)]
+    argv += ["--trust-remote-code"] * settings.trust_remote_code
+    return Command((*argv, *settings.extra), model)
+
+
+def _refuse_more(server: str, settings: Settings) -> None:
+    """Raise QuantkitError (exit code 4) for an API key or a type of the KV cache."""
+    hint = "serve with vllm or llama.cpp, or leave out"
+    require(not settings.api_key, f"{server} takes no API key", f"{hint} --api-key", UNSUPPORTED)
+    why = f"{server} keeps its cache in the precision of the model"
+    require(not settings.cache, why, f"{hint} --kv-dtype", UNSUPPORTED)
 
 
 def _visible(settings: Settings) -> dict[str, str]:
@@ -146,4 +159,5 @@ SERVERS = {
     "vllm": (vllm, 64, False),
     "llama.cpp": (llamacpp, 4, True),
     "transformers": (transformers, 8, False),
+    "mlx": (mlx, 8, False),
 }

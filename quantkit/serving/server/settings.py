@@ -17,7 +17,8 @@ class Settings:
     """Flags. If one is None, the engine or sizing.py decides. extra: further arguments for the engine."""
 
     engine: str | None = option(
-        None, "vllm, llama.cpp or transformers. (default: the first that is installed and loads the model)"
+        None,
+        "vllm, llama.cpp, transformers or mlx. (default: the first that is installed and loads the model)",
     )
     host: str = option("127.0.0.1", "Address to listen at; 0.0.0.0 for all networks.")
     port: int = option(8000, "Port to listen at; 0 chooses a free port.")
