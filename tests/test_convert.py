@@ -154,7 +154,7 @@ def test_other_tools_checkpoints_and_other_names(tiny_model, tmp_path):
     found = verify.verify(str(tmp_path / "out.gguf"), None, lambda *_: None)
     assert not found["problems"] and [row["state"] for row in found["files"]] == ["same"]
     head, text = card.read(tmp_path / "out.gguf.md")
-    assert "base_model" not in head and "Not measured yet." in text
+    assert "base_model" not in head and "- llama.cpp: `llama-server -m out.gguf`" in text
     deep = tiny_model("deepseek_v3", tokenizer=True)
     jobs.quantize(
         "gptq", deep, tmp_path / "v3", OPTIONS | {"head": 0}, calibration=jobs.calibration(tmp_path)
@@ -224,7 +224,12 @@ def test_the_card_has_the_source_s_recipe_and_results(make, tiny_model, tmp_path
         }
         assert (head["base_model"], head["license"]) == ("org/tiny", "other") and head["model-index"]
         recipe = body.partition("## How it was made")[1:]
-        assert text.endswith("".join(recipe)) and "| w4 |" in text and "method: gptq" in text
+        assert (
+            text.endswith("".join(recipe))
+            and text.count("## Load it") == 1
+            and "| w4 |" in text
+            and "method: gptq" in text
+        )
         load = {"awq": "- vLLM: `vllm serve w4-awq`", "q4_0": "- llama.cpp: `llama-server -m w4-Q4_0.gguf`"}
         assert load[to] in text and f"w4, converted to {to} by quantkit" in text
         assert make("verify", place.removesuffix("/README.md").removesuffix(".md"))["problems"] == []

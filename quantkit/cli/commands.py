@@ -45,21 +45,10 @@ PARTS = {  # subcommands: the help of the command before them lists them
     "bench server": "Throughput and latency of an OpenAI-compatible server under load.",
 }
 SHOWN = {  # options that --help of a job shows; --help-all shows all
-    *(
-        "output",
-        "dry_run",
-        "resume",
-        "overwrite",
-        "eval_text",
-        "push",
-        "as_json",
-        "bits",
-        "group_size",
-        "sym",
-    ),
+    *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),
     *("solver", "target", "transform", "layout", "format", "type", "double_quant"),
     *("calibration", "samples", "seqlen", "override", "device", "max_memory", "recipe_name"),
-    *("activations", "kv_cache", "threshold", "head", "help_all"),
+    *("activations", "kv_cache", "threshold", "head", "push", "help_all"),
 }
 MODULES = {"eval": "evaluate", "run": "quantize"}  # commands whose module has another name
 SHARED = ("run", "imatrix", "eval")  # commands, besides methods, that run as several processes

@@ -114,7 +114,9 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         asked = {key: values[key] for key in REQUEST}
         outputs, jobs = several.prepare(choice, progress, values["dry_run"], **asked)
         if values["push"] and jobs:
-            card.check_source(choice.model, jobs[0].checkpoint.folder)
+            folder = jobs[0].checkpoint.folder
+            head = card.head(card.base_of(choice.model, folder), "", folder)
+            card.check(head, folder / card.CARD, "use quantkit push after the job; then ")
         if values["dry_run"]:
             progress.close()
             if values["as_json"]:

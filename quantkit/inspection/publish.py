@@ -27,7 +27,7 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
     refuse_problems(found, found["problems"], VERIFICATION)
     require(found["files"], f"{source} has no checksums", "push what quantkit wrote", USAGE)
     head, text = card.read(place := card.path_of(Path(source)))
-    card.check(head, place, "write `{key}: {example}` into its head, between the lines of ---")
+    card.check(head, place)
     path, api, to = Path(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
     how = f"- llama.cpp: `llama-server -hf {repo}`"
     if path.is_dir():
@@ -47,8 +47,7 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
             made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
     except (OSError, ValueError, errors.HTTPError) as error:
         unanswered = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)
-        what = "the hub cannot be reached: " if unanswered else ""
-        hint = f"see that the {'network works' if unanswered else 'token may write'}; "
-        hint += f"continue with: quantkit push {quote(source)} {repo}"
-        raise QuantkitError(f"{repo} was not written: {what}{first_line(error)}", hint) from error
+        why, see = ("the network", "it works") if unanswered else ("the hub", "the token may write")
+        hint = f"see that {see}; continue with: quantkit push {quote(source)} {repo}"
+        raise QuantkitError(f"{repo} was not written: {why}: {first_line(error)}", hint) from error
     return {"schema": "quantkit.push/1", "source": source, "repo": repo, "url": made.commit_url}

@@ -222,15 +222,13 @@ def _describe(material: Material, to: str, place: Path) -> None:
     old, text = card.read(source.folder / card.CARD)
     base = old.get("base_model") or card.base_of(source.source, source.folder)
     head = card.head(base, "gguf" if place.is_file() else to, source.folder)
-    if old.get("quantized_by") == "quantkit":
-        head |= {key: old[key] for key in ("model-index",) if key in old}
-        text = "".join(text.partition("## How it was made")[1:])
-        text = text.replace(f"{source.name} --card {source.name}", f"{output.name} --card {output.name}")
-    else:
-        text = "## Loss\n\n<!-- eval -->\nNot measured yet.\n<!-- /eval -->\n"
+    ours = old.get("quantized_by") == "quantkit"
+    head |= {key: old[key] for key in ("model-index",) if ours and key in old}
+    rest = "".join(text.partition("## Load it")[1:]) if ours else "## Load it\n"
+    rest = rest.replace(f"{source.name} --card {source.name}", f"{output.name} --card {output.name}")
     what = f"{source.name}, converted to {to} by quantkit {__version__}: all weights are equal."
     load = clients.how_to_load(describe(open_contents(str(place)))["clients"], output.name)
-    text = f"\n# {output.name}\n\n{what}\n\n## Load it\n\n<!-- load -->\n{load}\n<!-- /load -->\n\n{text}"
+    text = card.section(f"\n# {output.name}\n\n{what}\n\n{rest}", "load", load)
     card.write_own(card.path_of(output) if place.is_file() else place / card.CARD, head, text)
 
 

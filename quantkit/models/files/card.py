@@ -59,16 +59,11 @@ def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:
     return head | inherited(folder) | {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
 
 
-def check(head: dict[str, Any], place: Path, hint: str) -> None:
+def check(head: dict[str, Any], place: Path, hint: str = "") -> None:
     """Raise QuantkitError unless a card's head names base model and licence. place: of the card."""
     for key, example in NEEDED.items():
-        require(head.get(key), f"{place} names no {key}", hint.format(key=key, example=example), USAGE)
-
-
-def check_source(source: str, folder: Path) -> None:
-    """Raise QuantkitError unless a job's card will name base model and licence. folder: of the source."""
-    hint = "leave out --push; then write `{key}: {example}` into the output's card, and use quantkit push"
-    check(head(base_of(source, folder), "", folder), folder / CARD, hint)
+        add = f"{hint}write `{key}: {example}` into its head, between the lines of ---"
+        require(head.get(key), f"{place} names no {key}", add, USAGE)
 
 
 def inherited(folder: Path) -> dict[str, str | list[str]]:
