@@ -32,10 +32,14 @@ STRICT = "set -eo pipefail\n"  # as both services start bash
 
 @dataclass
 class Shell:
-    """Runs scripts in `folder`. programs: name -> what answers a call: arguments to (code, out, err)."""
+    """Runs scripts in `folder`, with `more` environment variables.
+
+    programs: name -> what answers a call: arguments to (code, out, err).
+    """
 
     folder: Path
     programs: Mapping[str, Callable[[list[str]], tuple[int, str, str]]]
+    more: Mapping[str, str] = field(default_factory=dict)
     calls: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -52,7 +56,7 @@ class Shell:
 
     def run(self, script: str, environment: Mapping[str, str]) -> tuple[int, str]:
         """Return exit code and output of a script."""
-        env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.folder)} | dict(environment)
+        env = {"PATH": f"{self.bin}:/usr/bin:/bin", "HOME": str(self.folder), **self.more, **environment}
         command = ["bash", "--noprofile", "--norc", "-c", STRICT + script]
         with open(self.folder / "log", "w+") as log:
             process = subprocess.Popen(command, cwd=self.folder, env=env, stdout=log, stderr=log)
@@ -74,6 +78,7 @@ class Action:
 
     def __init__(self, action: dict[str, Any], shell: Shell, github: dict[str, Any], place: Path):
         self.action, self.shell, self.github, self.place = action, shell, github, place
+        self.python = "python"
         self.ran: list[str] = []
         self.uses: dict[str, dict[str, str]] = {}
         self.log = ""
@@ -86,7 +91,7 @@ class Action:
         assert inputs.keys() >= {name for name, row in rows if row.get("required")}
         defaults = {name: row.get("default", "") for name, row in rows}
         assert inputs.keys() <= defaults.keys()
-        self.context = {"github": self.github, "steps": {"python": {"outputs": {"python-path": "python"}}}}
+        self.context = {"github": self.github, "steps": {"python": {"outputs": {"python-path": self.python}}}}
         self.context["inputs"] = {
             name: self.filled(str(value)) for name, value in (defaults | inputs).items()
         }

@@ -1,6 +1,7 @@
 """The gate for other people's CI: the action's and the template's own shell steps, run on a tiny model."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -208,3 +209,17 @@ def test_the_page_runs_before_a_release(quantkit, source, tmp_path):
         done = quantkit(*line[1:], *(["--ctx", "32"] if line[1] == "eval" else []))
         assert done.code == 0, done
     assert "KL divergence" in (tmp_path / "model-w4" / "README.md").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)  # it downloads torch
+def test_the_action_installs_itself(source, tmp_path):
+    """Nothing but `gh` is a stand-in."""
+    pip = {key: value for key, value in os.environ.items() if key.startswith("PIP_")}
+    shell = gate_runs.Shell(tmp_path, {"gh": lambda words: (0, "", "")}, pip)
+    action = gate_runs.Action(ACTION, shell, PULL, ROOT)
+    action.python = sys.executable
+    inputs = {"model": source, "method": "nf4", "eval-options": EVAL, "max-kld": "0.0000001"}
+    assert action.run(inputs | {"extra-index-url": ""}) == 7, action.log
+    assert action.ran[-1] == "Gate" and sent(shell)
+    assert (tmp_path / "temp" / "quantkit" / "bin" / "quantkit").exists()
