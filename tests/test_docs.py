@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import typer
 
-from quantkit import cli
+from quantkit import __version__, cli
 from quantkit.cli import commands
 from quantkit.errors import EXIT_CODES
 
@@ -184,6 +184,18 @@ def test_every_json_schema_is_on_one_page():
     pages = [page.read_text() for page in (ROOT / "docs" / "reference").glob("json*.md")]
     described = re.findall(r"^## `(quantkit\.\S+)`$", "\n".join(pages), re.MULTILINE)
     assert sorted(described) == sorted(schemas)
+
+
+def test_the_changelog_begins_with_this_version_in_lines_of_users():
+    """A change is one line in one of four groups; a group may have topics."""
+    _, first, *_ = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert first.startswith(f"{__version__}\n")
+    assert re.findall(r"^### (.*)$", first, re.MULTILINE) == ["Added", "Changed", "Fixed", "Removed"]
+    lines = [line for line in first.splitlines()[1:] if line and line[0] != "#"]
+    assert [line for line in lines if not re.fullmatch(r"- \S.*\.|[A-Z][\w ,]*:", line)] == []
+    assert max(map(len, lines)) <= 120
+    gate = (ROOT / "docs" / "howto" / "ci-gate.md").read_text()
+    assert set(re.findall(r"\bv(\d+\.\d+\.\d+)\b", gate)) == {__version__}
 
 
 def test_the_readme_is_short():
