@@ -182,6 +182,10 @@ LINEARS = cells(
         gptq --layout compressed-tensors --no-sym --group-size -1 | awq --layout compressed-tensors""",
     qwen2="none | gptq | awq | gptq --layout compressed-tensors",
     opt="none | gptq --group-size 32",
+    llama_bias="""
+        none | gptq --group-size 64 --head 8 | gptq --group-size 64 --head 4
+        gptq --group-size 64 --layout compressed-tensors --head 8
+        awq --group-size 64 --layout compressed-tensors --head 4""",
 )
 EXPERTS = cells(
     mixtral="""

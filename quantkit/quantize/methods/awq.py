@@ -63,7 +63,7 @@ def suffix(options: Options) -> str:
     solver = composing.suffix(options, "solver")
     return (
         f"awq{solver}-w{options.bits}{group}"
-        + ("-sym" if options.sym else "")
+        + ("-sym" if options.sym and options.layout != "mlx" else "")
         + composing.outside(options)
         + ("-mlx" if options.layout == "mlx" else "")
     )

@@ -70,7 +70,7 @@ def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `gptq-w4g128`."""
     group = "channel" if options.group_size == -1 else f"g{options.group_size}"
     layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
-    grid = f"w{options.bits}{group}" + ("" if options.sym else "-asym")
+    grid = f"w{options.bits}{group}" + ("" if options.sym or options.layout == "mlx" else "-asym")
     head = composing.outside(options)
     head += f"-a-{options.activations}" if options.activations != "16bit" else ""
     return f"{options.solver}-{grid}{head}{composing.suffix(options, 'transform')}{layout}"
