@@ -17,6 +17,7 @@ from quantkit.auto import run, show, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.capacity import devices
+from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.prepare import plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -91,8 +92,10 @@ def test_a_divergence_is_kept_within(auto):
 
 
 def test_a_size_holds_all_files(auto, tmp_path):
-    whole = auto("--bpw", "5", "-o", "whole", "--sensitivities", "table.json")["searched"]["disk_bytes"]
-    found = auto("--max-size", f"{whole}", "-o", "sized", "--sensitivities", "table.json")
+    asked = ["--sensitivities", "table.json", "--head", "4"]
+    whole = auto("--bpw", "5", "-o", "whole", *asked)["searched"]["disk_bytes"]
+    found = auto("--max-size", f"{whole}", "-o", "sized", *asked)
+    assert open_checkpoint(str(tmp_path / "sized")).is_quantized("lm_head.weight")
     assert found["searched"]["disk_bytes"] <= whole
     assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole
 

@@ -32,7 +32,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.text.calibration import hold_out
 
-DEFAULTS = {"quant.solver": AutoOptions.solver, "quant.target": AutoOptions.target}
+DEFAULTS = {f"quant.{name}": getattr(AutoOptions, name) for name in ("solver", "target", "head")}
 STATISTICS_TOKENS = 32768  # tokens for Hessians
 # Rounding hidden states to 16 bit adds divergence: on the bundled model as much as 4 bit weights do, which
 # hides the gain of more bits.
@@ -92,7 +92,7 @@ class Auto:
         import yaml
 
         options = self.request.options
-        changed = {"quant.solver": options.solver, "quant.target": options.target}
+        changed = {key: getattr(options, key.partition(".")[2]) for key in DEFAULTS}
         changed = {key: value for key, value in changed.items() if value != DEFAULTS[key]}
         if self.held_out:
             changed["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out

@@ -48,6 +48,7 @@ class AutoOptions:
         names=SEARCHED_BY,
     )
     target: str = composing.shared("target")
+    head: int = composing.shared("head")
     search_tokens: int = option(4096, "Calibration tokens that the search measures divergences on.")
     search_streams: int = option(
         64, "Largest number of hidden-state streams in memory, one for each tried choice of bits."
@@ -80,6 +81,8 @@ class AutoOptions:
             what = "no budget is given" if not budgets else f"{len(budgets)} budgets are given"
             raise QuantkitError(what, "give --bpw 4.25, --max-size 4GB, --max-kld 0.02 or --gpu NAME", USAGE)
         Question(gpu=self.gpu, batch=self.batch).check()
+        if self.head and self.engine == "llama.cpp":
+            raise QuantkitError("--engine llama.cpp searches the head as well", "leave out --head", USAGE)
         for name in ("bpw", "max_kld", "search_tokens", "search_streams"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
