@@ -299,6 +299,7 @@ LOADS = [
     ({"layout": {"mlx"}, "form": {"mlx"}}, "mlx-lm"),
     ({"layout": {"mlx"}, "form": {"mlx"}, "experts": {True}}, "mlx-lm"),
     (CT | {"form": {"nvfp4"}}, "transformers"),
+    ({"layout": {"modelopt"}, "form": {"nvfp4"}}, ""),
     (CT | {"form": {"nvfp4"}, "experts": {True}}, ""),
     (CT | {"form": {"mxfp4"}}, "transformers"),
     (CT | {"form": {"mxfp4"}, "experts": {True}}, "transformers"),

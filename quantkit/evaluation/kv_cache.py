@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation import kv_rounding
 from quantkit.evaluation.kv_rounding import KvRounding
+from quantkit.layouts import Layout
 from quantkit.models import kv_types
 from quantkit.models.skeleton import Skeleton
 
@@ -75,11 +76,12 @@ def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Ten
     """Return the calibrated scales stored in a checkpoint, as compressed-tensors and vLLM use them: {(block,
     name of the attention in the block): (k_scale, v_scale)}."""
     found, checkpoint = {}, skeleton.checkpoint
+    keys, values = (checkpoint.layout or Layout).cache_scales
     for index, block in enumerate(skeleton.names.stored_blocks):
-        inside = (name.removesuffix(".k_scale") for name in checkpoint.infos if name.endswith(".k_scale"))
+        inside = (name.removesuffix(f".{keys}") for name in checkpoint.infos if name.endswith(f".{keys}"))
         for owner in inside:
-            if owner.startswith(block) and f"{owner}.v_scale" in checkpoint.infos:
-                scales = (checkpoint.load(f"{owner}.{part}").float() for part in ("k_scale", "v_scale"))
+            if owner.startswith(block) and f"{owner}.{values}" in checkpoint.infos:
+                scales = (checkpoint.load(f"{owner}.{part}").float() for part in (keys, values))
                 found[index, owner.removeprefix(block)] = tuple(scales)
     return found
 

@@ -7,7 +7,7 @@ of serving engines: Micikevicius et al. 2022, arXiv:2209.05433; blocks: DeepSeek
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,6 +20,7 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8 = 448.0
 SMALLEST_NORMAL = 2.0**-6  # that is normal: below, levels lie as far apart as there
 NAN, UPPER_EXPONENT = 0x7F, 0x4000  # of a byte without its sign; the first bit of a float16's exponent
+WHOLE = 1 << 31  # more rows than a matrix has: all of them share a scale
 STRETCHES = tuple(1 + k / 16 for k in range(16))  # of a scale; twice as large it is the same one level down
 EXPONENT, SHIFT, HALF = 0x7F800000, 20 << 23, 0x400000  # bits of a float32; 20 of its 23 digits are cut off
 
@@ -35,15 +36,16 @@ class Float8Params:
 class Float8Grid(Grid):
     """The 254 finite values of e4m3, times a scale.
 
-    rows: number of rows that share a scale; 0 if unknown, for decoded weights. search: try scales by which
-    the largest weight becomes 448 or less, and use the one with the least error. scale_dtype: dtype in which
-    scales are stored.
+    rows: number of rows that share a scale; WHOLE for all. search: try scales by which the largest weight
+    becomes 448 or less, and use the one with the least error. scale_dtype: dtype in which scales are stored.
+    scale: of all matrices; None: each has its own. Linears that engines fuse share that of WHOLE matrices.
     """
 
     group_size: int
     rows: int = 1
     search: bool = False
     scale_dtype: str = "bfloat16"
+    scale: float | None = None
     bits = 8
 
     @property
@@ -55,6 +57,16 @@ class Float8Grid(Grid):
     def spans_matrix(self) -> bool:
         return self.rows > 1
 
+    @property
+    def joint(self) -> bool:
+        return self.rows == WHOLE and self.scale is None
+
+    def together(self, weights: Sequence[Tensor]) -> Float8Grid:
+        """Return a copy with one scale for all of `weights [out_k, in]`, if it spans whole matrices."""
+        if not self.joint:
+            return self
+        return replace(self, scale=float(self.fit_matrix(torch.cat(tuple(weights))).scale[0, 0]))
+
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
         """Return scales `[rows]`, one for each row of `weight [rows, group_size]`."""
         if not self.search:
@@ -65,9 +77,12 @@ class Float8Grid(Grid):
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
         """Return scales `[out, groups]` for `weight [out, in]`; the rows of a block have the same scale."""
+        if self.scale is not None:
+            return Float8Params(weight.new_full((len(weight), 1), self.scale))
         if self.rows == 1:
             return matrix(self.fit(weight.reshape(-1, self.group_size)), len(weight))
-        blocks = pad(weight, (0, 0, 0, -len(weight) % self.rows)).unflatten(0, (-1, self.rows))
+        rows = min(self.rows, len(weight))
+        blocks = pad(weight, (0, 0, 0, -len(weight) % rows)).unflatten(0, (-1, rows))
         blocks = blocks.unflatten(2, (-1, self.group_size)).transpose(1, 2)  # [.., groups, rows, columns]
         if self.search:
             scale = torch.stack([self._searched(row, None) for row in blocks])
@@ -77,7 +92,7 @@ class Float8Grid(Grid):
 
     def _over_rows(self, scale: Tensor, out_features: int) -> Tensor:
         """Return the scales of blocks, repeated for each of their rows."""
-        return scale.repeat_interleave(self.rows, 0)[:out_features]
+        return scale.repeat_interleave(min(self.rows, out_features), 0)[:out_features]
 
     def _scale(self, peak: Tensor) -> Tensor:
         """Return the stored scale by which `peak` becomes 448; epsilon for a peak of 0."""
@@ -156,7 +171,7 @@ class Float8Grid(Grid):
 
     def floats(self, params: Float8Params) -> dict[str, Tensor]:
         """Return the scales `[out / rows, groups]`."""
-        return {"scale": params.scale[:: self.rows]} if self.rows else super().floats(params)
+        return {"scale": params.scale[:: self.rows]}
 
     def with_floats(self, params: Float8Params, floats: Mapping[str, Tensor]) -> Float8Params:
         """Return parameters with the scale of each block repeated over its rows."""
@@ -168,7 +183,7 @@ class Float8Grid(Grid):
 
     def describe(self) -> str:
         """Return `float8 e4m3, groups of 768`, or `blocks of 128 × 128` if rows share a scale."""
-        if self.rows > 1:
+        if 1 < self.rows < WHOLE:
             return f"float8 e4m3, blocks of {self.rows} × {self.group_size}"
         return f"float8 e4m3, groups of {self.group_size}"
 

@@ -6,8 +6,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from quantkit import layouts
+from quantkit.errors import QuantkitError
 from quantkit.inspection import clients, integrity
 from quantkit.inspection.names import (
     is_linear,
@@ -165,13 +168,14 @@ def _inputs(config: Mapping[str, Any]) -> str | None:
     if config.get("load_in_8bit"):
         threshold = _positive(config.get("llm_int8_threshold", 6.0))
         return f"int8, columns that reach {threshold:g} in 16 bit" if threshold else "int8"
+    with suppress(QuantkitError):
+        form = getattr(layouts.detect({"quantization_config": config}), "form", None)
+        if form and (entry := form.activations()):
+            return _scaled(entry)
     for group in _groups(config):
         if isinstance(entry := group.get("input_activations"), dict):
             return _scaled(entry)
-    scheme, block = config.get("activation_scheme"), config.get("weight_block_size")
-    if config.get("quant_method") == "fp8" and scheme == "dynamic" and isinstance(block, list) and block:
-        return f"float8, groups of {block[-1]}"
-    return str(scheme) if scheme else None
+    return str(config["activation_scheme"]) if config.get("activation_scheme") else None
 
 
 def _scaled(entry: Mapping[str, Any]) -> str:

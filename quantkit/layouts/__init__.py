@@ -101,7 +101,8 @@ class Layout(ABC):
     block, such as routers, as linears unless `outside` names them. floats: suffixes with floating-point
     parameters. needs: statistics of inputs that the layout stores (see SiteStatistics). rounds_inputs:
     `module` quantizes inputs of some linears. optional: suffixes that may be absent. texts: suffixes whose
-    length `tensors` estimates. outside: matrices outside the blocks that clients read packed.
+    length `tensors` estimates. outside: matrices outside the blocks that clients read packed. cache_scales:
+    names in an attention of the scales of keys and values.
     """
 
     marker: str
@@ -117,6 +118,7 @@ class Layout(ABC):
     optional: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     outside: frozenset[str] = frozenset()
+    cache_scales = ("k_scale", "v_scale")
 
     def at(self, linear: str) -> Layout:
         """Return the layout of one linear in a stored checkpoint; itself if all linears share one layout."""

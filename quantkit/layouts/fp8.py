@@ -11,59 +11,31 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.layouts import Layout, LinearSpec, Table
+from quantkit.errors import UNSUPPORTED, require
+from quantkit.layouts import LinearSpec
+from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
+from quantkit.layouts.compressed_tensors.forms import Numbers
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-    from quantkit.grids.grid import QuantizedWeight
 
 NAME = "fp8"
 
 
 @dataclass(frozen=True)
-class Fp8Layout(Layout):
-    """block: rows and columns that share a scale."""
+class Fp8Layout(Renamed):
+    """form: has the rows and columns that share a scale. transformers misreads blocks with partial rows."""
 
-    block: int = 128
+    form: FloatQuantized = FloatQuantized(128)
     marker = "weight_scale_inv"
-    label = "float8"
     suffixes = ("weight", "weight_scale_inv")
     floats = ("weight_scale_inv",)
-    rounds_inputs = True
-
-    def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear does not fit; None if it does. transformers misreads partial blocks."""
-        if spec.conv1d:
-            return "its clients replace nn.Linear, not Conv1D"
-        if spec.out_features % self.block:
-            return f"out_features {spec.out_features} is not a multiple of {self.block}"
-        return None
-
-    def tensors(self, spec: LinearSpec) -> Table:
-        """Return the two tensors of one linear."""
-        table = FloatQuantized(self.block).tensors(spec)
-        return {"weight": table["weight"], "weight_scale_inv": ("F32", table["weight_scale"][1])}
-
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the two tensors of one linear."""
-        assert weight.column_group is None, "columns reordered across groups are not written"
-        tensors = FloatQuantized(self.block).encode(weight)
-        return {"weight": tensors["weight"], "weight_scale_inv": tensors["weight_scale"]}
-
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return the shape and the group size: the columns that share a scale."""
-        return FloatQuantized(self.block).sizes(parts)
-
-    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. Raises QuantkitError if the tensors do not fit each other."""
-        spec = self.checked_spec(tensors)
-        parts = {"weight": tensors["weight"], "weight_scale": tensors["weight_scale_inv"]}
-        return FloatQuantized(self.block).decode(parts, spec)
+    takes_matrices = False
+    own = {"weight_scale": "weight_scale_inv"}
+    whole_blocks = ("out_features",)
 
     def module(
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
@@ -71,10 +43,9 @@ class Fp8Layout(Layout):
     ) -> nn.Module:  # fmt: skip
         """Return a linear that rounds its inputs to e4m3."""
         from quantkit.layouts.compressed_tensors.activations import QuantizedInputLinear
-        from quantkit.layouts.compressed_tensors.forms import Numbers
 
         weight = self.values(tensors) if values is None else values
-        size = math.gcd(self.block, weight.shape[1])
+        size = math.gcd(self.form.block, weight.shape[1])
         numbers = Numbers(8, "float", True, "group", group_size=size, dynamic=True)
         return QuantizedInputLinear(weight, bias, numbers, exact=True)
 
@@ -85,7 +56,7 @@ class Fp8Layout(Layout):
             "quant_method": NAME,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [self.block, self.block],
+            "weight_block_size": [self.form.block, self.form.block],
             "modules_to_not_convert": ["lm_head", *outside, *kept],
         }
 
@@ -97,11 +68,8 @@ def detect(config: dict) -> Fp8Layout | None:
     block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
     experts = config.get("expert_dtype", "fp8")
     square = isinstance(block, list) and len(block) == 2 and type(block[0]) is int and block[0] > 0
-    if not square or block[0] != block[1] or (scheme, experts) != ("dynamic", "fp8"):
-        raise QuantkitError(
-            f"quantization 'fp8' with weight_block_size {block!r}, activation_scheme {scheme!r} and "
-            f"expert_dtype {experts!r} is not supported",
-            hint="quantkit reads square blocks with dynamic activations, as DeepSeek publishes them",
-            exit_code=UNSUPPORTED,
-        )
-    return Fp8Layout(block[0])
+    known = square and block[0] == block[1] and (scheme, experts) == ("dynamic", "fp8")
+    what = f"weight_block_size {block!r}, activation_scheme {scheme!r} and expert_dtype {experts!r}"
+    hint = "quantkit reads square blocks with dynamic activations, as DeepSeek publishes them"
+    require(known, f"quantization 'fp8' with {what} is not supported", hint, UNSUPPORTED)
+    return Fp8Layout(FloatQuantized(block[0]))

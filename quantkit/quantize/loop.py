@@ -224,7 +224,7 @@ class _Loop:
             self._advance(measured.outputs())
             if original:
                 self.originals.advance(original.leaving)
-        parts.add(cache_peaks.scales(caches, block.rows.values()))
+        parts.add(cache_peaks.scales(caches, block.rows.values(), self.method.layout.cache_scales))
         names = [block.rows[name].name for site in block.chosen for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])

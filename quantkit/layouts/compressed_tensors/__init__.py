@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from quantkit.grids.grid import QuantizedWeight
 
 NAME = "compressed-tensors"
+WIDE = {"BF16": "F32"}
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,58 @@ class CompressedTensorsLayout(Layout):
                 for index, (form, targets) in enumerate(groups.items())
             },
         }
+
+
+@dataclass(frozen=True)
+class Renamed(CompressedTensorsLayout):
+    """Base of layouts with other names and float32 scales. own: names that differ, by those of the form.
+    whole_blocks: sides of a matrix that have no partial blocks."""
+
+    code_part = "weight"
+
+    def check(self, spec: LinearSpec) -> str | None:
+        """Return why the form cannot hold a linear; None when it can."""
+        block = getattr(self.form, "block", None) or 1
+        partial = [side for side in self.whole_blocks if getattr(spec, side) % block]
+        if partial:
+            return f"{partial[0]} {getattr(spec, partial[0])} is not a multiple of {block}"
+        return "its clients replace nn.Linear, not Conv1D" if spec.conv1d else self.form.check(spec)
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Return the tensors of one linear."""
+        table = self.form.tensors(spec).items()
+        return {self.own.get(part, part): (WIDE.get(dtype, dtype), shape) for part, (dtype, shape) in table}
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return the tensors of one linear."""
+        found = {self.own.get(part, part): tensor for part, tensor in super().encode(weight).items()}
+        table = self.tensors(self.sizes(found))
+        return {part: tensor.view(table[part][1]) for part, tensor in found.items()}
+
+    def translated(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors under the names and in the shapes of the form."""
+        table = self.form.tensors(self.checked_spec(tensors)).items()
+        return {part: tensors[self.own.get(part, part)].reshape(shape) for part, (_, shape) in table}
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Invert `encode` exactly. Raises QuantkitError if the tensors do not fit each other."""
+        return self.form.decode(self.translated(tensors), self.sizes(tensors))
+
+    def module(
+        self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
+        products: bool = False,
+    ) -> nn.Module | None:  # fmt: skip
+        """Return a linear that quantizes its inputs; None if the form does not quantize inputs."""
+        values = self.values(tensors) if values is None and self.form.activations() else values
+        return super().module(self.translated(tensors), bias, values)
+
+    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """See `Layout.checked_spec`."""
+        return checked_spec(parts, self)
+
+    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+        """Return the shape and the group size."""
+        return self.form.sizes({self.form.CODES[0]: parts[self.code_part]})
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:

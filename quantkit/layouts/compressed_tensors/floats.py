@@ -24,8 +24,8 @@ class FloatQuantized(Form):
     """float-quantized: 8-bit floats, usually for inputs too (FP8, FP8_DYNAMIC, FP8_BLOCK).
 
     `weight` float8 e4m3 `[out, in]`; `weight_scale` bfloat16, `[out, 1]` per row or `[out / 128, in / 128]`
-    per square (sizes rounded up); `input_scale` bfloat16 `[1]` if static. One scale for a whole tensor can be
-    read, but not written.
+    per square (sizes rounded up); `input_scale` bfloat16 `[1]` if static. One scale for a whole tensor is
+    `[1]`; only the layout modelopt writes it.
 
     block: rows and columns that share a scale; None: one scale per row. static: one scale of the inputs per
     linear, from calibration text; otherwise each token, or each `block` columns of a token, get a scale at
@@ -71,24 +71,24 @@ class FloatQuantized(Form):
         from quantkit.grids.float8 import FLOAT8, LARGEST_FLOAT8
 
         grid = weight.grid
-        scale = weight.params.scale[:: grid.rows or None].to(grid.stored)
+        scale = weight.params.scale[:: grid.rows].to(grid.stored)
         scale = scale.view(1) if self.whole else scale.contiguous()
         tensors = {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": scale}
         if self.static:
-            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST_FLOAT8)
+            tensors["input_scale"] = _input_scale(weight.input_peak, LARGEST_FLOAT8, grid.stored)
         return tensors
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
         """Return codes and scales."""
         import torch
 
-        from quantkit.grids.float8 import LARGEST_FLOAT8, Float8Grid, Float8Params
+        from quantkit.grids.float8 import LARGEST_FLOAT8, WHOLE, Float8Grid, Float8Params
         from quantkit.grids.grid import QuantizedWeight
 
         weight, stored = tensors["weight"], tensors["weight_scale"]
-        rows = 0 if self.whole else self.block or 1
+        rows = WHOLE if self.whole else self.block or 1
         scale = stored.float().reshape(1, 1) if self.whole else stored.float()
-        scale = scale.repeat_interleave(rows or len(weight), 0)[: len(weight)]
+        scale = scale.repeat_interleave(min(rows, len(weight)), 0)[: len(weight)]
         group = column_groups(tensors, "weight", None, spec, weight.device)
         grid = Float8Grid(spec.grid.group_size, rows, scale_dtype=str(stored.dtype).removeprefix("torch."))
         peak = tensors["input_scale"].float().view(()) * LARGEST_FLOAT8 if "input_scale" in tensors else None
@@ -106,8 +106,8 @@ class FloatQuantized(Form):
         return described(8, "float", "group" if self.block else "token", self.block, True, None)
 
 
-def _input_scale(peak: Tensor | None, most: float) -> Tensor:
-    """Return the stored scale of inputs, `[1]`; epsilon if all inputs are zero.
+def _input_scale(peak: Tensor | None, most: float, dtype: Any) -> Tensor:
+    """Return the stored scale of inputs, `[1]` of a torch dtype; epsilon if all inputs are zero.
 
     Raises QuantkitError if no token of the calibration text reached the linear.
     """
@@ -119,8 +119,8 @@ def _input_scale(peak: Tensor | None, most: float) -> Tensor:
             "leave out --static, or keep such linears in 16 bit with --exclude",
             UNSUPPORTED,
         )
-    stored = (peak / most).to(torch.bfloat16).view(1)
-    return torch.where(stored == 0, torch.finfo(torch.bfloat16).eps, stored)
+    stored = (peak.float() / most).to(dtype).view(1)
+    return torch.where(stored == 0, torch.finfo(dtype).eps, stored)
 
 
 @dataclass(frozen=True)
@@ -245,8 +245,8 @@ class NvFp4Packed(MxFp4Packed):
         divisor = weight.params.divisor.flatten()[:1].float().clone()
         tensors = super().encode(weight) | {"weight_global_scale": divisor}
         if self.quantize_inputs:
-            peak = weight.input_peak.float().view(1)
-            tensors["input_global_scale"] = (FP4_MOST / peak).nan_to_num(1.0, 1.0, 1.0)
+            peak = _input_scale(weight.input_peak, 1.0, divisor.dtype)
+            tensors["input_global_scale"] = FP4_MOST / peak
         return tensors
 
     def _scales(self, weight: QuantizedWeight) -> Tensor:

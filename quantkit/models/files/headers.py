@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, require
-from quantkit.layouts import quantization_of
+from quantkit.layouts import modelopt, quantization_of
 from quantkit.models.files import hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.files.untrusted import SMALL_BYTES
@@ -45,7 +45,7 @@ MANIFEST_SCHEMA = {  # as far as it is read again
 }
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
     CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
-    INDEX, MANIFEST,
+    INDEX, MANIFEST, modelopt.FILE,
 )  # fmt: skip
 HUB_SECONDS = 30.0  # for the hub to answer in
 
@@ -175,7 +175,7 @@ def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
     if errors and not infos:
         raise errors[0]
     found.problems.extend(error.message for error in errors)
-    return replace(found, config=config, infos=infos)
+    return replace(found, config=modelopt.completed(config, found.json), infos=infos)
 
 
 # ---- the hub
@@ -204,7 +204,8 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
         hint = download or "choose a repository that does"
         raise QuantkitError(f"{repo} holds no safetensors{named}", hint, UNSUPPORTED)
     found = Contents(repo, "safetensors", files, {}, infos or {}, fetch)
-    return replace(found, config=read_json(fetch(CONFIG)) if strict else found.json(CONFIG) or {})
+    config = read_json(fetch(CONFIG)) if strict else found.json(CONFIG) or {}
+    return replace(found, config=modelopt.completed(config, found.json))
 
 
 def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict[str, TensorInfo] | None:

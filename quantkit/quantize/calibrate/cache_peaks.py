@@ -7,7 +7,7 @@ quantize them there.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -44,15 +44,15 @@ def _larger(peak: Tensor | None, states: Tensor) -> Tensor:
     return found if peak is None else torch.maximum(peak, found)
 
 
-def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec]) -> dict[str, Tensor]:
-    """Return `k_scale` and `v_scale`, bfloat16 `[1]`, by stored name: the peaks divided by e4m3's largest
-    value. rows: linears of the block."""
+def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec], names: Sequence[str]) -> dict[str, Tensor]:
+    """Return the scales of keys and values, bfloat16 `[1]`, by stored name: the peaks divided by e4m3's
+    largest value. rows: linears of the block. names: of the two scales in an attention."""
     first = next(iter(rows))
     block = first.name.removesuffix(first.local)
     return {
         f"{block}{place}.{name}": (distributed.largest_(peak) / LARGEST_FLOAT8).to(torch.bfloat16).view(1)
         for place, peaks in found.items()
-        for name, peak in (("k_scale", peaks.keys), ("v_scale", peaks.values))
+        for name, peak in zip(names, (peaks.keys, peaks.values), strict=True)
         if peak is not None
     }
 

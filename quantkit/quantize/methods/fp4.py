@@ -1,4 +1,4 @@
-"""fp4: 4-bit floats in groups of 16 (NVFP4) or 32 (MXFP4), by error feedback; compressed-tensors or MLX."""
+"""fp4: 4-bit floats in groups of 16 (NVFP4) or 32 (MXFP4), by error feedback."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.layouts.mlx import MlxLayout
+from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, composing, refuse_override
 
@@ -37,10 +38,10 @@ class Options:
         False,
         "Round the inputs of linears to 4 bits, too: more tokens per second in large batches, more loss.",
     )
-    layout: Literal["compressed-tensors", "mlx"] = option(
+    layout: Literal["compressed-tensors", "mlx", "modelopt"] = option(
         "compressed-tensors",
         "Layout on disk. compressed-tensors: transformers, vLLM. mlx: mlx-lm; nvfp4 then has no divisor, "
-        "which costs precision.",
+        "which costs precision. modelopt: NVIDIA's, for TensorRT-LLM and vLLM; nvfp4 only.",
     )
     search_scale: bool = option(
         True,
@@ -55,7 +56,7 @@ class Options:
 
 def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `nvfp4`."""
-    layout = "-mlx" if options.layout == "mlx" else ""
+    layout = "" if options.layout == "compressed-tensors" else f"-{options.layout}"
     return options.format + ("a4" if options.activations else "") + composing.suffix(options) + layout
 
 
@@ -64,12 +65,17 @@ def check(options: Options) -> None:
     composing.check(options)
     rounded = options.layout == "mlx" and options.activations
     require(not rounded, "--layout mlx stores no --activations", "leave one of them out", USAGE)
+    fits = options.layout != "modelopt" or options.format == "nvfp4"
+    hint = "leave out --format, or write --layout compressed-tensors"
+    require(fits, f"--layout modelopt holds nvfp4, not {options.format}", hint, USAGE)
 
 
 def layout(options: Options) -> Layout:
     """Return the layout."""
     if options.layout == "mlx":
         return MlxLayout(4, FORMATS[options.format].GROUP, options.format)
+    if options.layout == "modelopt":
+        return ModelOptLayout(NvFp4Packed(options.activations))
     return CompressedTensorsLayout(FORMATS[options.format](options.activations))
 
 

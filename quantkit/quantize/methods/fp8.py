@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, require
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.fp8 import Fp8Layout
+from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
 from quantkit.quantize.methods import Work, composing, refuse_override
 
@@ -54,16 +55,18 @@ class Options:
     refine: int = composing.shared("refine")
     target: str = composing.shared("target")
     transform: str = composing.shared("transform")
-    layout: Literal["compressed-tensors", "deepseek"] = option(
+    layout: Literal["compressed-tensors", "deepseek", "modelopt"] = option(
         "compressed-tensors",
         "Layout on disk: compressed-tensors loads in vLLM, SGLang and transformers; deepseek is "
-        "DeepSeek-V3's own, in blocks of 128.",
+        "DeepSeek-V3's own, in blocks of 128; modelopt is NVIDIA's, for TensorRT-LLM and vLLM, and with "
+        "--static has one scale for a matrix.",
     )
 
 
 def suffix(options: Options) -> str:
     """Return the end of the derived output name, such as `fp8-block`."""
     form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
+    form += "-modelopt" if options.layout == "modelopt" else ""
     static = "-static" if options.static else ""
     cache = "-kv" if options.kv_cache else ""
     return f"fp8{form}{static}{cache}{composing.suffix(options)}"
@@ -71,22 +74,13 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
-    if options.block not in (0, BLOCK):
-        raise QuantkitError(
-            f"--block {options.block}: no engine has kernels for such blocks", f"choose {BLOCK}, or 0", USAGE
-        )
-    if options.static and _block(options):
-        raise QuantkitError(
-            "--static gives all inputs of a linear one scale, blocks give 128 columns of a token one",
-            "leave out one of them; --static is for --layout compressed-tensors",
-            USAGE,
-        )
-    if options.kv_cache and options.layout == "deepseek":
-        raise QuantkitError(
-            "--kv-cache: DeepSeek's layout has no place for scales of a cache",
-            "use --layout compressed-tensors",
-            USAGE,
-        )
+    what = f"--block {options.block}: no engine has kernels for such blocks"
+    require(options.block in (0, BLOCK), what, f"choose {BLOCK}, or 0", USAGE)
+    what = "--static gives all inputs of a linear one scale, blocks give 128 columns of a token one"
+    hint = "leave out one of them; --static is for --layout compressed-tensors and modelopt"
+    require(not (options.static and _block(options)), what, hint, USAGE)
+    what = "--kv-cache: DeepSeek's layout has no place for scales of a cache"
+    require(not options.kv_cache or options.layout != "deepseek", what, "choose another --layout", USAGE)
     composing.check(options)
 
 
@@ -98,8 +92,9 @@ def layout(options: Options) -> Layout:
     """Return the layout."""
     if options.layout == "deepseek":
         return Fp8Layout()
-    form = FloatQuantized(_block(options), options.static)
-    return CompressedTensorsLayout(form, cache=options.kv_cache)
+    kind = ModelOptLayout if options.layout == "modelopt" else CompressedTensorsLayout
+    whole = options.static and kind is ModelOptLayout
+    return kind(FloatQuantized(_block(options), options.static, whole), cache=options.kv_cache)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:
@@ -110,8 +105,9 @@ def width(options: Options, in_features: int, override: Override | None = None) 
 
 def grid(options: Options, width: Width, name: str) -> Float8Grid:
     """Return the grid of a linear."""
-    from quantkit.grids.float8 import Float8Grid
+    from quantkit.grids.float8 import WHOLE, Float8Grid
 
-    scales = "float32" if options.layout == "deepseek" else "bfloat16"
+    scales = "bfloat16" if options.layout == "compressed-tensors" else "float32"
     search = options.search_scale or options.solver != "rtn"
-    return Float8Grid(width.group_size, _block(options) or 1, search, scales)
+    rows = WHOLE if options.static and options.layout == "modelopt" else _block(options) or 1
+    return Float8Grid(width.group_size, rows, search, scales)

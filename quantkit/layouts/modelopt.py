@@ -1,0 +1,138 @@
+"""The layout of NVIDIA's ModelOpt, for TensorRT-LLM, SGLang, vLLM and Modular MAX: NVFP4 and FP8.
+
+Scales are float32: `[]` for one number, `[out]` for rows, `[out / 128, 1, in / 128, 1]` for blocks. NVFP4's
+`weight_scale_2` and `input_scale` are factors, where compressed-tensors stores divisors. Format:
+nvidia-modelopt 0.47 `torch/export` (`quant_utils.py`, `convert_hf_config.py`); vLLM's `modelopt.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from quantkit.errors import UNSUPPORTED, require
+from quantkit.layouts import LinearSpec, Table, damaged
+from quantkit.layouts.compressed_tensors import Renamed
+from quantkit.layouts.compressed_tensors.floats import FloatQuantized, NvFp4Packed
+from quantkit.layouts.compressed_tensors.forms import Form
+from quantkit.layouts.compressed_tensors.schemes import Scheme, numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from quantkit.grids.grid import QuantizedWeight
+
+NAME = "modelopt"
+FILE = "hf_quant_config.json"
+PRODUCER = {"name": NAME, "version": "0.47.0", "written_by": "quantkit"}  # vLLM looks for this name
+FORMS: dict[str, Form] = {  # by quant_algo
+    "FP8": FloatQuantized(static=True, whole=True),
+    "FP8_PER_CHANNEL_PER_TOKEN": FloatQuantized(),
+    "fp8_pb_wo": FloatQuantized(128),  # "weights only", but engines round inputs
+    "NVFP4": NvFp4Packed(quantize_inputs=True),
+    "W4A16_NVFP4": NvFp4Packed(),
+}
+GROUPED = ("FP8", "NVFP4", "W4A16_NVFP4")  # ModelOpt writes no config_groups for the others
+FLOAT8_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
+FACTORS = {"weight_global_scale": "weight_scale_2", "input_global_scale": "input_scale"}  # by divisors
+
+
+@dataclass(frozen=True)
+class ModelOptLayout(Renamed):
+    """A form of FORMS, or those of a stored configuration."""
+
+    form: Form = NvFp4Packed()
+    suffixes = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    optional = ("input_scale",)
+    cache_scales = ("k_proj.k_scale", "v_proj.v_scale")
+    own = {"weight_packed": "weight"} | FACTORS
+    whole_blocks = ("out_features", "in_features")
+
+    def tensors(self, spec: LinearSpec) -> Table:
+        """Return the two to four tensors of one linear."""
+        found = super().tensors(spec)
+        if isinstance(self.form, FloatQuantized):
+            dtype, shape = found["weight_scale"]
+            found["weight_scale"] = dtype, (shape[0], 1, shape[1], 1) if self.form.block else shape[:1]
+        return {part: (dtype, () if shape == (1,) else shape) for part, (dtype, shape) in found.items()}
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return the two to four tensors of one linear."""
+        found = super().encode(weight)
+        factors = FACTORS.values() if "weight_scale_2" in found else ()
+        return {part: 1 / tensor if part in factors else tensor for part, tensor in found.items()}
+
+    def translated(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors as the form stores them. Raises QuantkitError unless factors are above 0."""
+        found = super().translated(tensors)
+        for part in found.keys() & FACTORS.keys():
+            if not 0 < found[part].item() < math.inf:
+                raise damaged(tensors, f"{FACTORS[part]} is {found[part].item():g}, not above 0")
+            found[part] = 1 / found[part].float()
+        return found
+
+    def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """Invert `encode` exactly. If `weight_scale_2` is no power of two, as ModelOpt writes it, the scales
+        become products, rounded as there. Raises QuantkitError if the tensors do not fit each other."""
+        weight = super().decode(tensors)
+        factor = tensors["weight_scale_2"].float() if "weight_scale_2" in tensors else 1.0
+        if math.frexp(factor)[0] == 0.5:
+            return weight
+        params = weight.params
+        return replace(weight, params=replace(params, scale=params.scale * factor, divisor=params.divisor**0))
+
+    def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
+        """Return `quantization_config`."""
+        told, stored = self.form.weights(), self.files(specs, outside)[FILE]["quantization"]
+        entry = {key: told[key] for key in (*FLOAT8_CACHE, "group_size") if told[key] is not None}
+        inputs = {"input_activations": entry} if self.form.activations() else {}
+        groups = {"group_0": inputs | {"weights": entry, "targets": ["Linear"]}}
+        found = {"config_groups": groups} if stored["quant_algo"] in GROUPED else {}
+        found |= {"ignore": stored["exclude_modules"], "quant_algo": stored["quant_algo"]}
+        found |= {"kv_cache_scheme": FLOAT8_CACHE} if self.cache else {}
+        return found | {"producer": PRODUCER, "quant_method": NAME}
+
+    def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
+        """Return hf_quant_config.json. Engines match `exclude_modules` as shells match names of files."""
+        head = [] if any(spec.head for spec in specs) else ["lm_head"]
+        kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
+        told = {
+            "quant_algo": next(algo for algo, form in FORMS.items() if form == self.form),
+            "kv_cache_quant_algo": "FP8" if self.cache else None,
+            **({"group_size": self.form.GROUP} if isinstance(self.form, NvFp4Packed) else {}),
+            "exclude_modules": [*head, *(name for one in outside for name in (one, f"{one}.*")), *kept],
+        }
+        return {FILE: {"producer": PRODUCER, "quantization": told}}
+
+
+def completed(config: dict, read: Callable[[str], dict | None]) -> dict:
+    """Return config.json, with `quantization_config` from hf_quant_config.json if config.json has none, as in
+    ModelOpt's older exports. read: returns the contents of a JSON file by name; None if it is absent."""
+    stored = None if "quantization_config" in config else read(FILE)
+    if not stored or not isinstance(told := stored.get("quantization", stored), dict):
+        return config
+    cache = {"kv_cache_scheme": told.get("kv_cache_quant_algo")}
+    return config | {"quantization_config": cache | told | {"quant_method": NAME}}
+
+
+def detect(config: dict) -> ModelOptLayout | None:
+    """Return the layout that a stored configuration describes; None for other layouts."""
+    if not str(config.get("quant_method")).startswith(NAME):
+        return None
+    layers, algos = config.get("quantized_layers"), {"Linear": config.get("quant_algo")}
+    if algos["Linear"] == "MIXED_PRECISION" and isinstance(layers, dict):  # experts by the module around them
+        names = {name: rf"re:{re.escape(name)}\." if name.endswith("experts") else name for name in layers}
+        algos = {names[name]: row.get("quant_algo") for name, row in layers.items() if isinstance(row, dict)}
+    known, cache = {algo.upper(): form for algo, form in FORMS.items()}, config.get("kv_cache_scheme")
+    targets = {name: known.get(str(algo).upper()) for name, algo in algos.items()}
+    wrong = [f"quant_algo {algo!r}" for name, algo in algos.items() if not targets[name]]
+    wrong += [f"KV cache {cache!r}"] * (cache not in (None, "FP8", FLOAT8_CACHE))
+    what = f"ModelOpt's {(wrong or ['quantized_layers'])[0]} is not supported"
+    hint = f"quantkit reads {', '.join(FORMS)}, and of caches 8-bit floats"
+    require(targets and not wrong, what, hint, UNSUPPORTED)
+    inputs = {form: numbers("activations", told) for form in targets.values() if (told := form.activations())}
+    schemes = tuple((name, Scheme(form, inputs.get(form))) for name, form in targets.items())
+    return ModelOptLayout([*inputs, *targets.values()][0], schemes)
