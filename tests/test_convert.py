@@ -192,7 +192,8 @@ def test_what_would_change_is_refused_by_name(made, tmp_path):
 
     mixed = made("gptq", RUN | MIXED, **OPTIONS)
     assert "awq cannot hold 4 linears" in (text := refused(mixed, "awq"))
-    assert "awq holds 4 bit, not 8: lm_head, model.layers.0.mlp.down_proj" in text and "layout" not in text
+    assert "awq holds 4 bit, not 8: model.layers.0.mlp.down_proj" in text and "layout" not in text
+    assert "a head, which its clients read in 16 bit: lm_head;" in text
     asymmetric = made("gptq", **OPTIONS | {"sym": False, "head": 0})
     assert "its groups, scales or offsets do not fit" in refused(asymmetric, "mlx")
     assert "its groups, scales or offsets do not fit" in refused(asymmetric, "q4_0")

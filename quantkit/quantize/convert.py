@@ -52,6 +52,7 @@ from quantkit.quantize.staging.folder import Staging, disk_errors
 SHARD_BYTES = int(RunOptions.max_shard_gb * 1e9)
 FOLDERS = ("gptq", "awq", "compressed-tensors", "mlx")
 TO = (*FOLDERS, *integers.FILES)
+HEAD = "a head, which its clients read in 16 bit"
 READ, PACKED, WRITTEN = "reading the linears", "packing the linears", "checking the linears that were written"
 
 
@@ -139,14 +140,13 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         if staging.is_done(index):
             continue
         weight = _weight(checkpoint, row)
-        if reason := layout.check(replace(row, grid=_grid(to, row.grid))):
+        bare = row.head and "head" not in layout.outside
+        if reason := HEAD if bare else layout.check(replace(row, grid=_grid(to, row.grid))):
             refused[row.name] = reason.partition(": ")[0]  # then comes advice about a job's options
             continue
         parts = _encoded(layout.of_job([row]).at(row.name), to, weight)
         if _same(weight, layout.of_job([row]).at(row.name).decode(parts)):
-            staging.save(
-                index, {f"{row.name}.{part}": tensor.contiguous() for part, tensor in parts.items()}, []
-            )
+            staging.save(index, {f"{row.name}.{part}": t.contiguous() for part, t in parts.items()}, [])
         else:
             refused[row.name] = "its groups, scales or offsets do not fit"
     if refused:

@@ -28,6 +28,7 @@ class GgmlLayout(Layout):
     suffixes = ("ggml", "ggml_type", "ggml_scale")
     floats = ("ggml",)
     optional = ("ggml_type", "ggml_scale")
+    outside = frozenset({"head", "embedding"})
     fused = False
 
     def check(self, spec: LinearSpec) -> str | None:
