@@ -50,8 +50,9 @@ from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 
 SHARD_BYTES = int(RunOptions.max_shard_gb * 1e9)
-FOLDERS = ("gptq", "awq", "compressed-tensors", "mlx")
-TO = (*FOLDERS, *integers.FILES)
+FROM = ("gptq", "awq", "compressed-tensors")
+TO = (*FROM, "mlx", *integers.FILES)
+ANEW = "quantize the original model for this layout"
 HEAD = "a head, which its clients read in 16 bit"
 READ, PACKED, WRITTEN = "reading the linears", "packing the linears", "checking the linears that were written"
 
@@ -68,14 +69,10 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
     checkpoint = open_checkpoint(source)
     stored = quantization_of(checkpoint.raw_config).get("quant_method")
     what = f"{source} is in the layout {stored}" if checkpoint.quantized else f"{source} is not quantized"
-    readable = stored in ("gptq", "awq", "compressed-tensors") and checkpoint.folder.is_dir()
-    require(
-        readable, what, "convert reads folders in the gptq, awq and compressed-tensors layouts", UNSUPPORTED
-    )
+    readable = stored in FROM and checkpoint.folder.is_dir()
+    require(readable, what, f"convert reads folders in the layouts {', '.join(FROM)}", UNSUPPORTED)
     what = f"{source} also rounds the inputs of linears, which convert does not keep"
-    require(
-        not checkpoint.layout.rounds_inputs, what, "quantize the original model for this layout", UNSUPPORTED
-    )
+    require(not checkpoint.layout.rounds_inputs, what, ANEW, UNSUPPORTED)
     staging = Staging(output, one_file=to in integers.FILES)
     may_replace.check_source(output, checkpoint.folder)
     staging.check(True, overwrite)
@@ -97,14 +94,13 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
             if error.exit_code == UNSUPPORTED:
                 staging.discard()  # it would be refused again
             raise
-    packed = [row for row in material.specs if row.grid]
     return {
         "schema": "quantkit.convert/1",
         "source": source,
         "output": str(output),
         "from": stored,
         "to": to,
-        "linears": len(packed),
+        "linears": len([row for row in material.specs if row.grid]),
         "source_bytes": checkpoint.stored_bytes,
         "output_bytes": open_checkpoint(str(output)).stored_bytes,
     }
@@ -154,7 +150,7 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         named = {why: name_all(sorted(n for n in refused if refused[n] == why)) for why in reasons}
         why = "; ".join(f"{reason}: {names}" for reason, names in named.items())
         message = f"{to} cannot hold {count(len(refused), 'linear')} of {checkpoint.source} exactly: {why}"
-        raise QuantkitError(message, "quantize the original model for this layout", UNSUPPORTED)
+        raise QuantkitError(message, ANEW, UNSUPPORTED)
     kept = {} if staging.one_file else kept  # a GGUF file has the type of each tensor
     specs = [replace(r, grid=r.grid and _grid(to, r.grid), kept=kept.get(r.name)) for r in specs]
     return Material(skeleton, specs, layout.of_job(specs), staging, SHARD_BYTES, False)
