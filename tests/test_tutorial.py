@@ -9,7 +9,7 @@ import pytest
 from test_docs import ROOT, in_blocks
 
 PUBLIC, BUNDLED = "Qwen/Qwen3-0.6B", "tests/data/demo-llama-6m"
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
+NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:e-?\d+)?")
 PAGE = ROOT / "docs" / "tutorial.md"
 
 
