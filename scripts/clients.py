@@ -201,7 +201,8 @@ FORMATS = cells(
     demo="""
         none | fp8 | fp8 --solver gptq | fp8 --static | fp8 --block 128 | fp8 --layout deepseek
         fp8 --kv-cache | fp8 --static --kv-cache | w8a8 | fp4 | fp4 --activations | fp4 --format mxfp4
-        fp4 --format mxfp4 --activations""",
+        fp4 --format mxfp4 --activations | fp8 --layout modelopt | fp8 --static --layout modelopt
+        fp8 --block 128 --layout modelopt | fp4 --layout modelopt | fp4 --activations --layout modelopt""",
     qwen2="fp8 | fp8 --static | w8a8",
     opt="fp8 | w8a8",
     mixtral="fp8 | fp8 --block 128 | w8a8 | fp4 --format mxfp4",
