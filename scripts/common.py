@@ -101,11 +101,13 @@ def versions(results: dict) -> str:
 def random_model(
     folder: Path, hidden: int, inner: int, layers: int, heads: int, key_values: int = 0, experts: int = 0,
     context: int = 8192, vocabulary: int = 4096, dtype: str = "bfloat16", spread: bool = False,
+    active: int = 2,
 ) -> int:  # fmt: skip
     """Write a random Llama, with `experts` a Qwen3-MoE, a block in memory at a time, and the demo model's
     tokenizer; return the bytes of its weights.
 
     spread: norms of unlike weights, a few of them large, so that inputs differ as a trained model's do.
+    active: experts of a token.
     """
     import torch
     from safetensors.torch import save_file
@@ -131,7 +133,8 @@ def random_model(
     }  # fmt: skip
     if experts:
         config |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-        config |= {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": inner}
+        config |= {"num_experts": experts, "num_experts_per_tok": active, "moe_intermediate_size": inner}
+        config["norm_topk_prob"] = True
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerator
 import bench_runs
-import far_device
 import gguf_files
 import psutil
 import pytest
@@ -117,9 +117,9 @@ def test_prompts_are_the_seeds_and_of_the_middle_of_the_vocabulary():
 
 def test_on_an_accelerator(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
-    with far_device.present():
-        events = told(folder, replace(SMALL, device="far"))
-        assert far_device.DEVICE.launches
+    with accelerator.present():
+        events = told(folder, replace(SMALL, device=accelerator.NAME))
+        assert accelerator.DEVICE.launches
     runs = [event for event in events if event["event"] == "run"]
     assert [found["decode_tokens"] for found in runs] == [3] * 3 + [9] * 3
     (rates,) = (event for event in events if event["event"] == "rates")

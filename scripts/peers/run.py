@@ -43,6 +43,7 @@ class Job:
     libraries: str = ""  # a prebuilt llama.cpp's folder
     threads: int = 1
     calibration: str | None = None  # the text the tokens were cut from, for quantkit; None: the shipped one
+    device: str = "cpu"  # of gptqmodel, llmcompressor and quantkit; the others are measured on a CPU alone
 
     @property
     def dtype(self):
@@ -162,18 +163,18 @@ def gptqmodel(job: Job, clock: Clock) -> None:
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization import AWQConfig, GPTAQConfig, GPTQConfig
 
-    shared = {"bits": job.bits, "group_size": job.group_size, "sym": job.sym, "device": "cpu"}
+    shared = {"bits": job.bits, "group_size": job.group_size, "sym": job.sym, "device": job.device}
     if job.method == "awq":
         config = AWQConfig(**shared)
     else:
         shared |= {"desc_act": True} if job.desc_act else {}
-        shared |= {"gptaq": GPTAQConfig(device="cpu")} if job.gptaq else {}
+        shared |= {"gptaq": GPTAQConfig(device=job.device)} if job.gptaq else {}
         config = GPTQConfig(mse=job.mse, **shared)
     with clock("load"):  # its AWQ layer takes 16 bit alone
         model = GPTQModel.load(job.model, config, dtype="auto" if job.method == "awq" else job.dtype)
     rows = job.masked_rows()
     # its choice for AWQ wants CUDA, to pack; what is searched and solved does not depend on it
-    backend = BACKEND.AWQ_TORCH if job.method == "awq" else BACKEND.AUTO
+    backend = BACKEND.AWQ_TORCH if job.method == "awq" and job.device == "cpu" else BACKEND.AUTO
     with clock("quantize"):
         model.quantize(rows, batch_size=1, backend=backend)
     with clock("save"):
@@ -276,7 +277,7 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
     tokens = calibration.load(open_checkpoint(job.model), text)
     assert tokens.tokens.tolist() == rows, "other calibration tokens than the peers'"
     calibration.load = lambda *arguments: tokens  # cut already, as the peers are given theirs
-    run = RunOptions(threads=job.threads)
+    run = RunOptions(threads=job.threads, device=job.device)
     request = requests.Request(job.model, job.method, kind(**chosen), text, run, output=Path(job.out))
     with clock("load"):
         prepared = requests.prepare(request, Progress())
@@ -321,6 +322,8 @@ def main() -> None:
     found = {name: metadata.version(name) for name in named if name in installed} | found
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {"phases": clock.phases, "peak_bytes": peak, "versions": found}
+    if job.device != "cpu":
+        result["device_bytes"] = torch.cuda.max_memory_allocated()
     path.with_suffix(".result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 

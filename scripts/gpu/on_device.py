@@ -1,0 +1,224 @@
+"""Stages of scripts/gpu_day that quantkit and torch run alone. Each is a function of a `Run`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerator import NAME, far_apart, present
+from common import DEMO, random_model
+from gpu.worker import ROOT, Run, command
+
+HELDOUT = ROOT / "heldout/heldout.txt"
+
+
+def seconds(run: Run, work: Callable[[], object], repeats: int = 1) -> float:
+    """Return the seconds of one call, the device's work included; the first call is not counted."""
+    from quantkit.models.machine.device import synchronize
+
+    device = torch.device(run.device)
+    work()
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    synchronize(device)
+    return (time.perf_counter() - began) / repeats
+
+
+# device
+
+
+def device(run: Run) -> None:
+    """What is there, and how fast it does what jobs consist of."""
+    run.row("doctor", lambda: {"checks": command("doctor")["checks"]["machine"]})
+    run.row("torch", torch_of, run)
+    run.row("rates", rates, run)
+    size = 256 if run.rehearse else 4096
+    for columns in (size,) if run.rehearse else (size, 8192, 14336):
+        run.row(f"factor {columns}", factor, run, columns)
+
+
+def torch_of(run: Run) -> dict:
+    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": run.device}
+    if run.device != "cpu":
+        about = torch.cuda.get_device_properties(0)
+        found |= {"device": about.name, "capability": f"{about.major}.{about.minor}"}
+        found |= {"memory_bytes": about.total_memory, "devices": torch.cuda.device_count()}
+    return found
+
+
+def rates(run: Run) -> dict:
+    """Seconds of a small kernel in a long row of them, FLOPS of products, bytes a second of copies."""
+    size, device = (128, run.device) if run.rehearse else (8192, run.device)
+    small = torch.ones(1024, device=device)
+    many = 100 if run.rehearse else 10_000
+
+    def launches() -> None:
+        for _ in range(many):
+            small.add_(1)
+
+    found = {"launch_seconds": seconds(run, launches) / many}
+    for dtype in (torch.float32, torch.bfloat16):
+        one = torch.randn(size, size, device=device).to(dtype)
+        took = seconds(run, lambda one=one: one @ one, 3)
+        found[f"flops_{str(dtype).removeprefix('torch.')}"] = 2 * size**3 / took
+    try:  # what second moments could be summed by
+        took = seconds(run, lambda: torch.mm(one, one, out_dtype=torch.float32), 3)
+        found["flops_bfloat16_into_float32"] = 2 * size**3 / took
+    except (RuntimeError, TypeError) as error:
+        found["bfloat16_into_float32"] = str(error).splitlines()[0]
+    there, host = torch.empty(size, size, device=device), torch.empty(size, size)
+    found["copy_bytes_per_second"] = there.nbytes / seconds(run, lambda: torch.empty_like(there).copy_(there))
+    host = host.pin_memory() if device != "cpu" else host
+    found["to_device_bytes_per_second"] = host.nbytes / seconds(run, lambda: there.copy_(host))
+    return found
+
+
+def factor(run: Run, columns: int) -> dict:
+    """Seconds of the Cholesky factor of a Hessian."""
+    from quantkit.quantize.solvers.gptq import factorize
+
+    _, statistics = problem(run, 1, columns)
+    return {"seconds": seconds(run, lambda: factorize(statistics.hessian.clone(), 0.01))}
+
+
+def problem(run: Run, rows: int, columns: int):
+    """Return a weight and statistics of correlated inputs, on the device."""
+    from quantkit.quantize.solvers import SiteStatistics
+
+    generator = torch.Generator(run.device).manual_seed(0)
+    made = {"generator": generator, "device": run.device}
+    inputs = torch.randn(2 * columns, columns, **made) * (torch.rand(columns, **made) + 0.1)
+    inputs[:, 1:] += 0.5 * inputs[:, :-1].clone()
+    hessian = 2 * inputs.T @ inputs / len(inputs)
+    return 0.02 * torch.randn(rows, columns, **made), SiteStatistics(hessian=hessian)
+
+
+# methods
+
+METHODS = [
+    "gptq", "gptq --transform none", "gptq --act-order full", "gptq --bits 3 --no-sym", "gptq --solver rtn",
+    "gptq --layout compressed-tensors", "awq", "awq --solver gptq", "nf4", "nf4 --solver gptq", "int8", "fp8",
+    "fp8 --solver gptq", "fp8 --static --kv-cache", "w8a8", "fp4", "fp4 --activations", "fp4 --format mxfp4",
+    "gguf -t Q4_K_M", "gguf -t Q4_K_M --solver rtn", "gguf -t IQ4_XS",
+]  # fmt: skip
+
+
+def methods(run: Run) -> None:
+    """Every method on the CPU and on the device: the same bytes, or the same loss."""
+    model = shape(run, "Llama-3-70B") if run.rehearse else DEMO
+    for line in METHODS:
+        run.row(line, both, run, model, line)
+
+
+def few(run: Run, line: str, samples: str = "", seqlen: str = "") -> list[str]:
+    """Return flags for less calibration text: always if sizes are given, else in a rehearsal."""
+    method = line.split()[0]
+    if (method in ("nf4", "int8") and "gptq" not in line) or not (run.rehearse or samples):
+        return []
+    return (
+        ["--samples", "4", "--seqlen", "32"] if run.rehearse else ["--samples", samples, "--seqlen", seqlen]
+    )
+
+
+def both(run: Run, model: Path, line: str) -> dict:
+    method, *options = line.split() + few(run, line, "16", "128")
+    options += ["--dtype", "float32", "--overwrite"]
+    end = ".gguf" if method == "gguf" else ""
+    places, took = {}, {}
+    for device in ("cpu", NAME):
+        places[device] = run.work / "methods" / f"{line.replace(' ', '')}-{device}{end}"
+        began = time.monotonic()
+        with present():
+            command(method, model, *options, "-o", places[device], "--device", device)
+        took[device] = time.monotonic() - began
+    stored = [path if end else path / "model.safetensors" for path in places.values()]
+    limit = 256 if run.rehearse else 4096
+    asked = ["--text", HELDOUT, "--ctx", 64 if run.rehearse else 256, "--limit", limit, "--metrics", "kld"]
+    found = command("eval", model, *places.values(), *asked, "--dtype", "float32", "--device", run.device)
+    kl = [one["metrics"]["kld"]["mean"] for one in found["models"][1:]]
+    return {
+        "same_bytes": not end and stored[0].read_bytes() == stored[1].read_bytes(),
+        "other_weights": far_apart(*places.values()),
+        "kl_cpu": kl[0], "kl_device": kl[1],
+        "seconds_cpu": took["cpu"], "seconds_device": took[NAME],
+    }  # fmt: skip
+
+
+# blocks, large
+
+SHAPES = {  # hidden, inner, blocks, heads, key_values, experts
+    "Llama-3-8B": (4096, 14336, 2, 32, 8, 0),
+    "Llama-3-70B": (8192, 28672, 1, 64, 8, 0),
+    "Qwen3-30B-A3B": (2048, 768, 1, 32, 4, 128),
+}
+TINY = {
+    "Llama-3-8B": (128, 128, 2, 2, 1, 0),
+    "Llama-3-70B": (128, 128, 1, 2, 1, 0),
+    "Qwen3-30B-A3B": (128, 128, 1, 2, 1, 2),
+}
+JOBS = {
+    "gptq": "gptq", "gptq unscaled": "gptq --transform none", "awq": "awq", "gguf": "gguf -t Q4_K_M",
+    "nf4": "nf4", "fp8": "fp8", "fp4": "fp4 --activations", "nf4 gptq": "nf4 --solver gptq",
+    "gptq ct": "gptq --layout compressed-tensors", "gptq 2048": "gptq --seqlen 2048", "w8a8": "w8a8",
+    "gptq ct 8": "gptq --layout compressed-tensors --bits 8", "mxfp4": "fp4 --format mxfp4",
+}  # fmt: skip
+LARGE = ("gptq", "gguf", "nf4", "fp8", "awq", "mxfp4")
+
+
+def shape(run: Run, name: str) -> Path:
+    """Return the folder of a random model of that shape, made unless it is there."""
+    folder = run.work / "models" / name
+    shapes = (TINY if run.rehearse else SHAPES)[name]
+    random_model(folder, *shapes, active=2 if run.rehearse else 8, spread=True)
+    return folder
+
+
+def blocks(run: Run) -> None:
+    for name in JOBS:
+        run.row(f"{name}, Llama-3-8B", job, run, "Llama-3-8B", name)
+
+
+def large(run: Run) -> None:
+    for name in LARGE:
+        for model in ("Llama-3-70B", "Qwen3-30B-A3B"):
+            run.row(f"{name}, {model}", job, run, model, name)
+
+
+def made(run: Run, model: str, name: str) -> Path:
+    return run.work / "made" / f"{model}-{name.replace(' ', '-')}{'.gguf' if name == 'gguf' else ''}"
+
+
+def job(run: Run, model: str, name: str) -> dict:
+    """Seconds by phase, peak and planned memory, loss; the double counts launches, too."""
+    method, *options = JOBS[name].split()
+    if name == "gptq 2048":  # the shipped text is shorter; what random weights compute does not depend on it
+        text = run.work / "long.txt"
+        shipped = [path.read_text() for path in sorted((ROOT / "calibration").glob("*.txt"))]
+        text.write_text("\n".join(shipped) * 5)
+        options += ["--calibration", text]
+    options += few(run, JOBS[name])
+    line = [
+        method,
+        shape(run, model),
+        *options,
+        "-o",
+        made(run, model, name),
+        "--overwrite",
+        "--device",
+        NAME,
+    ]
+    with present():
+        planned = command(*line, "--dry-run")["plan"]
+    with present() as device:
+        began = time.monotonic()
+        done = command(*line)
+        took = time.monotonic() - began
+        peak, launches = device.peak, device.launches.total()
+    found = {"seconds": took, "phases": done["seconds"], "peak_bytes": peak}
+    found |= {"planned_bytes": planned["memory_bytes"], "execution": planned["execution"]}
+    found |= {"loss": done["error"], "rtn_loss": done["rtn_error"]}
+    return found | {"steps_down": done["steps_down"], "launches": launches if run.rehearse else None}
