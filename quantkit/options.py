@@ -136,4 +136,4 @@ class RunOptions:
         "limits of a container or ulimit)",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
-    max_shard_gb: float = option(5.0, "Largest size of a weight file, in GB.")
+    max_shard_gb: float | None = option(None, "Largest size of a weight file, in GB. (default: 5; GGUF: any)")

@@ -904,7 +904,7 @@ def test_a_finished_job_is_told_from_one_of_other_text_or_files(quantkit, refuse
         (("short.txt", "--seed", 1), "--seed (0 there, 1 here)"),
         (("short.txt", "--dtype", "bfloat16"), "--dtype (float32 there, bfloat16 here)"),
         (("short.txt", "--batch-size", 1), f"--batch-size ({samples} there, 1 here)"),
-        (("short.txt", "--max-shard-gb", 1), "--max-shard-gb (5.0 there, 1.0 here)"),
+        (("short.txt", "--max-shard-gb", 1), "--max-shard-gb (none there, 1.0 here)"),
     ):
         error, hint = refuse(2, *asked, *other, "--resume")
         assert error.startswith("out is the finished output of another job; different: ")

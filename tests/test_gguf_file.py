@@ -209,7 +209,10 @@ BROKEN = {
         header(text(b"general.alignment") + struct.pack("<II", 4, 24), tensor(), counts=(1, 1)),
         "alignment is 24",
     ),
-    "a part of a model": (header(text(b"split.count") + struct.pack("<IH", 2, 3), counts=(0, 1)), "one of 3"),
+    "a part of a model": (
+        header(text(b"split.count") + struct.pack("<IH", 2, 3), counts=(0, 1)),
+        "split.count 3, its name",
+    ),
 }
 
 

@@ -22,6 +22,7 @@ from quantkit.grids.ggml import named
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files.gguf_file import read_header
+from quantkit.models.files.gguf_writer import GgufWriter
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
 from quantkit.models.gguf.file_types import FILE_TYPES
@@ -29,7 +30,6 @@ from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.options import RunOptions
 from quantkit.quantize import job, loop
 from quantkit.quantize.outputs import Summary
-from quantkit.quantize.outputs import gguf as gguf_output
 from quantkit.quantize.outputs.outside import solved_rows
 from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
@@ -240,7 +240,7 @@ def test_a_disk_that_fills_leaves_nothing(short_demo, tmp_path, monkeypatch):
     def full(self, name, chunks):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(gguf_output.GgufWriter, "write", full)
+    monkeypatch.setattr(GgufWriter, "write", full)
     out = tmp_path / "out.gguf"
     with pytest.raises(QuantkitError, match="is full") as caught:
         jobs.quantize("gguf", short_demo, out, {"solver": "rtn", "imatrix": "none"})

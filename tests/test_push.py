@@ -130,3 +130,10 @@ def test_a_gguf_file_is_sent_with_its_card(tiny_model, tmp_path, push, hub_serve
     assert sent.keys() == {"tiny.gguf", "README.md"}
     assert sent["tiny.gguf"] == (tmp_path / "tiny.gguf").read_bytes()
     assert b"`llama-server -hf org/tiny-GGUF`" in sent["README.md"]
+
+    flags = ("--solver", "rtn", "--max-shard-gb", 1e-4, "-o", "m.gguf", "-q")
+    assert quantkit("gguf", source, "-t", "Q8_0", *flags).code == 0
+    assert push(tmp_path / "m-00002-of-00002.gguf", "org/shards")["code"] == 0
+    sent = hub_server.repos["models/org/shards"].revisions[SHA]
+    assert sent.keys() == {"m-00001-of-00002.gguf", "m-00002-of-00002.gguf", "README.md"}
+    assert all(sent[path.name] == path.read_bytes() for path in tmp_path.glob("m-*.gguf"))

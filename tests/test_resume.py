@@ -135,7 +135,7 @@ def test_killed_after_every_block(forker, workplace, reference, folder):
     assert contents(folder / "out") == reference
 
 
-@pytest.mark.parametrize(("rename", "place"), [(1, "out"), (2, "out.partial/replaced")])
+@pytest.mark.parametrize(("rename", "place"), [(1, "out"), (2, "out.partial/replaced/out")])
 def test_killed_while_replacing_an_output(forker, workplace, reference, folder, rename, place):
     """The old output is there, or between the renames in the staging folder, until the new one is."""
     (folder / "out").mkdir()
@@ -202,7 +202,7 @@ def wait_for(path: Path, process: forked.Job) -> None:
         ("--damp 0.02", ["--damp (0.01 there, 0.02 here)"]),
         ("--solver rtn", ["--solver (gptq there, rtn here)", "calibration text (one there, none here)"]),
         ("--exclude o_proj", ["--exclude (none there, o_proj here)"]),
-        ("--max-shard-gb 1", ["--max-shard-gb (5.0 there, 1.0 here)"]),
+        ("--max-shard-gb 1", ["--max-shard-gb (none there, 1.0 here)"]),
         ("--seed 1", ["--seed (0 there, 1 here)"]),
         ("--samples 5", ["--samples (6 there, 5 here)"]),
         ("--seqlen 16", ["--seqlen (32 there, 16 here)"]),

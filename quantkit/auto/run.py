@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from quantkit.auto.sensitivities import USUAL, Sensitivities, measure
 from quantkit.auto.units import Choice, Preset, anchors, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
+from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import job, loop
@@ -26,7 +26,7 @@ from quantkit.quantize.prepare import finished
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.folder import disk_errors
+from quantkit.quantize.staging.folder import disk_errors, put
 from quantkit.tables import megabytes
 
 SCHEMA = "quantkit.auto/1"
@@ -98,7 +98,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "source": auto.request.source,
-        "output": str(auto.output),
+        "output": str(gguf_shards.first(auto.output)),
         "engine": options.engine,
         "budget": {name: getattr(options, name) for name in (*BUDGETS, "batch")},
         "rooms": auto.rooms if options.gpu else [],
@@ -293,11 +293,7 @@ def _clear(folder: Path) -> None:
 
 def _publish(auto: Auto, kept: Made) -> None:
     """Move the kept output to its place and remove the search's folder."""
-    if auto.output.exists():
-        may_replace.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
-        old = auto.folder / SEARCHED / "replaced"
-        old.parent.mkdir(exist_ok=True)
-        os.rename(auto.output, old)
+    may_replace.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
     auto.output.parent.mkdir(parents=True, exist_ok=True)
-    os.rename(kept.place, auto.output)
+    put(kept.place, auto.output, auto.folder / "replaced")
     shutil.rmtree(auto.folder)

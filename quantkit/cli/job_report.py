@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from shlex import quote
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from quantkit.evaluation.comparison.table import print_comparison
 from quantkit.evaluation.of_job import Result, merged
 from quantkit.inspection import clients, look
 from quantkit.inspection.names import of_experts, starred
+from quantkit.models.files import gguf_shards
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Summary
 from quantkit.quantize.prepare.plan import JobPlan
@@ -33,6 +35,7 @@ def plan_record(job: Job) -> dict:
         "schema": "quantkit.plan/2",
         "source": job.request.source,
         "output": str(job.staging.output),
+        "files": list(map(str, job.method.output.paths(job.material))),
         "refused": job.refusal.record()["error"] if job.refusal else None,
         "method": job.request.method,
         "options": asdict(job.request.options),
@@ -62,10 +65,11 @@ def print_plans(jobs: Sequence[Job]) -> None:
     for job in jobs:
         _print_linears(console, job)
         linears = len([row for row in job.specs if not row.kept])
-        facts = {"output": str(job.staging.output), **_sizes(job.plan, linears)}
+        output = gguf_shards.span(job.method.output.paths(job.material)[0])
+        facts = {"output": output, **_sizes(job.plan, linears)}
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
-        elif job.staging.output.exists():
+        elif gguf_shards.existing(job.staging.output):
             facts["replaces"] = "the existing output"
         print_facts(console, facts)
     if kept := jobs[0].kept_parameters:
@@ -190,7 +194,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
-    facts = {"written": summary.output, **_sizes(summary, summary.linears)}
+    facts = {"written": gguf_shards.span(Path(summary.output)), **_sizes(summary, summary.linears)}
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:

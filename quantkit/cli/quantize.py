@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, running
-from quantkit.models.files import card, hub
+from quantkit.models.files import card, gguf_shards, hub
 from quantkit.options import check_machine
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
@@ -141,7 +141,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
         stages = [one.staging for one in jobs]
 
         def made() -> list[Path]:
-            return [stage.output for stage in stages if stage.finished()]
+            return [gguf_shards.first(stage.output) for stage in stages if stage.finished()]
 
         def begun() -> bool:
             return all(stage.begun() for stage in stages)

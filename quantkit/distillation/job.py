@@ -16,10 +16,10 @@ import transformers
 
 from quantkit import __version__
 from quantkit.distillation.options import DistillOptions
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation import windows
 from quantkit.evaluation.windows import Windows
-from quantkit.models.files import headers, untrusted
+from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged
 from quantkit.models.skeleton import Skeleton
@@ -114,6 +114,9 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
 
     source: the student. Raises QuantkitError if the output may not be written.
     """
+    several = gguf_shards.whole(source.folder) != source.folder
+    hint = "join its shards first: llama-gguf-split --merge FIRST-SHARD OUTPUT"
+    require(not several, f"distill writes no shards, but {request.student} is in shards", hint, UNSUPPORTED)
     staging = Staging(output_of(request), one_file=source.folder.is_file())
     may_replace.check_source(staging.output, source.folder, "student")
     if staging.one_file and staging.output.is_dir():

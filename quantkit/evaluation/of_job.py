@@ -54,8 +54,8 @@ def merged(records: Sequence[dict]) -> dict:
 
 def run(jobs: Sequence[Job], windows: Windows | None, progress: Progress) -> Result:
     """Run jobs; compare their outputs on the windows, if given."""
-    outputs, evaluation = [job.staging.output for job in jobs], None
-    summaries = loop.run_all(jobs, progress)
+    summaries, evaluation = loop.run_all(jobs, progress), None
+    outputs = [Path(summary.output) for summary in summaries]
     if windows:
         device = jobs[0].plan.execution.torch_device
         evaluation = measure(jobs[0].checkpoint, outputs, windows, device, progress.evaluating)

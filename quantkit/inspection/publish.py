@@ -28,7 +28,7 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
     require(found["files"], f"{source} has no checksums", "push what quantkit wrote", USAGE)
     head, text = card.read(place := card.path_of(Path(source)))
     card.check(head, place)
-    path, api, to = Path(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
+    path, api, to = hub.local(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
     how = f"- llama.cpp: `llama-server -hf {repo}`"
     if path.is_dir():
         how = clients.how_to_load(look.at(source)[0]["clients"], repo)
@@ -40,7 +40,8 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         if path.is_file():
-            api.upload_file(path_or_fileobj=path, path_in_repo=path.name, **to)
+            for name in (row["name"] for row in found["files"]):
+                api.upload_file(path_or_fileobj=path.with_name(name), path_in_repo=name, **to)
             made = api.upload_file(path_or_fileobj=card.path_of(path), path_in_repo=card.CARD, **to)
         else:
             names = [MANIFEST, card.CARD, *(row["name"] for row in found["files"])]

@@ -15,7 +15,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, count, name_a
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
-from quantkit.models.files import checksums, untrusted
+from quantkit.models.files import checksums, gguf_file, gguf_shards, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Contents, open_contents
 from quantkit.models.files.open import open_checkpoint
@@ -38,7 +38,8 @@ def verify(
 
     Raises QuantkitError if there is nothing to verify, or if `base` is another model.
     """
-    if not Path(source).exists():
+    place = gguf_shards.first(Path(source))
+    if not place.exists():
         raise QuantkitError(f"no such folder or file: {source}", "give a checkpoint on this disk", NOT_FOUND)
     found: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
     try:
@@ -46,7 +47,6 @@ def verify(
         manifest = contents.manifest or {}
         untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, "copy or download it again")
     except QuantkitError as error:
-        place = Path(source)
         if not (place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()):
             raise  # not a checkpoint that quantkit wrote
         return found | {"made": None, "files": [], "linears": [], "problems": [error.message]}
@@ -92,10 +92,14 @@ def _files(
         listen("hashing", min(read, whole), whole)
 
     if contents.container == "gguf":
-        recorded = contents.metadata.get(checksums.IN_FILE)
-        if isinstance(recorded, str):
-            changed = checksums.of_tensors(place, heard) != recorded
-            yield {"name": place.name, "state": "was changed" if changed else "same"}
+        shards = gguf_shards.of(place)
+        recorded = [gguf_file.read_whole_header(path).metadata.get(checksums.IN_FILE) for path in shards]
+        if isinstance(recorded[0], str):
+            sums = zip(recorded, checksums.of_tensors(shards, heard), strict=True)
+            changed = [stored not in (None, digest) for stored, digest in sums]
+            changed[0] &= sum(changed) == 1  # the first sum is of all shards
+            for path, is_changed in zip(shards, changed, strict=True):
+                yield {"name": path.name, "state": "was changed" if is_changed else "same"}
         else:
             found["notes"].append("it holds no sum of its tensors: quantkit 0.3 writes one")
         return

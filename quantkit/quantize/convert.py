@@ -40,7 +40,6 @@ from quantkit.models.files.headers import MANIFEST_SCHEMA, open_contents
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
-from quantkit.options import RunOptions
 from quantkit.quantize import integers
 from quantkit.quantize.job import base_name
 from quantkit.quantize.outputs import Draft, Material
@@ -49,7 +48,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 
-SHARD_BYTES = int(RunOptions.max_shard_gb * 1e9)
+SHARD_BYTES = int(Output.shard_gb * 1e9)
 FROM = ("gptq", "awq", "compressed-tensors")
 TO = (*FROM, "mlx", *integers.FILES)
 ANEW = "quantize the original model for this layout"
@@ -153,7 +152,8 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         raise QuantkitError(message, ANEW, UNSUPPORTED)
     kept = {} if staging.one_file else kept  # a GGUF file has the type of each tensor
     specs = [replace(r, grid=r.grid and _grid(to, r.grid), kept=kept.get(r.name)) for r in specs]
-    return Material(skeleton, specs, layout.of_job(specs), staging, SHARD_BYTES, False)
+    shard_bytes = None if staging.one_file else SHARD_BYTES
+    return Material(skeleton, specs, layout.of_job(specs), staging, shard_bytes, False)
 
 
 def _grid(to: str, grid: AffineGrid) -> Grid:

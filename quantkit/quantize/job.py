@@ -17,8 +17,9 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all, require
 from quantkit.layouts import LinearSpec
+from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.machine import distributed
@@ -108,7 +109,8 @@ class Job:
     @property
     def material(self) -> Material:
         """The source and the staged linears that make up the output."""
-        shard_bytes, errors = int(self.request.run.max_shard_gb * 1e9), "hessian" in self.method.needs
+        shard_gb = self.request.run.max_shard_gb or self.method.output.shard_gb
+        shard_bytes, errors = shard_gb and int(shard_gb * 1e9), "hessian" in self.method.needs
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
 
@@ -195,7 +197,10 @@ def _open(request: Request, progress: Progress) -> Checkpoint:
 def staging_of(request: Request) -> Staging:
     """Return the staging folder of the job; only rank 0 writes to it."""
     one_file = methods.load(request.method).suffix(request.options).endswith(".gguf")
-    return Staging(output_of(request), one_file, follows=distributed.rank() > 0)
+    output, sharded = output_of(request), request.run.max_shard_gb
+    odd = one_file and (gguf_shards.whole(output) != output or (sharded and output.suffix != ".gguf"))
+    require(not odd, f"--output {output} is no name for shards", "give one such as model.gguf", USAGE)
+    return Staging(output, one_file, follows=distributed.rank() > 0)
 
 
 def check_run(run: RunOptions) -> None:
@@ -205,7 +210,7 @@ def check_run(run: RunOptions) -> None:
             raise QuantkitError(f"--{name.replace('_', '-')} {value} is invalid", "choose 1 or more", USAGE)
     if run.max_memory is not None:
         size_bytes(run.max_memory, "--max-memory")
-    if not 0 < run.max_shard_gb < math.inf:
+    if run.max_shard_gb is not None and not 0 < run.max_shard_gb < math.inf:
         raise QuantkitError(
             f"--max-shard-gb {run.max_shard_gb:g} is invalid", "choose a positive size, such as 5", USAGE
         )
@@ -287,8 +292,8 @@ def output_of(request: Request) -> Path:
 
 def base_name(source: str) -> str:
     """Return the name of a source on which output names are based."""
-    name = Path(source).name if source not in (".", "..") else Path(source).resolve().name
-    return name.removesuffix(".gguf") or "model"
+    path = Path(source) if source not in (".", "..") else Path(source).resolve()
+    return gguf_shards.whole(path).name.removesuffix(".gguf") or "model"
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quantkit.models.files import gguf_shards
 from quantkit.quantize import job, methods
 from quantkit.quantize.job import Job, Request
 from quantkit.quantize.prepare import finished
@@ -35,4 +36,4 @@ def prepare(
     for one in requests:
         hashed = jobs[0].source_sha256 if jobs else None
         jobs.append(job.prepare(one, progress, dry_run, hashed))
-    return outputs, jobs
+    return [gguf_shards.first(output) for output in outputs], jobs

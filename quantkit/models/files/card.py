@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import USAGE, QuantkitError, require
-from quantkit.models.files import hub, untrusted
+from quantkit.models.files import gguf_shards, hub, untrusted
 from quantkit.models.files.atomic import replacing
 
 CARD, CARD_BYTES = "README.md", 1 << 20
@@ -20,7 +20,7 @@ HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 def path_of(output: Path) -> Path:
     """Return the path of a model's card: inside its folder, or next to its GGUF file."""
     one_file = output.suffix == ".gguf" or output.is_file()
-    return output.with_name(f"{output.name}.md") if one_file else output / CARD
+    return output.with_name(f"{gguf_shards.whole(output).name}.md") if one_file else output / CARD
 
 
 def read(path: Path) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""Reading GGUF files. Every size is checked before it is used. gguf_writer.py writes them.
+"""Reading GGUF files, also in shards. Every size is checked before it is used. gguf_writer.py writes them.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, version 3, little-endian: magic, version,
 counts, metadata, one entry per tensor (name, dimensions with the fastest first, type, offset), then the
@@ -21,8 +21,8 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError
-from quantkit.models.files import untrusted
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require
+from quantkit.models.files import gguf_shards, untrusted
 from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo, broken
 
 MAGIC = b"GGUF"
@@ -30,7 +30,8 @@ MAX_METADATA_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tok
 MAX_ITEMS = 1 << 22  # of all arrays together: sixteen vocabularies of 262,144 tokens
 MAX_ENTRIES = 1 << 16  # tensors, and keys of the metadata: twenty times those of the largest models
 MAX_DIMENSIONS = 4
-SPLIT = "split.count"
+SHARD, SHARDS, SHARDED_TENSORS = "split.no", "split.count", "split.tensors.count"  # shards count from 0
+MIXED = "shards must keep their names, NAME-00001-of-00003.gguf, and be of one model: download them again"
 NUMBERS = {  # GGUF value type -> how it lies in the file
     code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
@@ -64,13 +65,33 @@ class Header:
 
 
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
-    """Return the metadata, and file and offset of every tensor; see `read_whole_header`."""
-    header = read_whole_header(path)
-    return header.metadata, header.infos
+    """Return the metadata, and file and offset of every tensor. path: of a file, or of any of its shards.
+
+    Raises QuantkitError as `read_whole_header` does, or naming the shard that is missing, in the place of
+    another, or of another model.
+    """
+    metadata: Metadata = {}
+    infos: dict[str, TensorInfo] = {}
+    shards = gguf_shards.of(path)
+    fetch = f"hf download REPO --include '{gguf_shards.whole(path).stem}-*-of-*.gguf' --local-dir ."
+    count = len(shards)
+    for index, file in enumerate(shards):
+        there, what = count == 1 or file.is_file(), f"{file} is missing, one of {count} shards"
+        require(there, what, f"put all shards into one folder: {fetch}", NOT_FOUND)
+        header = read_whole_header(file)
+        found = header.metadata.get(SHARD, 0), header.metadata.get(SHARDS, 0)
+        what = f"{file} has {SHARD} {found[0]} and {SHARDS} {found[1]}, its name says {index} and {count}"
+        require(found == (index, count) or (count == 1 and found[1] in (0, 1)), what, MIXED)
+        twice = name_all(infos.keys() & header.infos.keys())
+        require(not twice, f"{file} holds tensors of another shard: {twice}", MIXED)
+        metadata, infos = metadata or header.metadata, infos | header.infos
+    said = metadata.get(SHARDED_TENSORS) if count > 1 else len(infos)
+    require(said == len(infos), f"{shards[0]} names {said} tensors, its shards hold {len(infos)}", MIXED)
+    return metadata, infos
 
 
 def read_whole_header(path: Path) -> Header:
-    """Return the header of a file; shapes are `[out, in]` as in torch.
+    """Return the header of one file; shapes are `[out, in]` as in torch.
 
     Raises QuantkitError naming the file if it is a Git LFS pointer, not GGUF or cut short, or if its header
     contradicts itself or the file's size.
@@ -167,12 +188,6 @@ def _parse(cursor: _Cursor) -> Header:
             raise _broken(path, f"the key {key} comes twice")
         metadata[key] = cursor.value()
         places[key] = start, cursor.place
-    if metadata.get(SPLIT, 1) != 1:
-        raise QuantkitError(
-            f"{path} is one of {metadata[SPLIT]} parts of a model",
-            hint="join them first: llama-gguf-split --merge FIRST-PART OUTPUT",
-            exit_code=UNSUPPORTED,
-        )
     infos = [_info(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):

@@ -1,4 +1,4 @@
-"""Writing GGUF files, one tensor after another. The format is described in gguf_file.py.
+"""Writing GGUF files, also in shards, one tensor after another. The format is described in gguf_file.py.
 
 The `gguf` package's own writer packs a vocabulary value by value, demands an architecture in every file and
 cannot write empty arrays.
@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from gguf import GGUF_DEFAULT_ALIGNMENT as ALIGNMENT
 from gguf import GGUF_VERSION, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
-from quantkit.models.files import gguf_file
-from quantkit.models.files.gguf_file import MAGIC, NUMBERS, tensor_bytes
+from quantkit.models.files import gguf_file, gguf_shards
+from quantkit.models.files.gguf_file import MAGIC, NUMBERS, SHARD, SHARDED_TENSORS, SHARDS, tensor_bytes
 
 MAX_NAME_BYTES = 63  # of a tensor; ggml's buffer holds 64 with the terminator
 CODES = {dtype: code for code, dtype in NUMBERS.items()}
@@ -93,6 +94,40 @@ class GgufWriter:
                 os.replace(self._partial, self.path)
         finally:
             self._partial.unlink(missing_ok=True)
+
+
+def in_shards(entries: Sequence[Entry], shard_bytes: int | None) -> list[list[Entry]]:
+    """Return the tensors of each shard, as llama-gguf-split deals them: at most `shard_bytes`, or a single
+    larger tensor. None: all in one."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        nbytes = entry.nbytes + -entry.nbytes % ALIGNMENT
+        if shard_bytes and shards[-1] and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += nbytes
+    return shards
+
+
+@contextmanager
+def in_files(
+    path: Path, metadata: Mapping[str, Any], shards: Sequence[Sequence[Entry]], repeated: Mapping[str, Any]
+) -> Iterator[Callable[[str, Iterable], None]]:
+    """Yield a function that writes the next tensor, as `GgufWriter.write`, to the file `path` or its shards.
+
+    metadata: of the first shard. repeated: metadata of every shard.
+    """
+    with ExitStack() as stack:
+        writers: dict[str, GgufWriter] = {}
+        whole = {SHARDS: np.uint16(len(shards)), SHARDED_TENSORS: np.int32(sum(map(len, shards)))}
+        for index, file in enumerate(gguf_shards.paths(path, len(shards))):
+            own = {SHARD: np.uint16(index), **whole} if len(shards) > 1 else {}
+            kept = {**(metadata if index == 0 else {}), **repeated, **own}
+            writer = stack.enter_context(GgufWriter(file, kept, shards[index]))
+            writers |= {entry.name: writer for entry in shards[index]}
+        yield lambda name, chunks: writers[name].write(name, chunks)
 
 
 def with_text(source: Path, place: Path, key: str, text: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.layouts import modelopt, quantization_of
-from quantkit.models.files import hub, safetensors_folder, untrusted
+from quantkit.models.files import gguf_shards, hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.files.untrusted import SMALL_BYTES
 
@@ -158,7 +158,8 @@ def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Co
 
     metadata, infos = read_header(place)
     refuse_imatrix(source, metadata)
-    files, config = {place.name: place.stat().st_size}, config_of(metadata, infos)
+    files = {path.name: path.stat().st_size for path in gguf_shards.of(place)}
+    config = config_of(metadata, infos)
     return Contents(source, "gguf", files, config, infos, lambda name: None, place, metadata)
 
 
@@ -200,7 +201,8 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
         others = sorted(name for name in files if name.endswith((".gguf", ".bin", ".pt", ".pth")))
         named = f", but {name_all(others, 3)}" if others else ""
         gguf = next((name for name in others if name.endswith(".gguf")), None)
-        download = f"fetch one and inspect it: hf download {repo} {gguf} --local-dir ." if gguf else ""
+        shards = gguf and gguf_shards.NAME.sub(r"--include '\1-*-of-\3.gguf'", gguf)
+        download = f"fetch one and inspect it: hf download {repo} {shards} --local-dir ." if gguf else ""
         hint = download or "choose a repository that does"
         raise QuantkitError(f"{repo} holds no safetensors{named}", hint, UNSUPPORTED)
     found = Contents(repo, "safetensors", files, {}, infos or {}, fetch)

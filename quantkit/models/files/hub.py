@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line, require
-from quantkit.models.files import untrusted
+from quantkit.models.files import gguf_shards, untrusted
 from quantkit.models.files.safetensors_folder import INDEX, SINGLE
 
 
@@ -59,8 +59,9 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 
 
 def local(source: str) -> Path | None:
-    """Return the path if it exists; None for a hub id. Raises QuantkitError if the text is neither."""
-    path = Path(source).expanduser()
+    """Return the path if it exists, of shards the first; None for a hub id. Raises QuantkitError if the text
+    is neither."""
+    path = gguf_shards.first(Path(source).expanduser())
     if path.is_dir():
         untrusted.refuse_folder(path)
         return path

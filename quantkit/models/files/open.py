@@ -11,7 +11,7 @@ import transformers
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
-from quantkit.models.files import headers, hub, reading, untrusted
+from quantkit.models.files import gguf_shards, headers, hub, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint, State
 
 ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
@@ -23,7 +23,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, GGUF file or hub id. Raises QuantkitError if quantkit cannot use it."""
     folder = hub.resolve(source, revision, offline)
-    seen = _states(folder.iterdir() if folder.is_dir() else [folder])
+    seen = _states(folder.iterdir() if folder.is_dir() else gguf_shards.of(folder))
     if folder.is_file():
         from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 

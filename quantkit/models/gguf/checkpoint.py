@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +21,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, re
 from quantkit.grids.ggml import TYPES
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
-from quantkit.models.files import checksums, gguf_file, reading
+from quantkit.models.files import checksums, gguf_file, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
@@ -54,7 +55,7 @@ class GgufCheckpoint(Checkpoint):
     def name(self) -> str:
         """Return the model's name in the metadata, or else the file's name without suffix."""
         name = self.metadata.get("general.name")
-        return name if isinstance(name, str) and name else self.folder.stem
+        return name if isinstance(name, str) and name else gguf_shards.whole(self.folder).stem
 
     @property
     def quantized(self) -> bool:
@@ -68,7 +69,7 @@ class GgufCheckpoint(Checkpoint):
 
     def _is_own(self, info: TensorInfo) -> bool:
         """Return whether a tensor is stored in this file and read without changes."""
-        return info.file == self.folder and not isinstance(info, reading.OTHERWISE)
+        return info.file in gguf_shards.of(self.folder) and not isinstance(info, reading.OTHERWISE)
 
     def manifest(self) -> str | None:
         """Return the manifest that quantkit wrote into the file."""
@@ -108,8 +109,8 @@ class GgufCheckpoint(Checkpoint):
 
     @property
     def disk_bytes(self) -> int:
-        """Return the size of the file."""
-        return self.folder.stat().st_size
+        """Return the size of the file, or of all its shards."""
+        return sum(path.stat().st_size for path in gguf_shards.of(self.folder))
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor's values in the order and orientation of transformers.
@@ -174,8 +175,11 @@ class GgufCheckpoint(Checkpoint):
             self.tokenizer.save_pretrained(place)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
-        """Return the hash of the file."""
-        return checksums.of_file(self.folder, listen=progress)
+        """Return the hash of the file, or of its shards one after another."""
+        digest = hashlib.sha256()
+        for path in gguf_shards.of(self.folder):
+            checksums.add([digest], path, listen=progress)
+        return digest.hexdigest()
 
 
 def open_file(source: str, path: Path) -> GgufCheckpoint:

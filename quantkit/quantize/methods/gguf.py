@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.methods import Override
 
-UNUSED = ("override", "allow_unread", "max_shard_gb")  # options of a run that make no sense here
+UNUSED = ("override", "allow_unread")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
 TYPED = ("type", "tensor_type", "output_tensor_type", "token_embedding_type", "pure")  # options of types
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."

@@ -25,15 +25,15 @@ Batches = Sequence[Tensor]  # token ids, `[batch, tokens]` each
 class Material:
     """The source and its linears, staged in `layout`, that make up an output.
 
-    shard_bytes: largest size of a file. output_errors: errors of linears are those of their outputs on
-    calibration text, not of their weights.
+    shard_bytes: largest size of a file; None: no limit. output_errors: errors of linears are those of their
+    outputs on calibration text, not of their weights.
     """
 
     skeleton: Skeleton
     specs: Sequence[LinearSpec]
     layout: Layout
     staging: Staging
-    shard_bytes: int
+    shard_bytes: int | None
     output_errors: bool
 
     @property

@@ -145,7 +145,7 @@ def summarize(job: Job, timings: Timings) -> Summary:
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
-        output=str(job.staging.output),
+        output=str(job.method.output.paths(job.material)[0]),
         source_bytes=job.plan.source_bytes,
         output_bytes=job.plan.output_bytes,
         bits_per_weight=job.plan.bits_per_weight,

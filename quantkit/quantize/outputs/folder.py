@@ -16,7 +16,7 @@ from quantkit.inspection import clients
 from quantkit.inspection.names import split
 from quantkit.inspection.record import describe
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.models.files import card, checksums, safetensors_folder
+from quantkit.models.files import card, checksums, gguf_shards, safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.reading import Slice, stacked
@@ -38,10 +38,11 @@ class Output:
     """A checkpoint folder with the staged blocks and the source's other tensors, byte for byte.
 
     needs: statistics of calibration text that the output uses. left_out: bytes of each module of the source
-    that is not written.
+    that is not written. shard_gb: default of the largest size of a file; None: no limit.
     """
 
     needs = frozenset()
+    shard_gb: float | None = 5.0
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
@@ -52,6 +53,10 @@ class Output:
         rest = sum(checkpoint.plain(info).nbytes for info in kept)
         quantized = sum(layout.nbytes(spec) for spec in rows)
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows), len(rows))
+
+    def paths(self, material: Material) -> list[Path]:
+        """Return the path of the folder."""
+        return [material.staging.output]
 
     def parameters(self, skeleton: Skeleton) -> int:
         """Return the number of parameters in the output."""
@@ -145,6 +150,7 @@ def model_card(
     made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
         name=name,
+        title=gguf_shards.span(Path(name)),
         summary=summary,
         job=manifest["job"],
         recipe=_recipe(manifest),

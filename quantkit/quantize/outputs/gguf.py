@@ -1,4 +1,4 @@
-"""One GGUF file: staged tensors are copied, all others are encoded while the file is written.
+"""One GGUF file, also in shards: staged tensors are copied, all others encoded while the file is written.
 
 If no linear has a solver (`--solver rtn`, or floats), the whole file is encoded in this way: one pass over
 the source, one tensor at a time, for all requested files.
@@ -24,9 +24,9 @@ from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale
-from quantkit.models.files import card, checksums, reading
+from quantkit.models.files import card, checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.gguf_writer import Entry, GgufWriter
+from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
 from quantkit.models.files.reading import Rewritten
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.checkpoint import PLAIN
@@ -62,6 +62,7 @@ class GgufOutput(Output):
     gathers: bool = False
     origin: str = ""
     left_out: Mapping[str, int] = field(default_factory=dict)
+    shard_gb = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -117,6 +118,11 @@ class GgufOutput(Output):
             weights=sum(packed.values()),
             matrices=len(packed),
         )
+
+    def paths(self, material: Material) -> list[Path]:
+        """Return the paths of the file, or of its shards."""
+        entries = self._entries(self.types(material.checkpoint, material.specs))
+        return gguf_shards.paths(material.staging.output, len(in_shards(entries, material.shard_bytes)))
 
     def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
         """Return the bytes needed to encode the largest tensor or expert: its source and its codes twice."""
@@ -186,9 +192,10 @@ class GgufOutput(Output):
         with ExitStack() as stack:
             writers = []
             for one, chosen in zip(drafts, types, strict=True):
-                entries = self._entries(chosen)
-                writer = GgufWriter(one.place, one.output._metadata(one.manifest, imatrix), entries)
-                writers.append(stack.enter_context(writer))
+                shards = in_shards(self._entries(chosen), one.material.shard_bytes)
+                metadata = one.output._metadata(one.manifest, imatrix)
+                sums = {checksums.IN_FILE: checksums.BLANK}
+                writers.append(stack.enter_context(in_files(one.place, metadata, shards, sums)))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
                 chosen_types = [chosen[target.name] for chosen in types]
@@ -201,21 +208,22 @@ class GgufOutput(Output):
                         found = [(reading.tensor(staged[part.stored[0]]), own)]
                     else:
                         found = self._encoded(part, source, chosen_types, weights[expert])
-                    for writer, (rows, own), several in zip(writers, found, scales, strict=True):
+                    for write, (rows, own), several in zip(writers, found, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
-                        writer.write(target.name, [moved.contiguous().numpy()])
+                        write(target.name, [moved.contiguous().numpy()])
                         several += own
-                for writer, type, several in zip(writers, chosen_types, scales, strict=True):
+                for write, type, several in zip(writers, chosen_types, scales, strict=True):
                     if scale := scale_of(target.name, type, target.shape):
-                        writer.write(scale[0], [np.array(several, np.float32)])
+                        write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for one in drafts:
-            checksums.seal(one.place)
+            checksums.seal(gguf_shards.of(gguf_shards.first(one.place)))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Write the model card next to the file, unless a card that quantkit did not write is there."""
-        made = model_card(draft.place, draft.material, draft.manifest, summary)
-        card.write_own(Path(f"{summary.output}.md"), *made)
+        place = gguf_shards.first(draft.place)
+        made = model_card(place, draft.material, draft.manifest, summary)
+        card.write_own(card.path_of(Path(summary.output)), *made)
 
     def _encoded(
         self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
@@ -235,13 +243,12 @@ class GgufOutput(Output):
         return found
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
-        """Return the file's metadata including the manifest."""
+        """Return the file's metadata including the manifest, without the sum of its tensors."""
         used = imatrix.metadata(self.origin) if imatrix and (self.gathers or self.imatrix) else {}
         return {
             **self.metadata,
             **used,
             "quantkit.manifest": json.dumps(manifest, ensure_ascii=False),
-            checksums.IN_FILE: checksums.BLANK,
         }
 
     def _changed(self, material: Material) -> Checkpoint:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all
-from quantkit.models.files import headers, untrusted
+from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize import methods
@@ -19,7 +19,7 @@ from quantkit.text import calibration
 def is_finished(request: Request) -> bool:
     """Return whether the output exists and its staging folder does not."""
     staging = staging_of(request)
-    return staging.output.exists() and not staging.folder.exists()
+    return gguf_shards.first(staging.output).exists() and not staging.folder.exists()
 
 
 def is_done(request: Request) -> bool:
@@ -55,7 +55,7 @@ def _unlike(request: Request) -> list[str] | None:
 
     Texts and files are read only if all else is equal. Raises QuantkitError for an invalid manifest.
     """
-    place = output_of(request)
+    place = gguf_shards.first(output_of(request))
     described = place / headers.MANIFEST if place.is_dir() else place
     if not is_finished(request) or not described.is_file() or described.suffix not in (".json", ".gguf"):
         return None
@@ -84,7 +84,9 @@ def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     ours = {"model": Path(request.source).name, "method": request.method}
     ours["options"] = methods.record(request.method, request.options)
     ours |= {"exclude": list(run.exclude), "override": list(run.override)}
-    for name in ("experts", "allow_requantize", "max_shard_gb"):
+    if run.max_shard_gb is not None:
+        ours["max_shard_gb"], made["max_shard_gb"] = run.max_shard_gb, job.get("max_shard_gb")
+    for name in ("experts", "allow_requantize"):
         ours[name] = getattr(run, name)
         made[name] = job.get(name, ours[name])
     for name in ("dtype", "batch_size", "sequential", "threads"):

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
-from quantkit.models.files import safetensors_folder, untrusted
+from quantkit.models.files import gguf_shards, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.blocks import StagedBlocks, save, sync, write_text
@@ -208,7 +208,7 @@ class Staging(StagedBlocks):
 
     def finished(self) -> bool:
         """Return whether the output is published; if so, remove the rest of the staging folder."""
-        there = self._made is not None and may_replace.identity(self.output) == self._made
+        there = self._made and may_replace.identity(gguf_shards.first(self.output)) == self._made
         if there:
             self.discard()
         return there
@@ -224,8 +224,9 @@ class Staging(StagedBlocks):
 
     @contextmanager
     def assemble(self) -> Iterator[Path]:
-        """Yield the path at which to write the output anew, a folder or a file; sync it afterwards."""
-        _remove(self.place)
+        """Yield the path at which to write the output anew, a folder, file or shards; sync it afterwards."""
+        for path in gguf_shards.existing(self.place):
+            _remove(path)
         yield self.place
         self._writing = self._writer.submit(_sync_all, self.place)
 
@@ -235,19 +236,29 @@ class Staging(StagedBlocks):
         Raises QuantkitError if another output appeared at this path.
         """
         self.wait()
-        if self.output.exists() and not self._replaces:
+        there = gguf_shards.existing(self.output)
+        if there and not self._replaces:
             raise QuantkitError(
-                f"{self.output} appeared while the job ran",
+                f"{there[0]} appeared while the job ran",
                 hint="move it away and run the same command with --resume: every block is kept",
             )
-        if self.output.exists():
-            may_replace.check(self.output, self.one_file, self._replaces)
-            _remove(self.folder / "replaced")
-            os.rename(self.output, self.folder / "replaced")
-        self._made = may_replace.identity(self.place)
-        os.rename(self.place, self.output)
+        may_replace.check(self.output, self.one_file, self._replaces)
+        self._made = may_replace.identity(gguf_shards.first(self.place))
+        put(self.place, self.output, self.folder / "replaced")
         sync(self.output.parent)
         self.discard()
+
+
+def put(made: Path, output: Path, replaced: Path) -> None:
+    """Rename a finished output, or its shards, to `output`, the first shard last: clients open it. What was
+    there goes into the folder `replaced`."""
+    _remove(replaced)
+    replaced.mkdir(parents=True)
+    for path in gguf_shards.existing(output):
+        os.rename(path, replaced / path.name)
+    stem, final = (path.name.removesuffix(".gguf") for path in (made, output))
+    for path in reversed(gguf_shards.existing(made)):
+        os.rename(path, output.with_name(final + path.name.removeprefix(stem)))
 
 
 def _runs(execution: Any) -> bool:
@@ -280,7 +291,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_all(place: Path) -> None:
-    for path in (*(place.iterdir() if place.is_dir() else ()), place):
+    for path in (*(place.iterdir() if place.is_dir() else ()), *gguf_shards.existing(place)):
         sync(path)
 
 

@@ -16,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, full_disk, name_all, require
-from quantkit.models.files import headers, untrusted
+from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 
 WRITTEN = (  # by writers of checkpoints
@@ -70,12 +70,14 @@ def check_place(output: Path) -> None:
 def check(output: Path, one_file: bool, overwrite: bool) -> None:
     """Raise QuantkitError unless a job may write to `output`. one_file: a GGUF file, else a folder.
 
-    overwrite: the user allowed to replace an existing output.
+    overwrite: the user allowed to replace an existing output, all shards of it.
     """
-    try:
-        mode = output.lstat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    for path in gguf_shards.existing(output):
+        _check(path, one_file, overwrite)
+
+
+def _check(output: Path, one_file: bool, overwrite: bool) -> None:
+    mode = output.lstat().st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) or os.path.ismount(output):
         raise QuantkitError(f"{output} is not a plain file or folder", ELSEWHERE, USAGE)
     if not overwrite:
@@ -98,7 +100,7 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
 
 def check_new(outputs: Sequence[Path]) -> None:
     """Raise QuantkitError naming the outputs that already exist."""
-    if there := [str(output) for output in outputs if os.path.lexists(output)]:
+    if there := [str(path) for output in outputs for path in gguf_shards.existing(output)]:
         some, them = ("exists", "it") if len(there) == 1 else ("exist", "them")
         hint = f"{ELSEWHERE}, or replace {them} with --overwrite"
         if len(outputs) > 1:
@@ -117,7 +119,8 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 def check_source(output: Path, source: Path, what: str = "source") -> None:
     """Raise QuantkitError if the output is, or contains, a file that the job reads. what: its name."""
-    if output.resolve() in (place := source.resolve(), *place.parents):
+    places = source.resolve(), *source.resolve().parents
+    if any(path.resolve() in places for path in (output, *gguf_shards.existing(output))):
         raise QuantkitError(f"{output} holds the {what}", ELSEWHERE, USAGE)
 
 

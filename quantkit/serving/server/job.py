@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.inspection import record
-from quantkit.models.files import hub
+from quantkit.models.files import gguf_shards, hub
 from quantkit.models.files.headers import open_contents
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.endpoint.client import Endpoint, RequestFailed, base_url, is_loopback
@@ -114,8 +114,8 @@ def prepare(
     else:
         place = name = model
         if local is not None:
-            path = local.resolve()
-            place, name = str(path), path.stem if path.is_file() else path.name
+            path = local.resolve() if local.is_dir() else local.absolute()  # shards lie next to a link
+            place, name = str(path), gguf_shards.whole(path).stem if path.is_file() else path.name
     if offer.engine == "llama.cpp" and Path(place).is_file():
         from quantkit.serving.engines import llamacpp
 

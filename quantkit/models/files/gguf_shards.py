@@ -1,0 +1,52 @@
+"""Names of a GGUF file in shards, which are llama.cpp's: `NAME-00001-of-00003.gguf` for `NAME.gguf`.
+
+The first shard holds the metadata. Clients open the first shard and find the others by their names.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+NAME = re.compile(r"\A(.+)-([0-9]{5})-of-(?!0000[01])([0-9]{5})\.gguf\Z", re.DOTALL)
+
+
+def paths(output: Path, count: int) -> list[Path]:
+    """Return the paths of `output` in `count` shards; a single one is `output` itself."""
+    stem = output.name.removesuffix(".gguf")
+    names = [f"{stem}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
+    return [output.with_name(name) for name in names] if count > 1 else [output]
+
+
+def whole(path: Path) -> Path:
+    """Return `NAME.gguf` for a shard of it; other paths unchanged."""
+    return path.with_name(NAME.sub(r"\1.gguf", path.name)) if path.name else path
+
+
+def of(path: Path) -> list[Path]:
+    """Return the paths of all shards of the file to which a path, by its name, belongs."""
+    found = NAME.fullmatch(path.name)
+    return paths(whole(path), int(found[3]) if found else 1)
+
+
+def span(path: Path) -> str:
+    """Return a path, or `FIRST to LAST` for the first of several shards."""
+    last = of(path)[-1]
+    return str(path) if last == path else f"{path} to {last.name}"
+
+
+def existing(output: Path) -> list[Path]:
+    """Return the files that count as the output `NAME.gguf`: itself, and its shards, however many."""
+    found = [output] if os.path.lexists(output) else []
+    if output.suffix == ".gguf" and output.parent.is_dir():
+        found += sorted(path for path in output.parent.iterdir() if output == whole(path) != path)
+    return found
+
+
+def first(path: Path) -> Path:
+    """Return the first shard for `NAME.gguf` and for any shard; other paths unchanged."""
+    files = [path] if whole(path) == path else of(path)[:1]
+    if not os.path.lexists(files[0]):
+        files = [file for file in existing(path) if file == of(file)[0]]
+    return files[0] if len(files) == 1 else path
