@@ -135,6 +135,7 @@ METHODS = {
     "int8 unread": ["int8", "--allow-unread"],  # which no client loads experts of
     "fp8 static": ["fp8", *CALIBRATED, "--static", "--kv-cache"],
     "w8a8": ["w8a8", *CALIBRATED],
+    "fp8 modelopt": ["fp8", *CALIBRATED, "--static", "--solver", "gptq", *PLAIN, "--layout", "modelopt"],
     "fp8 gptq": ["fp8", *CALIBRATED, "--solver", "gptq", *PLAIN],
     "awq": ["awq", *SMALL, *CALIBRATED, "--candidates", "4"],
     "awq gptq": ["awq", *SMALL, *CALIBRATED, *FEW, "--solver", "gptq"],
@@ -289,6 +290,7 @@ def text(tmp_path) -> Path:
         "fp8 static",
         "w8a8",
         "nvfp4 inputs",
+        "fp8 modelopt",
     ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):

@@ -17,7 +17,7 @@ from quantkit.evaluation.kv_cache import stored_scales
 from quantkit.grids.float8 import FLOAT8, WHOLE, Float8Grid
 from quantkit.grids.fp4 import NvFp4Grid
 from quantkit.layouts import LinearSpec
-from quantkit.layouts.modelopt import FILE, FORMS, ModelOptLayout
+from quantkit.layouts.modelopt import FILE, FLOAT8_CACHE, FORMS, ModelOptLayout, completed
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.solvers import rtn
@@ -286,6 +286,17 @@ def test_a_folder_with_hf_quant_config_alone_is_read(made, quantkit):
     after = json.loads(quantkit("inspect", folder, "--deep", "--json").out)
     assert after["quantization"] == before["quantization"] | {"method": None}
     assert torch.equal(open_checkpoint(str(folder)).read(f"{NAMES[0]}.weight"), values)
+
+
+def test_a_file_without_an_algorithm_changes_nothing():
+    for told in ({}, {"quant_algo": None, "kv_cache_quant_algo": "FP8"}, [], None):
+        for stored in ({"quantization": told}, told if isinstance(told, dict) else None):
+            assert completed({"a": 1}, lambda name, stored=stored: stored) == {"a": 1}
+    told = {"quantization_config": {"quant_method": "gptq"}}
+    assert completed(told, lambda name: {"quant_algo": "FP8"}) is told
+    flat = {"quant_algo": "FP8", "kv_cache_scheme": FLOAT8_CACHE}
+    found = completed({}, {FILE: flat}.get)["quantization_config"]
+    assert found == flat | {"quant_method": "modelopt"}
 
 
 # ---- what is refused

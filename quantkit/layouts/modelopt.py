@@ -109,10 +109,11 @@ class ModelOptLayout(Renamed):
 
 
 def completed(config: dict, read: Callable[[str], dict | None]) -> dict:
-    """Return config.json, with `quantization_config` from hf_quant_config.json if config.json has none, as in
-    ModelOpt's older exports. read: returns the contents of a JSON file by name; None if it is absent."""
-    stored = None if "quantization_config" in config else read(FILE)
-    if not stored or not isinstance(told := stored.get("quantization", stored), dict):
+    """Return config.json, with the contents of hf_quant_config.json if it has no `quantization_config`, as in
+    older exports. read: returns the contents of a JSON file by name; None if it is absent."""
+    stored = {} if "quantization_config" in config else read(FILE) or {}
+    told = stored.get("quantization", stored)
+    if not isinstance(told, dict) or not told.get("quant_algo"):  # none: at most the cache is quantized
         return config
     cache = {"kv_cache_scheme": told.get("kv_cache_quant_algo")}
     return config | {"quantization_config": cache | told | {"quant_method": NAME}}
