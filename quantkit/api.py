@@ -143,8 +143,7 @@ def convert(
     with _listening(progress) as listener:
         from quantkit.quantize import convert as conversion
 
-        place = conversion.output_of(os.fspath(model), to, output and Path(output))
-        return conversion.convert(os.fspath(model), to, place, overwrite, listener)
+        return conversion.convert(os.fspath(model), to, output and Path(output), overwrite, listener)
 
 
 def push(

@@ -42,7 +42,7 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.quantize import convert
-        record = convert.convert(model, to, convert.output_of(model, to, output), overwrite, progress)
+        record = convert.convert(model, to, output, overwrite, progress)
     if as_json:
         print(json.dumps(record, indent=2))
         return

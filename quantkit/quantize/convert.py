@@ -1,4 +1,8 @@
-"""Convert a checkpoint of integers to another layout. Codes and scales stay, so no weight changes."""
+"""Convert a checkpoint of integers to another layout. Codes and scales stay, so no weight changes.
+
+GGUF files hold them as Q4_0 and Q8_0, which have groups of 32 and a float16 scale: `d * (code - 8)`, and
+`d * (code - 128)` (ggml-common.h).
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,8 @@ from quantkit.errors import (
 )
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid, BiasedParams
+from quantkit.grids.ggml import named
+from quantkit.grids.ggml.params import Scale
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.inspection import clients, verify
 from quantkit.inspection.record import describe
@@ -38,25 +44,28 @@ from quantkit.models.files import card, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import MANIFEST_SCHEMA, open_contents
 from quantkit.models.files.open import open_checkpoint, watched
+from quantkit.models.gguf.file_types import number
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
-from quantkit.quantize import integers
 from quantkit.quantize.job import base_name
+from quantkit.quantize.methods import gguf
 from quantkit.quantize.outputs import Draft, Material
 from quantkit.quantize.outputs.folder import Output
+from quantkit.quantize.outputs.gguf import GgufOutput
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 
 SHARD_BYTES = int(Output.shard_gb * 1e9)
 FROM = ("gptq", "awq", "compressed-tensors")
-TO = (*FROM, "mlx", *integers.FILES)
+FILES = {"q4_0": "Q4_0", "q8_0": "Q8_0"}  # --to -> type of a GGUF file
+TO = (*FROM, "mlx", *FILES)
 ANEW = "quantize the original model for this layout"
 HEAD = "a head, which its clients read in 16 bit"
 READ, PACKED, WRITTEN = "reading the linears", "packing the linears", "checking the linears that were written"
 
 
-def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progress) -> dict[str, Any]:
+def convert(source: str, to: str, output: Path | None, overwrite: bool, progress: Progress) -> dict[str, Any]:
     """Write the checkpoint `source` in the layout `to`, as a folder or a GGUF file, and return a record.
 
     Codes and scales are packed anew, all other tensors are copied. The output is read back: every weight must
@@ -65,6 +74,7 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
     QuantkitError naming every linear that the layout cannot hold exactly.
     """
     require(to in TO, f"--to {to}: no such layout", f"choose {', '.join(TO)}", USAGE)
+    output = output or Path(f"{base_name(source)}-{f'{FILES[to]}.gguf' if to in FILES else to}")
     checkpoint = open_checkpoint(source)
     stored = quantization_of(checkpoint.raw_config).get("quant_method")
     what = f"{source} is in the layout {stored}" if checkpoint.quantized else f"{source} is not quantized"
@@ -72,7 +82,7 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
     require(readable, what, f"convert reads folders in the layouts {', '.join(FROM)}", UNSUPPORTED)
     what = f"{source} also rounds the inputs of linears, which convert does not keep"
     require(not checkpoint.layout.rounds_inputs, what, ANEW, UNSUPPORTED)
-    staging = Staging(output, one_file=to in integers.FILES)
+    staging = Staging(output, one_file=to in FILES)
     may_replace.check_source(output, checkpoint.folder)
     staging.check(True, overwrite)
     refuse_problems({}, verify.verify(source, None, progress.counting)["problems"], VERIFICATION)
@@ -81,7 +91,7 @@ def convert(source: str, to: str, output: Path, overwrite: bool, progress: Progr
         try:
             with staging.opened(identity, resume=not overwrite, lasting=False):
                 material = _material(checkpoint, to, staging, progress)
-                written = integers.file_of(to, material, progress) if staging.one_file else Output()
+                written = _file_of(to, material, progress) if staging.one_file else Output()
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
                 manifest = {"schema": MANIFEST_SCHEMA} | stored_manifest | {"converted": {"to": to}}
                 with staging.assemble() as place:
@@ -158,8 +168,8 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
 
 def _grid(to: str, grid: AffineGrid) -> Grid:
     """Return the grid that stores the same codes: MLX's with scales of the same type, or a ggml type."""
-    if to in integers.FILES:
-        return integers.grid_of(to, grid)
+    if to in FILES:
+        return named("Q8_0" if grid.bits > 4 else FILES[to])
     return BiasedGrid(grid.bits, grid.group_size, "float16") if to == "mlx" else grid
 
 
@@ -175,7 +185,7 @@ def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool) -> Layout:
         return AwqLayout(size, not symmetric)
     if to == "mlx":
         return MlxLayout(bits, size)
-    if to in integers.FILES:
+    if to in FILES:
         return GgmlLayout()
     return CompressedTensorsLayout(PackQuantized(bits, size, symmetric))
 
@@ -188,12 +198,16 @@ def _weight(checkpoint: Checkpoint, row: LinearSpec) -> QuantizedWeight:
 
 def _encoded(layout: Layout, to: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the tensors of a linear in the new layout."""
-    if to in integers.FILES:
-        weight = integers.blocks(weight, _grid(to, weight.grid))
+    scale, zero, size = weight.params.scale, weight.params.zero, weight.grid.group_size
+    grid = _grid(to, weight.grid)
+    if to in FILES:  # where groups, zero points or scales do not fit, the values become others
+        codes = weight.codes - zero.repeat_interleave(size, 1) + grid.offset
+        d = scale.repeat_interleave(size, 1)[:, :: grid.group_size].half().float()
+        codes = codes.clamp(0, 2 * grid.offset - 1).to(torch.uint8)
+        weight = QuantizedWeight(grid, codes, Scale(d))
     if to == "mlx":
-        scale, zero = weight.params.scale, weight.params.zero
         params = BiasedParams(scale.half(), (-scale * zero).half())
-        weight = QuantizedWeight(_grid(to, weight.grid), weight.codes, params)
+        weight = QuantizedWeight(grid, weight.codes, params)
     return layout.encode(weight)
 
 
@@ -206,10 +220,24 @@ def _same(weight: QuantizedWeight, other: QuantizedWeight) -> bool:
     return same and torch.equal(weight.codes, other.codes)
 
 
-def output_of(source: str, to: str, output: Path | None) -> Path:
-    """Return the output's path: as requested, or derived from the source."""
-    ending = f"{integers.FILES[to]}.gguf" if to in integers.FILES else to
-    return output or Path(f"{base_name(source)}-{ending}")
+def _file_of(to: str, material: Material, progress: Progress) -> GgufOutput:
+    """Return a GGUF file's output: staged linears keep their types, and other matrices the type that they
+    have. Raises QuantkitError naming linears that llama.cpp stores in parts, and experts of several types."""
+    options = gguf.Options(type=("F16",), solver="rtn", imatrix="none")
+    method, checkpoint = gguf.build(options, skeleton=material.skeleton), material.checkpoint
+    for note in method.notes:
+        progress.warn(note)
+    output, chosen = method.output, dict(method.output.chosen)
+    types = {f"{row.name}.weight": row.grid.name for row in material.specs if row.grid}
+    for target in output.targets:
+        found = {types.get(name) or checkpoint.plain_dtype(name) for name in target.stored}
+        if chosen[target.name] == "F16":  # a matrix
+            what = f"llama.cpp stores {name_all(target.stored, 3)} in another way: as {target.name}"
+            whole = len(found) == 1 and not (target.part and found.intersection(types.values()))
+            require(whole, what, ANEW, UNSUPPORTED)
+            (chosen[target.name],) = found
+    metadata = output.metadata | {"general.file_type": number(FILES[to])}
+    return replace(output, chosen=chosen, metadata=metadata)
 
 
 def _describe(material: Material, to: str, place: Path) -> None:
@@ -230,12 +258,14 @@ def _describe(material: Material, to: str, place: Path) -> None:
 
 def _compare(material: Material, output: Output, written: Checkpoint, progress: Progress) -> None:
     """Raise QuantkitError (exit code 6) unless the linears read back are the source's."""
-    names = integers.names_in(output, written) if material.staging.one_file else {}
+    found = {target.name: target.parameters for target in getattr(written, "targets", {}).values()}
+    targets = [target for target in getattr(output, "targets", ()) if target.name in found]
+    names = {a: b for one in targets for a, b in zip(one.stored, found[one.name], strict=False)}
     packed = [row for row in material.specs if row.grid]
     for done, row in enumerate(packed):
         progress.counting(WRITTEN, done, len(packed))
         name, weight = f"{row.name}.weight", _weight(material.checkpoint, row)
-        if material.staging.one_file:
+        if names:  # of a GGUF file's tensors, by their names in the source
             values = written.read(names[name], torch.float32)
             same = torch.equal(values.t() if row.conv1d else values, weight.values())
         else:

@@ -22,11 +22,9 @@ def check_target(repo: str) -> None:
     from huggingface_hub import errors, get_token, utils
 
     try:
-        utils.validate_repo_id(repo)
-        valid = is_id(repo)
-    except errors.HFValidationError:
-        valid = False
-    require(valid, f"{repo} is not the name of a repository", "write ORG/NAME", USAGE)
+        utils.validate_repo_id(repo if is_id(repo) else "")
+    except errors.HFValidationError as error:
+        raise QuantkitError(f"{repo} is not the name of a repository", "write ORG/NAME", USAGE) from error
     require(get_token(), "there is no token for the hub", "type hf auth login, or set HF_TOKEN", USAGE)
 
 

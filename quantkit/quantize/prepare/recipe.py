@@ -268,8 +268,7 @@ def options(method: str, settings: Sequence[str], flag: str) -> Any:
 
 
 def of_options(method: str, values: Mapping[str, Any]) -> Recipe:
-    """Return a recipe from a method's options by the names of their fields, such as bits=4; so errors name
-    them."""
+    """Return a recipe from a method's options by the names of their fields, such as bits=4."""
     known = {key: value for key, value in keys(method).items() if key not in ABOUT}
     full = {key.rpartition(".")[2]: key for key in known}
     checked = _checked(method, values, {name: known[key] for name, key in full.items()})
