@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.grid import by_rows
+from quantkit.grids.grid import Grid, Params, by_rows
 from quantkit.grids.levels import TableLevels
 from quantkit.grids.parallel import elements_at_once, for_each
 
@@ -184,36 +184,39 @@ class MxFp4Grid(Fp4Grid):
         return torch.ldexp(torch.ones_like(scale), exponent)
 
 
-@dataclass(frozen=True)
-class NvFp4Grid(Fp4Grid):
-    """Groups of 16 weights that share an e4m3 scale. divisor: of all matrices; None: each matrix has its own.
-    Linears that engines fuse need the same divisor (`together`)."""
+class Divided(Grid):
+    """Grids whose scales have one divisor. divisor: of all matrices; None: each matrix has its own. Linears
+    that engines fuse need the same divisor (`together`)."""
 
-    divisor: float | None = None
-    group_size = 16
+    divisor: float | None
 
     @property
     def spans_matrix(self) -> bool:
         return self.divisor is None
 
-    @property
-    def joint(self) -> bool:
-        return self.divisor is None
+    joint = spans_matrix
 
-    def describe(self) -> str:
-        """Return the name in plans."""
-        return "nvfp4, groups of 16"
-
-    def together(self, weights: Sequence[Tensor]) -> NvFp4Grid:
+    def together(self, weights: Sequence[Tensor]) -> Divided:
         """Return a copy with one divisor for all of `weights [out_k, in]`."""
         if self.divisor is not None:
             return self
         return replace(self, divisor=divisor_of(max(_largest(weight) for weight in weights)))
 
-    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
-        """Return parameters `[out, in / 16]` with one divisor."""
-        grid = self.together([weight])
-        return super(NvFp4Grid, grid).fit_matrix(weight, importance)
+    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Params:
+        """Return parameters `[out, groups]` with one divisor."""
+        return super(Divided, self.together([weight])).fit_matrix(weight, importance)
+
+
+@dataclass(frozen=True)
+class NvFp4Grid(Divided, Fp4Grid):
+    """Groups of 16 weights that share an e4m3 scale."""
+
+    divisor: float | None = None
+    group_size = 16
+
+    def describe(self) -> str:
+        """Return the name in plans."""
+        return "nvfp4, groups of 16"
 
     def _divisor(self, weight: Tensor) -> float:
         return self.together([weight]).divisor

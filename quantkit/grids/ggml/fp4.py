@@ -9,7 +9,7 @@ language model would be too small for e4m3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,22 +86,10 @@ class Mxfp4Blocks(Fp4Blocks):
 
 
 @dataclass(frozen=True)
-class Nvfp4Blocks(Fp4Blocks):
-    """NVFP4. divisor: of all matrices; None: each matrix has its own."""
+class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
+    """NVFP4."""
 
     divisor: float | None = None
-
-    @property
-    def spans_matrix(self) -> bool:
-        return self.divisor is None
-
-    @property
-    def joint(self) -> bool:
-        return self.divisor is None
-
-    def together(self, weights: Sequence[Tensor]) -> Nvfp4Blocks:
-        """Return a copy with one divisor for all of `weights`."""
-        return replace(self, divisor=NvFp4Grid(divisor=self.divisor).together(weights).divisor)
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
         """Return for every 16 weights the best of the scales around the one that fits the largest weight."""
@@ -110,10 +98,6 @@ class Nvfp4Blocks(Fp4Blocks):
         parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
         found = [grid.fit(*part) for part in parts]
         return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)
-
-    def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
-        """Return parameters `[out, in / 64]` with one divisor."""
-        return super(Nvfp4Blocks, self.together([weight])).fit_matrix(weight, importance)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
         """See BlockGrid; encodes `weight` times the divisor as ggml does."""
