@@ -95,7 +95,7 @@ def test_zeros_leave_what_follows_in_its_place():
 def test_neighbours_are_those_at_the_smallest_distances(name):
     grid = named(name)
     book = grid.book
-    around = book.neighbours()
+    around = book.neighbours
     for number in range(0, len(book.found), 997):
         point = torch.tensor([number // book.base**k % book.base for k in range(book.size)])
         distance = (book.digits - point[:, None]).square().sum(0)

@@ -8,7 +8,7 @@ one number, the first digit being the lowest, by which the vector is found in th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ class Neighbours:
     ids: Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CodeBook:
     """digits: int64 `[vector_size, vectors]`, each from 0 to base - 1. magnitudes: float `[base]`, of the
     digits. found: int64 `[base ** vector_size]`, index in the book by a vector's number, -1 if it is not in
@@ -62,15 +62,27 @@ class CodeBook:
             number.mul_(self.base).add_(digit)
         return number
 
+    @cached_property
     def neighbours(self) -> Neighbours:
-        """Return for every point the book's vectors at the `reach` smallest distances."""
-        return _neighbours(self)
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
+        """For every point the book's vectors at the `reach` smallest distances."""
+        every = torch.arange(self.base**self.size)
+        places = torch.stack([every // self.base**k % self.base for k in range(self.size)], 1).float()
+        vectors = self.digits.cpu().float()
+        length = vectors.square().sum(0)
+        counts, ids = [], []
+        for part in places.split(max(1, DISTANCES_AT_ONCE // vectors.shape[1])):
+            distance = torch.addmm(length, part, vectors, alpha=-2).add_(part.square().sum(1, keepdim=True))
+            reach = distance.amin(1, keepdim=True)
+            for _ in range(self.reach - 1):  # the next larger one that occurs
+                reach = distance.masked_fill(distance <= reach, torch.inf).amin(1, keepdim=True)
+            near = distance <= reach
+            row, place = near.nonzero(as_tuple=True)
+            order = torch.argsort(row * (1 << 20) + distance[near].long(), stable=True)
+            counts.append(near.sum(1))
+            ids.append(place[order])
+        count = torch.cat(counts)
+        parts = count.cumsum(0) - count, count, torch.cat(ids)
+        return Neighbours(*(part.to(self.digits.device) for part in parts))
 
 
 @cache
@@ -95,31 +107,6 @@ def _on_device(book: CodeBook, device: torch.device) -> CodeBook:
     return CodeBook(*parts, book.reach)
 
 
-@cache
-def _neighbours(book: CodeBook) -> Neighbours:
-    device = book.digits.device
-    book = CodeBook(book.digits.cpu(), book.magnitudes.cpu(), book.found.cpu(), book.reach)
-    points = book.base**book.size
-    every = torch.arange(points)
-    places = torch.stack([every // book.base**k % book.base for k in range(book.size)], 1).float()
-    vectors = book.digits.float()
-    length = vectors.square().sum(0)
-    counts, ids = [], []
-    for part in places.split(max(1, DISTANCES_AT_ONCE // vectors.shape[1])):
-        distance = torch.addmm(length, part, vectors, alpha=-2).add_(part.square().sum(1, keepdim=True))
-        reach = distance.amin(1, keepdim=True)
-        for _ in range(book.reach - 1):  # the next larger one that occurs
-            reach = distance.masked_fill(distance <= reach, torch.inf).amin(1, keepdim=True)
-        near = distance <= reach
-        row, place = near.nonzero(as_tuple=True)
-        order = torch.argsort(row * (1 << 20) + distance[near].long(), stable=True)
-        counts.append(near.sum(1))
-        ids.append(place[order])
-    count = torch.cat(counts)
-    parts = count.cumsum(0) - count, count, torch.cat(ids)
-    return Neighbours(*(part.to(device) for part in parts))
-
-
 def nearest_neighbour(
     book: CodeBook, values: Tensor, points: Tensor, x: Tensor, weights: Tensor, scale: Tensor
 ) -> Tensor:
@@ -129,7 +116,7 @@ def nearest_neighbour(
     values: `[vector_size, vectors]`, values of the book's vectors, in units of `scale [n]`. Points are sorted
     by their number of neighbours, so that at each rank the points that have one more come first.
     """
-    around = book.neighbours()
+    around = book.neighbours
     count, order = around.count[points].sort(descending=True)
     start = around.start[points[order]]
     x, weights, scale = x.index_select(1, order), weights.index_select(1, order), scale[order]
