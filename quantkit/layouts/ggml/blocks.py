@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
+import gguf
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def row_bytes(type_name: str, in_features: int) -> int:
 
     Raises QuantkitError if the type is unknown, or the row is not whole ggml blocks.
     """
-    block, size = _gguf().GGML_QUANT_SIZES[_type(type_name)]
+    block, size = gguf.GGML_QUANT_SIZES[_type(type_name)]
     if in_features % block:
         raise QuantkitError(
             f"rows of {in_features} weights do not divide into {type_name} blocks of {block}",
@@ -51,7 +53,7 @@ def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None
             encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
         else:  # for weights that were trained as -1, 0 and 1
             values = weight[part].float().cpu().numpy()
-            encoded[part] = torch.from_numpy(_gguf().quants.quantize(values, _type(type_name)))
+            encoded[part] = torch.from_numpy(gguf.quants.quantize(values, _type(type_name)))
 
     def blocks(part: slice) -> None:
         some = None if importance is None else importance[part].float()
@@ -82,7 +84,7 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
 
     def decode(part: slice) -> None:
         blocks = encoded[part].contiguous().cpu().numpy()
-        values[part] = torch.from_numpy(_gguf().quants.dequantize(blocks, _type(type_name)))
+        values[part] = torch.from_numpy(gguf.quants.dequantize(blocks, _type(type_name)))
 
     try:
         by_chunks(decode, values)
@@ -111,10 +113,8 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
 def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
     """Invert `pack`. scale: `[1]`, by which all values are multiplied; None for 1."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
-    parts = BLOCKS[grid.name]
-    widths = [part.width(_counts(grid)) for part in parts]
     found: dict[str, Tensor] = {}
-    for part, piece in zip(parts, blocks.split(widths, 1), strict=True):
+    for part, piece in zip(BLOCKS[grid.name], blocks.split(_widths(grid.name), 1), strict=True):
         for source, value in part.unpack(piece.contiguous()).items():
             found[source] = value | found[source] if source in found else value
     if isinstance(grid, CodeBookGrid):
@@ -133,13 +133,17 @@ def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tup
     return codes, matrix(kind(**found), len(encoded))
 
 
-def _counts(grid: BlockGrid) -> dict[str, int]:
-    """Return the number of integers of each kind in a ggml block."""
+@cache
+def _widths(type_name: str) -> list[int]:
+    """Return the bytes that each part of a ggml block takes, found by packing zeros."""
+    grid = named(type_name)
     sub_blocks = grid.group_size // grid.sub_size
     counts = {"codes": grid.group_size, "scales": sub_blocks, "scales_and_mins": 2 * sub_blocks}
     if isinstance(grid, CodeBookGrid):
         counts |= {"places": grid.group_size // grid.book.size, "signs": grid.group_size // SIGNS}
-    return counts
+    zeros = {name: torch.zeros(1, count, dtype=torch.int64) for name, count in counts.items()}
+    zeros |= dict.fromkeys(("d", "dmin", "m"), torch.zeros(1))
+    return [part.pack(zeros).shape[1] for part in BLOCKS[type_name]]
 
 
 def _vectors(grid: CodeBookGrid, codes: Tensor) -> dict[str, Tensor]:
@@ -163,15 +167,8 @@ def _codes(grid: CodeBookGrid, places: Tensor, signs: Tensor) -> Tensor:
 PARAMS = (Scale, ScaleAndMin, SubScales, SubScalesAndMins)
 
 
-def _gguf() -> Any:
-    """Import gguf on first use: opening any checkpoint imports all layouts."""
-    import gguf
-
-    return gguf
-
-
 def _type(name: str) -> Any:
-    types = _gguf().GGMLQuantizationType
+    types = gguf.GGMLQuantizationType
     if name not in types.__members__:
         raise QuantkitError(f"there is no ggml type {name}", hint=f"known are {', '.join((*PLAIN, *TYPES))}")
     return types[name]

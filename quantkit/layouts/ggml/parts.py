@@ -2,7 +2,7 @@
 
 BLOCKS lists the parts of every type in order. `pack` of a part takes its integers or floats from `values`
 ({name: `[blocks, n]`}) and returns bytes `[blocks, width]`. `unpack` is the inverse; bits that another part
-stores are 0. `width` depends on how many integers of each kind a ggml block has.
+stores are 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 Values = Mapping[str, Tensor]
-Counts = Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -22,9 +21,6 @@ class Half:
     """A float16 parameter, `[blocks]`."""
 
     name: str
-
-    def width(self, counts: Counts) -> int:
-        return 2
 
     def pack(self, values: Values) -> Tensor:
         return values[self.name].half()[:, None].view(torch.uint8)
@@ -39,9 +35,6 @@ class PowerOfTwo:
 
     name: str
 
-    def width(self, counts: Counts) -> int:
-        return 1
-
     def pack(self, values: Values) -> Tensor:
         return (torch.frexp(values[self.name]).exponent + 127)[:, None].to(torch.uint8)
 
@@ -53,9 +46,6 @@ class PowerOfTwo:
 @dataclass(frozen=True)
 class E4m3:
     """Scales as 8-bit floats without a sign; NaN is stored as 0."""
-
-    def width(self, counts: Counts) -> int:
-        return counts["scales"]
 
     def pack(self, values: Values) -> Tensor:
         return values["scales"].to(torch.float8_e4m3fn).view(torch.uint8)
@@ -77,9 +67,6 @@ class Bits:
     bits: int
     run: int
     flip: int = 0
-
-    def width(self, counts: Counts) -> int:
-        return counts[self.source] * self.bits // 8
 
     def pack(self, values: Values) -> Tensor:
         integers = (values[self.source] >> self.low) & 2**self.bits - 1
@@ -107,10 +94,6 @@ class Words:
     nbytes: int
     integers: tuple[tuple[str, int, int, int], ...]
 
-    def width(self, counts: Counts) -> int:
-        source, _, _, count = self.integers[0]
-        return counts[source] // count * self.nbytes
-
     def pack(self, values: Values) -> Tensor:
         word, place = 0, 0
         for source, low, bits, count in self.integers:
@@ -133,9 +116,6 @@ class Words:
 class SixBitPairs:
     """Eight 6-bit scales and mins in 12 bytes. Bytes 0 to 7: the first four scales, then the first four mins,
     with the high bits of the last four above them. Bytes 8 to 11: the low nibbles of the last four."""
-
-    def width(self, counts: Counts) -> int:
-        return 12
 
     def pack(self, values: Values) -> Tensor:
         first, last = values["scales_and_mins"].view(-1, 2, 2, 4).unbind(2)
