@@ -38,7 +38,8 @@ def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
 
     r and c are fitted by least squares in turn; each fit leaves about 1/√width of the previous error.
     """
-    pairs = list(zip(*(part.split(_rows(weight)) for part in (weight, values)), strict=True))
+    at_once = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
+    pairs = list(zip(weight.split(at_once), values.split(at_once), strict=True))
     columns = weight.new_ones(weight.shape[1])
     for _ in range(FIT_ROUNDS):
         above, below = torch.zeros_like(columns), torch.zeros_like(columns)
@@ -55,10 +56,6 @@ def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
         lost += (found - scaled).square_().sum()
         whole += scaled.square_().sum()
     return (lost / whole.clamp(min=1e-30)).item()
-
-
-def _rows(weight: Tensor) -> int:
-    return max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
 
 
 def _ratio(above: Tensor, below: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.grids.ggml import codebook
 from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
 from quantkit.grids.ggml.codebook import CodeBook, nearest_neighbour
-from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights
+from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
 from quantkit.grids.ggml.params import SubHalves, half
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
@@ -168,7 +168,7 @@ class CodeBookGrid(BlockGrid):
     def _weights(self, blocks: Blocks) -> Tensor:
         """Return error weights: x²; with importance, times the root of x² plus the mean square."""
         x, importance = blocks.x, blocks.importance
-        power = total(x * x).mul_(self.search.power / SUPER_BLOCK)
+        power = mean_square(x, self.search.power)
         if importance is None and self.unweighted:
             return x * x if self.book.size == 4 else x * x + power * 0.25
         return error_weights(x, torch.ones_like(x) if importance is None else importance, power)
@@ -193,8 +193,8 @@ class _SubBlocks:
         self.size, self.weights = size, weights
         self.digits = self.book.digits.float()
         self.odd = self.digits * 2 + 1
-        self.vectors = self._as_vectors(size)
-        self.roots = self._as_vectors(square_root(weights))
+        self.vectors = split(size, self.book.size)  # [vector_size, vectors of a sub-block * n]
+        self.roots = split(square_root(weights), self.book.size)
         self.weighted = weights * size
 
     def fit(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,7 +212,8 @@ class _SubBlocks:
         largest = largest.masked_fill(empty, 1)
         best = torch.zeros_like(scale)
         digits = torch.zeros_like(self.size)
-        outside = torch.full_like(self._outside(self.size), search.again != "each")
+        vectors = len(self.size) // book.size, len(scale)
+        outside = torch.full(vectors, search.again != "each", device=scale.device)
         for k in range(-search.tries, search.tries + 1):
             factor = over(single(limit, times(search.step, k)), largest)
             found, off = self._choose(factor, over(1, factor))
@@ -232,19 +233,12 @@ class _SubBlocks:
         scale = torch.where(again & (sum_q2 > 0), sum_qx / sum_q2, scale)
         return scale.masked_fill_(empty, 0), digits.masked_fill_(empty, 0), empty
 
-    def _as_vectors(self, x: Tensor) -> Tensor:
-        """Convert `[sub_size, n]` to `[vector_size, vectors of a sub-block * n]`."""
-        return split(x, self.book.size)
-
-    def _outside(self, x: Tensor) -> Tensor:
-        return x.new_empty(len(x) // self.book.size, x.shape[1], dtype=torch.bool)
-
     def _choose(self, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Return the digits of sizes times `factor`, and which rounded vectors are not in the book,
         `[vectors, n]`; these are replaced by a neighbour in the book, chosen at `scale`."""
         book, count = self.book, len(self.size) // self.book.size
         digits = (self.size * finite(factor)).sub_(1).mul_(0.5).round_().clamp_(0, book.base - 1)
-        digits = self._as_vectors(digits)
+        digits = split(digits, book.size)
         number = book.number(digits).long()
         off = (book.found[number] < 0).nonzero()[:, 0]
         x, roots = self.vectors.index_select(1, off), self.roots.index_select(1, off)

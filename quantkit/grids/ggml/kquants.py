@@ -34,16 +34,13 @@ def error_weights(x: Tensor, importance: Tensor, power: Tensor) -> Tensor:
     return square_root((x * x).add_(power)).mul_(importance)
 
 
-class SuperBlockGrid(BlockGrid):
-    """Base of the types with super-blocks of 256 weights."""
-
-    def _mean_square(self, x: Tensor, factor: float) -> Tensor:
-        """Return `factor` times the mean square of every super-block of `x [256, blocks]`."""
-        return total(x * x).mul_(factor).div_(SUPER_BLOCK)
+def mean_square(x: Tensor, factor: float) -> Tensor:
+    """Return `factor` times the mean square of every block of `x [group_size, blocks]`."""
+    return total(x * x).mul_(factor).div_(len(x))
 
 
 @dataclass(frozen=True)
-class MinGrid(SuperBlockGrid):
+class MinGrid(BlockGrid):
     """Q2_K, Q4_K, Q5_K: unsigned scales and mins up to `scale_max`.
 
     plan: of the search without importance. power: with importance, factor of the mean square.
@@ -63,7 +60,7 @@ class MinGrid(SuperBlockGrid):
         if blocks.importance is None:
             weights, plan = self._own_weights(x), self.plan
         else:
-            power = self._mean_square(blocks.x, self.power)
+            power = mean_square(blocks.x, self.power)
             weights = split(error_weights(blocks.x, blocks.importance, power), self.sub_size)
             plan = WITH_IMPORTANCE
         nmax = 2**self.bits - 1
@@ -98,7 +95,7 @@ class MinGrid(SuperBlockGrid):
 
 
 @dataclass(frozen=True)
-class SignedGrid(SuperBlockGrid):
+class SignedGrid(BlockGrid):
     """Q3_K and Q6_K: signed scales, no mins."""
 
     def _finish(
@@ -145,7 +142,7 @@ class Q3KGrid(SignedGrid):
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
             return self._finish(x, d, scales, lambda columns: codes[:, columns])
-        weights = error_weights(blocks.x, blocks.importance, self._mean_square(blocks.x, 2))
+        weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
         weights = split(weights, self.sub_size)
         scale, searched = self._make_qx(x, weights)
         d, scales = make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
