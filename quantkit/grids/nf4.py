@@ -48,6 +48,13 @@ class NestedParams:
     nested: Tensor
     offset: Tensor
 
+    @staticmethod
+    def of(code: Tensor, nested: Tensor, offset: Tensor) -> NestedParams:
+        """Return the parameters of a matrix from codes `[out, groups]`, the nested absmax of every block, and
+        the offset, `[1]` or a scalar."""
+        nested = nested.repeat_interleave(NESTED_BLOCK)[: code.numel()].view(code.shape)
+        return NestedParams(code, nested, offset.expand(code.shape))
+
     @property
     def absmax(self) -> Tensor:
         """The decoded absmax."""
@@ -116,9 +123,7 @@ class Nf4Grid(TableLevels):
         """Return parameters with nested absmax repeated in each block, and the offset over the matrix."""
         if isinstance(params, Nf4Params):
             return Nf4Params(floats["absmax"])
-        shape = params.code.shape
-        nested = floats["nested"].repeat_interleave(NESTED_BLOCK)[: params.code.numel()].view(shape)
-        return NestedParams(params.code, nested, floats["offset"].expand(shape))
+        return NestedParams.of(params.code, floats["nested"], floats["offset"])
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the floats unchanged, because float32 is stored."""
@@ -153,15 +158,10 @@ def double_quantize(absmax: Tensor) -> NestedParams:
     """Return absmax `[out, groups]` in 8 bits: the mean is subtracted, blocks are 256 in row-major order."""
     offset = absmax.mean()
     centred = (absmax - offset).flatten()
-    count = len(centred)
-    padded = torch.nn.functional.pad(centred, (0, -count % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
-    nested = padded.abs().amax(1, keepdim=True).expand_as(padded)
-    code = _nearest_dynamic(padded * _inverse(nested))
-    return NestedParams(
-        code.flatten()[:count].view(absmax.shape),
-        nested.flatten()[:count].view(absmax.shape),
-        offset.expand(absmax.shape),
-    )
+    padded = torch.nn.functional.pad(centred, (0, -len(centred) % NESTED_BLOCK)).view(-1, NESTED_BLOCK)
+    nested = padded.abs().amax(1)
+    code = _nearest_dynamic(padded * _inverse(nested)[:, None]).flatten()[: len(centred)]
+    return NestedParams.of(code.view(absmax.shape), nested, offset)
 
 
 @cache
@@ -177,22 +177,17 @@ def dynamic_map() -> Tensor:
     Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary; the remaining bits
     divide [0.1, 1] evenly and stand for the middles. The two codes that remain are 0 and 1.
     """
-    return torch.tensor(_dynamic_values())
-
-
-@cache
-def _dynamic_values() -> tuple[float, ...]:
     values = [0.0, 1.0]
     for exponent in range(7):
         edges = torch.linspace(0.1, 1, 2**exponent + 1)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
         values += middles.tolist() + (-middles).tolist()
-    return tuple(torch.tensor(sorted(values)).tolist())
+    return torch.tensor(sorted(values))
 
 
 def _nearest_dynamic(scaled: Tensor) -> Tensor:
     """Return the codes, uint8, of the nearest values of `dynamic_map`."""
-    return nearest(scaled, _dynamic_values())
+    return nearest(scaled, tuple(dynamic_map().tolist()))
 
 
 def _inverse(absmax: Tensor) -> Tensor:

@@ -45,10 +45,6 @@ class Int8Layout(Layout):
     optional = ("weight_format",)
     rounds_inputs = True
 
-    def check(self, spec: LinearSpec) -> str | None:
-        """Return None: every linear fits."""
-        return None
-
     def check_experts(self, linears: int) -> str | None:
         """Return why no client reads experts: vLLM loads no experts that are already quantized to int8."""
         return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
@@ -122,7 +118,7 @@ class Int8Layout(Layout):
 
 @dataclass(frozen=True)
 class Nf4Layout(Layout):
-    """double_quant: absmax values are stored in 8 bits."""
+    """double_quant: absmax values are stored in 8 bits. The grid's own check keeps blocks inside rows."""
 
     double_quant: bool = True
     marker = STATE
@@ -134,10 +130,6 @@ class Nf4Layout(Layout):
     floats = ("weight.absmax", "weight.nested_absmax", STATE)
     texts = (STATE,)
     experts_note = f"experts in nf4 are for vLLM on one GPU, which was not tried here: {FUSES}"
-
-    def check(self, spec: LinearSpec) -> str | None:
-        """Return None: the grid's own check already keeps blocks of 64 weights inside rows."""
-        return None
 
     def check_experts(self, linears: int) -> str | None:
         """Return why no client reads such experts; None for experts of gate, up and down: vLLM reads
@@ -233,11 +225,8 @@ class Nf4Layout(Layout):
         if not nested:
             return packed, Nf4Params(absmax.float().view(shape))
         _expect(tensors["weight.nested_quant_map"], dynamic_map())
-        expanded = (
-            tensors["weight.nested_absmax"].repeat_interleave(NESTED_BLOCK)[: absmax.numel()].view(shape)
-        )
         offset = torch.tensor(_read_state(tensors[STATE])["nested_offset"], device=absmax.device)
-        return packed, NestedParams(absmax.view(shape), expanded, offset.expand(shape))
+        return packed, NestedParams.of(absmax.view(shape), tensors["weight.nested_absmax"], offset)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
         """Return `quantization_config`."""
