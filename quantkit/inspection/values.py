@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.inspection.clients import of_damaged
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
@@ -67,12 +67,9 @@ def compare(
     weights = [made.stored_parameters() for made in skeletons]
     both = [name for name in weights[0] if name in weights[1]]
     reshaped = [name for name in both if weights[0][name].shape != weights[1][name].shape]
-    if len(reshaped) == len(both):
-        raise QuantkitError(
-            f"{left.source} and {right.source} have no weight of the same name and shape",
-            hint="inspect them one by one: these are different models",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{left.source} and {right.source} have no weight of the same name and shape"
+    hint = "inspect them one by one: these are different models"
+    require(len(reshaped) < len(both), what, hint, UNSUPPORTED)
     rows = []
     for done, name in enumerate((name for name in both if name not in reshaped), start=1):
         difference = _difference(*(made.read(name, weights[k][name]) for k, made in enumerate(skeletons)))

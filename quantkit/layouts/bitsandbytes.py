@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.layouts import Layout, LinearSpec, Table, Width, spec_of_shape, stored_as
 
 if TYPE_CHECKING:
@@ -258,16 +258,12 @@ def detect(config: dict) -> Layout | None:
             what = f"quantization_config says llm_int8_threshold {threshold!r}"
             raise QuantkitError(what, "download config.json again")
         return Int8Layout(float(threshold))
+    what = "quantization_config says neither load_in_8bit nor load_in_4bit"
+    require(config.get("load_in_4bit"), what, "download config.json again")
     kind = config.get("bnb_4bit_quant_type")
-    if not config.get("load_in_4bit"):
-        raise QuantkitError(
-            "quantization_config says neither load_in_8bit nor load_in_4bit", "download config.json again"
-        )
-    if kind == "nf4":
-        return Nf4Layout(bool(config.get("bnb_4bit_use_double_quant")))
-    raise QuantkitError(
-        f"bitsandbytes 4-bit type {kind!r} is not supported", "quantkit reads int8 and nf4", UNSUPPORTED
-    )
+    what = f"bitsandbytes 4-bit type {kind!r} is not supported"
+    require(kind == "nf4", what, "quantkit reads int8 and nf4", UNSUPPORTED)
+    return Nf4Layout(bool(config.get("bnb_4bit_use_double_quant")))
 
 
 def _skipped(specs: Sequence[LinearSpec], outside: Sequence[str]) -> list[str] | None:
@@ -313,12 +309,8 @@ def _read_state(tensor: Tensor) -> dict:
         state["nested_offset"] = float(state.get("nested_offset", 0))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise QuantkitError(f"{STATE} is not supported: {error}", "download it again") from error
-    if not known:
-        raise QuantkitError(
-            f"nf4 blocks of {state['blocksize']} in rows of {in_features} are not supported",
-            hint="quantkit reads blocks of 64 that lie inside rows",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"nf4 blocks of {state['blocksize']} in rows of {in_features} are not supported"
+    require(known, what, "quantkit reads blocks of 64 that lie inside rows", UNSUPPORTED)
     return state
 
 

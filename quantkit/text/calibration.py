@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, require
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
@@ -62,8 +62,8 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
     QuantkitError if the text is missing, empty, or shorter than one sequence. If it gives fewer sequences
     than requested, the result has a warning.
     """
-    if options.samples < 1 or (options.seqlen is not None and options.seqlen < 2):
-        raise QuantkitError("--samples and --seqlen must be positive", "try 128 and 512", USAGE)
+    positive = options.samples > 0 and (options.seqlen is None or options.seqlen > 1)
+    require(positive, "--samples and --seqlen must be positive", "try 128 and 512", USAGE)
     shipped = options.calibration is None
     seqlen = options.seqlen or (SHIPPED_SEQLEN if shipped else DEFAULT_SEQLEN)
     if checkpoint.context is not None:
@@ -74,21 +74,15 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
     with closing(source.documents) as documents:
         stream, chat_template = _take(tokenizer, documents, options.samples * (seqlen - bos), bos)
     tokens = _slice(stream, options.samples, seqlen, tokenizer.bos_token_id if bos else None)
-    if not len(tokens):
-        raise QuantkitError(
-            f"calibration text {source.name} holds {len(stream)} tokens; one sequence needs {seqlen}",
-            hint="give more text with --calibration, or shorter sequences with --seqlen",
-            exit_code=USAGE,
-        )
+    holds = f"calibration text {source.name} holds {len(stream)} tokens; "
+    hint = "give more text with --calibration, or shorter sequences with --seqlen"
+    require(len(tokens), f"{holds}one sequence needs {seqlen}", hint, USAGE)
     warning = None
     if options.seqlen is not None and options.seqlen > seqlen:
         warning = f"--seqlen {options.seqlen} is cut to the model's context, {seqlen} tokens"
     if len(tokens) < options.samples and not shipped:
-        warning = (
-            f"calibration text {source.name} holds {len(stream)} tokens; "
-            f"{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
-            f"using {len(tokens)} sequences"
-        )
+        warning = f"{holds}{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
+        warning += f"using {len(tokens)} sequences"
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     provenance = Provenance(
         source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
@@ -102,12 +96,8 @@ def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:
     Documents are in random order, so the last ones represent all. A job with so many fewer `--samples` trains
     on the same sequences. Raises QuantkitError if there is only one sequence.
     """
-    if len(tokens) < 2:
-        raise QuantkitError(
-            "one sequence of text is not enough: training and held-out text need one each",
-            "give more --samples, a longer text or a shorter --seqlen",
-            USAGE,
-        )
+    what = "one sequence of text is not enough: training and held-out text need one each"
+    require(len(tokens) > 1, what, "give more --samples, a longer text or a shorter --seqlen", USAGE)
     count = min(MOST_HELD_OUT, max(1, len(tokens) // HELD_OUT))
     return tokens[:-count], tokens[-count:]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_line, name_all, require
 from quantkit.models.files import hub
 from quantkit.text.chat import column_of
 
@@ -73,12 +73,8 @@ def open_rows(
         stream = builder.as_streaming_dataset(parsed.split)
         names = stream.column_names or list(next(iter(stream.take(1)), {}))
     found = column_of(names, parsed.column or column)
-    if found is None:
-        raise QuantkitError(
-            f"dataset {parsed.repo} has no column {parsed.column or column!r} (it has: {name_all(names)})",
-            hint=f"name one: {parsed.repo}:{parsed.split}:COLUMN",
-            exit_code=USAGE,
-        )
+    what = f"dataset {parsed.repo} has no column {parsed.column or column!r} (it has: {name_all(names)})"
+    require(found is not None, what, f"name one: {parsed.repo}:{parsed.split}:COLUMN", USAGE)
     opened = replace(parsed, config=builder.config.name, column=found, revision=commit)
     return opened, _rows(stream, opened, seed)
 

@@ -10,7 +10,7 @@ import gguf
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.block import BlockGrid
 from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
@@ -32,11 +32,8 @@ def row_bytes(type_name: str, in_features: int) -> int:
     Raises QuantkitError if the type is unknown, or the row is not whole ggml blocks.
     """
     block, size = gguf.GGML_QUANT_SIZES[_type(type_name)]
-    if in_features % block:
-        raise QuantkitError(
-            f"rows of {in_features} weights do not divide into {type_name} blocks of {block}",
-            hint="choose a type with smaller blocks",
-        )
+    what = f"rows of {in_features} weights do not divide into {type_name} blocks of {block}"
+    require(in_features % block == 0, what, "choose a type with smaller blocks")
     return in_features // block * size
 
 
@@ -75,11 +72,9 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
 
     Raises QuantkitError for other types, or if a row's bytes do not hold `in_features` weights.
     """
-    if encoded.shape[1:] != (row_bytes(type_name, in_features),):
-        raise QuantkitError(
-            f"{list(encoded.shape)} bytes are not rows of {in_features} {type_name} weights",
-            hint="the file is damaged: fetch it again",
-        )
+    what = f"{list(encoded.shape)} bytes are not rows of {in_features} {type_name} weights"
+    fits = encoded.shape[1:] == (row_bytes(type_name, in_features),)
+    require(fits, what, "the file is damaged: fetch it again")
     values = torch.empty(len(encoded), in_features)
 
     def decode(part: slice) -> None:

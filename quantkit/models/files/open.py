@@ -10,7 +10,7 @@ from pathlib import Path
 import transformers
 
 from quantkit import layouts
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.models.files import gguf_shards, headers, hub, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint, State
 
@@ -106,11 +106,8 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
         for path, state in sorted(checkpoint.seen.items())
         if now.get(path) != state
     ]
-    if wrong:
-        raise QuantkitError(
-            f"{checkpoint.source} was changed while it was read: {name_all(wrong)}",
-            "restore it and continue with --resume, or start again with --overwrite",
-        )
+    what = f"{checkpoint.source} was changed while it was read: {name_all(wrong)}"
+    require(not wrong, what, "restore it and continue with --resume, or start again with --overwrite")
 
 
 @contextmanager

@@ -129,12 +129,8 @@ def broken(path: Path, why: str, form: str = "safetensors") -> QuantkitError:
 
 def read_json(path: Path) -> dict:
     """Return a parsed JSON object. Raises QuantkitError for anything else (exit code 3 if it is absent)."""
-    if not path.is_file():
-        raise QuantkitError(
-            f"{path.parent} holds no {path.name}",
-            hint="give a checkpoint folder, a GGUF file or a hub id",
-            exit_code=NOT_FOUND,
-        )
+    hint = "give a checkpoint folder, a GGUF file or a hub id"
+    require(path.is_file(), f"{path.parent} holds no {path.name}", hint, NOT_FOUND)
     try:
         content = untrusted.parse(untrusted.read(path))
     except OSError as error:
@@ -227,12 +223,9 @@ def _read_index(path: Path) -> dict[str, str]:
         if Path(name).name != name or name in ("", ".", "..") or "\0" in name
         or len(name.encode()) > LONGEST_NAME
     }  # fmt: skip
-    if outside:
-        raise QuantkitError(
-            f"{path} names files that cannot lie in its folder: {name_all(sorted(outside), 3)}",
-            hint="do not trust this checkpoint; shards must be in the folder of their index",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{path} names files that cannot lie in its folder: {name_all(sorted(outside), 3)}"
+    hint = "do not trust this checkpoint; shards must be in the folder of their index"
+    require(not outside, what, hint, UNSUPPORTED)
     return weight_map
 
 

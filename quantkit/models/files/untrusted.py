@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, require
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 AGAIN = "download it again"
@@ -44,20 +44,15 @@ def refuse_folder(folder: Path) -> None:
         for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
         if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
     )
-    if leading_out:
-        raise QuantkitError(
-            f"{folder} holds links that lead out of it: {name_all(leading_out)}",
-            hint="replace the links by the files themselves if you trust them",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{folder} holds links that lead out of it: {name_all(leading_out)}"
+    hint = "replace the links by the files themselves if you trust them"
+    require(not leading_out, what, hint, UNSUPPORTED)
     for path in sorted({path for pattern in FETCHED for path in folder.glob(pattern)}):
         if not path.exists():
             continue  # a link to nowhere: its reader says so
         refuse_irregular(path)
-        if path.is_file() and path.stat().st_size > LARGE_BYTES:
-            raise QuantkitError(
-                f"{path} is larger than {LARGE_BYTES >> 20} MiB: not read", AGAIN, UNSUPPORTED
-            )
+        fits = not path.is_file() or path.stat().st_size <= LARGE_BYTES
+        require(fits, f"{path} is larger than {LARGE_BYTES >> 20} MiB: not read", AGAIN, UNSUPPORTED)
 
 
 def refuse_pointer(path: Path) -> None:
@@ -86,10 +81,8 @@ def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
     size = max(path.stat().st_size, UNSAID)
     with open(path, "rb") as file:
         data = file.read(min(limit, size) + 1)
-    if len(data) > min(limit, size):
-        raise QuantkitError(
-            f"{path} is larger than {limit / 2**20:g} MiB: not read", "download it again", UNSUPPORTED
-        )
+    what = f"{path} is larger than {limit / 2**20:g} MiB: not read"
+    require(len(data) <= min(limit, size), what, AGAIN, UNSUPPORTED)
     return data
 
 
@@ -245,12 +238,9 @@ def refuse_growth(tokenizer: Any) -> None:
     if normalizer is None:
         return
     grown = _growth(json.loads(normalizer.__getstate__()))
-    if grown > GROWTH:
-        raise QuantkitError(
-            f"the model's tokenizer makes up to {min(grown, 1e9):,.0f} characters of one",
-            "its tokenizer.json is damaged or not to be trusted: download it again",
-            UNSUPPORTED,
-        )
+    what = f"the model's tokenizer makes up to {min(grown, 1e9):,.0f} characters of one"
+    hint = "its tokenizer.json is damaged or not to be trusted: download it again"
+    require(grown <= GROWTH, what, hint, UNSUPPORTED)
 
 
 def _growth(normalizer: dict) -> float:

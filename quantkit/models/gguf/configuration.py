@@ -158,12 +158,8 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
     whole = (*REQUIRED, "feed_forward_length", "attention.head_count_kv", "attention.key_length", *EXPERTS)
     given = {key: keys[key] for key in whole if key in keys}
     odd = [f"{row.name}.{key}" for key, n in given.items() if type(n) is not int or not 0 < n < 1 << 31]
-    if odd:
-        raise QuantkitError(
-            f"the GGUF file gives no single positive number for {name_all(odd)}",
-            hint="quantkit reads models whose blocks are all equal",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"the GGUF file gives no single positive number for {name_all(odd)}"
+    require(not odd, what, "quantkit reads models whose blocks are all equal", UNSUPPORTED)
     shape = infos["token_embd.weight"].shape
     limits = {  # the model is built in memory, without its weights: what the tensors do not bear out is not
         "block_count": len(infos),
@@ -173,11 +169,8 @@ def _check(row: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tenso
         "expert_count": max(info.shape[0] for info in infos.values()),
     }
     large = [f"{row.name}.{key} {keys[key]}" for key, limit in limits.items() if keys.get(key, 0) > limit]
-    if large or len(shape) != 2:
-        raise QuantkitError(
-            f"the GGUF file's token_embd.weight {list(shape)} does not go with {name_all(large)}",
-            hint="metadata and tensors belong to different models",
-        )
+    what = f"the GGUF file's token_embd.weight {list(shape)} does not go with {name_all(large)}"
+    require(len(shape) == 2 and not large, what, "metadata and tensors belong to different models")
 
 
 def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:

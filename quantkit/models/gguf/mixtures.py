@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, name_all, require
+from quantkit.errors import UNSUPPORTED, USAGE, compiled, name_all, require
 from quantkit.models.gguf.file_types import (
     BLOCKS,
     FALLBACKS,
@@ -181,12 +181,9 @@ class _Requested:
             self.output = parse_type(wishes.output_tensor_type, "--output-tensor-type")
         self.tied = OUTPUT not in names
         lost = [text for text, pattern, _ in self.patterns if not any(map(pattern.search, names))]
-        if lost:
-            raise QuantkitError(
-                f"--tensor-type matches no tensor that is quantized: {name_all(lost)}",
-                hint="it is searched for in the names of the GGUF file, such as blk.0.attn_v.weight",
-                exit_code=USAGE,
-            )
+        what = f"--tensor-type matches no tensor that is quantized: {name_all(lost)}"
+        hint = "it is searched for in the names of the GGUF file, such as blk.0.attn_v.weight"
+        require(not lost, what, hint, USAGE)
 
     def type(self, name: str) -> str | None:
         """Return the type that the user asked for; None if there is none. A tied embedding is the output."""

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.gguf import architectures, mixtures, rope
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.variants import kv_heads
 from quantkit.models.skeleton import meta_model
 from quantkit.models.skeleton.experts import Experts, take_apart
 from quantkit.models.skeleton.loading import checked
+from quantkit.models.skeleton.names import refuse_absent
 
 if TYPE_CHECKING:
     from quantkit.models.files.checkpoint import Checkpoint
@@ -147,12 +148,7 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
             if one not in found and twin in found:
                 found[one] = found[twin]
     targets = _of_language_model(row, model, checkpoint, config)
-    absent = [name for target in targets for name in target.parameters if name not in found]
-    if absent:
-        raise QuantkitError(
-            f"the checkpoint lacks {count(len(absent), 'tensor')} of the model: {name_all(absent)}",
-            hint="the download is incomplete, or config.json belongs to another model",
-        )
+    refuse_absent([name for target in targets for name in target.parameters if name not in found])
     return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]
 
 
@@ -208,13 +204,10 @@ def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -
         for name in checkpoint.names
         if name not in known and not any(pattern.search(name) for pattern in (BUFFERS, *ignored))
     ]
-    if unknown:
-        kind = type(model).__name__
-        raise QuantkitError(
-            f"{checkpoint.source} holds tensors that {kind} does not have: {name_all(unknown)}",
-            hint="a GGUF file holds all tensors of a model: config.json may belong to another model",
-            exit_code=UNSUPPORTED,
-        )
+    kind, some = type(model).__name__, name_all(unknown)
+    what = f"{checkpoint.source} holds tensors that {kind} does not have: {some}"
+    hint = "a GGUF file holds all tensors of a model: config.json may belong to another model"
+    require(not unknown, what, hint, UNSUPPORTED)
 
 
 def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> list[Target]:

@@ -175,13 +175,9 @@ def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[Merg
     added = {entry["content"] for _, entry in files.added_tokens()}
     model = tokenizers.models.BPE(vocabulary, merges)
     odd = [text for text in vocabulary if text not in added and len(model.tokenize(text)) != 1]
-    if odd:
-        raise QuantkitError(
-            f"{files.folder}: merges do not make {name_all(map(repr, odd))}, and llama.cpp's {row.names[0]} "
-            + ("takes such words whole" if row.ignore_merges else "cannot take such words whole"),
-            hint=f"name another pre-tokenizer with --pre-tokenizer NAME: {NAMES}",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{files.folder}: merges do not make {name_all(map(repr, odd))}, and llama.cpp's {row.names[0]} "
+    what += "takes such words whole" if row.ignore_merges else "cannot take such words whole"
+    require(not odd, what, f"name another pre-tokenizer with --pre-tokenizer NAME: {NAMES}", UNSUPPORTED)
 
 
 def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.token_models import (
     COLLAPSE,
@@ -48,12 +48,8 @@ def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
 
     keys = _keys(metadata)
     kind = keys.get("model")
-    if kind not in ("gpt2", "llama"):
-        raise QuantkitError(
-            f"the file's tokenizer is of kind {kind!r}",
-            hint="quantkit reads 'gpt2' and 'llama'",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"the file's tokenizer is of kind {kind!r}"
+    require(kind in ("gpt2", "llama"), what, "quantkit reads 'gpt2' and 'llama'", UNSUPPORTED)
     try:
         tokens = _tokens(keys)
         special = _special(keys, {number: text for number, (text, _) in tokens.items()})
@@ -106,15 +102,10 @@ def _keys(metadata: Mapping[str, Any]) -> Json:
 def _byte_level(keys: Json, tokens: Tokens) -> tuple[Json, bool]:
     pre = str(keys.get("pre", "default"))
     row = pre_tokenizers.by_name().get(pre)
-    if row is None:
-        raise QuantkitError(
-            f"the file's pre-tokenizer {pre!r} is unknown",
-            hint=f"quantkit knows {', '.join(sorted(pre_tokenizers.by_name()))}",
-            exit_code=UNSUPPORTED,
-        )
-    model = _model(tokens, [_halves(merge) for merge in keys["merges"]]) | {
-        "ignore_merges": row.ignore_merges
-    }
+    hint = f"quantkit knows {', '.join(sorted(pre_tokenizers.by_name()))}"
+    require(row, f"the file's pre-tokenizer {pre!r} is unknown", hint, UNSUPPORTED)
+    model = _model(tokens, [_halves(merge) for merge in keys["merges"]])
+    model["ignore_merges"] = row.ignore_merges
     parts = {"normalizer": row.normalizer, "pre_tokenizer": row.pre_tokenizer, "model": model}
     return parts | {"decoder": pre_tokenizers.WORDS}, row.add_bos
 

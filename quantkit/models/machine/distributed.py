@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from quantkit.errors import INTERRUPTED, TERMINATED, UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import INTERRUPTED, TERMINATED, UNSUPPORTED, QuantkitError, first_line, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,12 +134,9 @@ def _distributed() -> Any:
 
 def _choose_gpu(device: str, place: int) -> bool:
     """Return whether this process computes on a GPU; if so, hide the other GPUs from it."""
-    if device not in ("auto", "cuda", "cpu"):
-        raise QuantkitError(
-            f"--device {device}: each of several processes has a device of its own",
-            "leave --device out: rank 0 of a host takes its first GPU, and so on; or give --device cpu",
-            UNSUPPORTED,
-        )
+    what = f"--device {device}: each of several processes has a device of its own"
+    hint = "leave --device out: rank 0 of a host takes its first GPU, and so on; or give --device cpu"
+    require(device in ("auto", "cuda", "cpu"), what, hint, UNSUPPORTED)
     if device == "cpu":
         return False
     seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import DamagedError, QuantkitError
+from quantkit.errors import DamagedError, require
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Layout, naming_errors
 from quantkit.models.files.checkpoint import Checkpoint
@@ -156,11 +156,8 @@ def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]
 
 def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:
     """Return the tensor itself. Raises QuantkitError unless it has this shape and is finite."""
-    if tuple(tensor.shape) != tuple(shape):
-        raise QuantkitError(
-            f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}",
-            hint="config.json and weights belong to different models",
-        )
+    what = f"{stored} is {list(tensor.shape)}, the configuration says {list(shape)}"
+    require(tuple(tensor.shape) == tuple(shape), what, "config.json and weights belong to different models")
     if tensor.is_floating_point() and not is_finite(tensor):
         raise DamagedError(
             f"{stored} holds NaN or infinite values in {str(tensor.dtype).removeprefix('torch.')}",

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.pytorch_utils import Conv1D
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.models.files.checkpoint import Checkpoint
 
 BUFFER_BYTES = 4 << 30  # what is computed of a configuration alone: masks and frequencies
@@ -162,12 +162,8 @@ def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.Modul
         settings = checkpoint.config.to_dict()
         depths = [settings[key] for key in settings if key.endswith(("decoder_layers", "num_layers"))]
         found = [(name, module) for name, module in lists if len(module) in depths]
-    if not found:
-        raise QuantkitError(
-            f"no list of {depth} decoder blocks found in {type(model).__name__}",
-            hint="quantkit compresses decoder-only models with one stack of blocks",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"no list of {depth} decoder blocks found in {type(model).__name__}"
+    require(found, what, "quantkit compresses decoder-only models with one stack of blocks", UNSUPPORTED)
     return min(found, key=lambda pair: pair[0].count("."))
 
 

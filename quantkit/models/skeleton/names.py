@@ -7,12 +7,12 @@ tensors are copied byte for byte, and the configuration names them as not quanti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.errors import UNSUPPORTED, count, name_all, require
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.untrusted import CODED
 from quantkit.models.skeleton import meta_model
@@ -93,31 +93,25 @@ class Names:
     def check_complete(self) -> None:
         """Raise QuantkitError naming every parameter that is missing, misshapen, packed although it is not a
         linear, or shared by several blocks."""
-        if missing := self.missing():
-            raise QuantkitError(
-                f"the checkpoint lacks {count(len(missing), 'tensor')} of the model: {name_all(missing)}",
-                hint="the download is incomplete, or config.json belongs to another model",
-            )
-        if odd := self.quantized_elsewhere():
-            raise QuantkitError(
-                f"quantized already, in an unknown form: {name_all(odd)}",
-                hint="start from the original checkpoint, whose routers and other such parameters are floats",
-                exit_code=UNSUPPORTED,
-            )
+        refuse_absent(self.missing())
+        odd = self.quantized_elsewhere()
+        what = f"quantized already, in an unknown form: {name_all(odd)}"
+        hint = "start from the original checkpoint, whose routers and other such parameters are floats"
+        require(not odd, what, hint, UNSUPPORTED)
         inside = f"{self.blocks}."
-        if shared := sorted(
-            name for name in self._tied if name.startswith(inside) and name not in self.stored
-        ):
-            raise QuantkitError(
-                f"blocks share {count(len(shared), 'weight')}: {name_all(shared)}",
-                hint="quantkit gives each block codes of its own: it does not compress these models yet",
-                exit_code=UNSUPPORTED,
-            )
-        if misshapen := self.misshapen():
-            raise QuantkitError(
-                "; ".join(misshapen[:8]) + (f"; and {len(misshapen) - 8} more" if misshapen[8:] else ""),
-                hint="config.json and weights belong to different models",
-            )
+        shared = sorted(name for name in self._tied if name.startswith(inside) and name not in self.stored)
+        what = f"blocks share {count(len(shared), 'weight')}: {name_all(shared)}"
+        hint = "quantkit gives each block codes of its own: it does not compress these models yet"
+        require(not shared, what, hint, UNSUPPORTED)
+        misshapen = self.misshapen()
+        what = "; ".join(misshapen[:8]) + (f"; and {len(misshapen) - 8} more" if misshapen[8:] else "")
+        require(not misshapen, what, "config.json and weights belong to different models")
+
+
+def refuse_absent(names: Sequence[str]) -> None:
+    """Raise QuantkitError naming the tensors of the model that a checkpoint lacks, if there are any."""
+    what = f"the checkpoint lacks {count(len(names), 'tensor')} of the model: {name_all(names)}"
+    require(not names, what, "the download is incomplete, or config.json belongs to another model")
 
 
 # ---- next to the language model
