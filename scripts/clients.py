@@ -299,7 +299,8 @@ def dtype_of(cell: Cell) -> str:
     """What vLLM is to compute in. Where activations are rounded, differences in 16 bit turn many of them over
     to the next value, and hide whether they are rounded alike."""
     method = cell.command.partition(" ")[0]
-    return "float32" if method in ("fp8", "w8a8") and "deepseek" not in cell.command else "float16"
+    half = "deepseek" in cell.command or "modelopt" in cell.command  # vLLM takes these in 16 bit alone
+    return "float32" if method in ("fp8", "w8a8") and not half else "float16"
 
 
 def vllm_section(every: list[Cell], args: argparse.Namespace, root: Path) -> str:
