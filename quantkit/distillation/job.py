@@ -1,36 +1,20 @@
-"""The steps of a distillation job around the training: options, staging folder, published student.
-
-compressed/job.py defines what is trained and how a student is judged. Trained values are published only if
-they lower the divergence from the teacher on held-out text.
-"""
+"""What surrounds the training of a distillation job: the request, the output and its staging folder."""
 
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-import transformers
-
-from quantkit import __version__
 from quantkit.distillation.options import DistillOptions
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation import windows
-from quantkit.evaluation.windows import Windows
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import check_unchanged
-from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.job import base_name
-from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.folder import Staging, disk_errors
-from quantkit.quantize.timings import Timings
-from quantkit.text.calibration import CalibrationSet
+from quantkit.quantize.staging.folder import Staging
 
 
 @dataclass(frozen=True)
@@ -48,65 +32,6 @@ class Request:
     trust_remote_code: bool = False
     resume: bool = False
     overwrite: bool = False
-
-
-@dataclass(frozen=True)
-class Job(ABC):
-    """A checked job. source: the checkpoint that the output is made from. evaluated: the text of --eval, on
-    which teacher and students are also measured, or None. disk_bytes: disk space needed."""
-
-    request: Request
-    source: Checkpoint
-    teacher: Skeleton
-    calibration: CalibrationSet
-    staging: Staging
-    evaluated: Windows | None
-    disk_bytes: int
-    fingerprint: dict = field(default_factory=dict, kw_only=True)
-
-    @abstractmethod
-    def decisive(self) -> dict:
-        """Return the settings on which the output's bytes depend, except the source and versions of
-        libraries."""
-
-    @abstractmethod
-    def record(self) -> dict:
-        """Return the versioned JSON of the plan."""
-
-    @abstractmethod
-    def make(self, progress: Progress, timings: Timings) -> dict:
-        """Train, decide and write the output into the staging folder; return the results as JSON."""
-
-    def measured(self, progress: Progress) -> dict:
-        """Measure the published output on the text of --eval; return JSON, {} if there is nothing to do."""
-        return {}
-
-    def signed(self, progress: Progress) -> Job:
-        """Return the job with its fingerprint. Raises QuantkitError if the disk is too small."""
-        check_disk(self.staging.output.absolute(), self.disk_bytes)
-        progress.phase("hashing the source")
-        fingerprint = {
-            "quantkit": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "source_sha256": self.source.sha256(),
-        }
-        return replace(self, fingerprint=fingerprint | self.decisive())
-
-    def run(self, progress: Progress) -> dict:
-        """Run the job; return `record`, results, measurements and seconds.
-
-        Raises QuantkitError. The staging folder survives any error; the output appears whole or not at all.
-        """
-        timings = Timings(self.teacher.device)
-        with disk_errors(self.staging.folder, "run the same command with --resume"):
-            with self.staging.opened(self.fingerprint, self.request.resume):
-                made = self.make(progress, timings)
-                for checkpoint in (self.source, self.teacher.checkpoint):
-                    check_unchanged(checkpoint)
-                self.staging.publish()
-        self.teacher.model.to("meta")  # frees the teacher's memory
-        return self.record() | made | self.measured(progress) | {"seconds": timings.seconds}
 
 
 def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
@@ -150,14 +75,3 @@ def is_done(request: Request) -> bool:
 def as_read(options: DistillOptions) -> dict:
     """Return the options as JSON stores them."""
     return json.loads(json.dumps(asdict(options)))
-
-
-def execution(skeleton: Skeleton, **more: int) -> dict:
-    """Return dtype, device, threads and `more` of a job as JSON: the output's bytes depend on these."""
-    dtype = str(skeleton.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "device": str(skeleton.device), **more, "threads": torch.get_num_threads()}
-
-
-def evaluated(checkpoint: Checkpoint, text: Path | None) -> Windows | None:
-    """Return the text of --eval as windows, or None. Raises QuantkitError for an unsuitable text."""
-    return windows.load(checkpoint, text, None, None, None) if text else None

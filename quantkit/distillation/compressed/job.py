@@ -8,30 +8,36 @@ This file opens and compares both models and plans memory before any weights are
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
+import torch
+import transformers
 from torch import Tensor
 
+from quantkit import __version__
 from quantkit.distillation import divergence, training
 from quantkit.distillation.compressed import blocks, publish, whole
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student, vectors
-from quantkit.distillation.job import Job, Request, as_read, evaluated, execution, stage
+from quantkit.distillation.job import Request, as_read, stage
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
-from quantkit.evaluation import of_job
+from quantkit.evaluation import of_job, windows
 from quantkit.evaluation.evaluate import check_comparable
+from quantkit.evaluation.windows import Windows
 from quantkit.grids.distance import relative_distance
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import open_checkpoint
+from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS
+from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.folder import Staging, disk_errors
 from quantkit.quantize.timings import Timings
-from quantkit.text.calibration import hold_out
+from quantkit.text.calibration import CalibrationSet, hold_out
 
 SCHEMA = "quantkit.distill/1"
 STEP_TOKENS = 512  # tokens per step without --batch-size
@@ -40,23 +46,43 @@ HINT = "give the model that the student was compressed from"
 
 
 @dataclass(frozen=True)
-class CompressedJob(Job):
-    """The job of a compressed student. trained: numbers of `linears` and `norms_and_biases` to train."""
+class Job:
+    """A checked job. source: the student's checkpoint, from which the output is made. evaluated: the text of
+    --eval, on which teacher and students are also measured, or None. disk_bytes: disk space needed. trained:
+    numbers of `linears` and `norms_and_biases` to train."""
 
+    request: Request
+    source: Checkpoint
+    teacher: Skeleton
+    calibration: CalibrationSet
+    staging: Staging
+    evaluated: Windows | None
+    disk_bytes: int
     student: Student
     text: Text
     memory: whole.Memory
     trained: dict[str, int]
+    fingerprint: dict = field(default_factory=dict)
 
-    def decisive(self) -> dict:
-        return {
+    def signed(self, progress: Progress) -> Job:
+        """Return the job with its fingerprint, on which the output's bytes depend. Raises QuantkitError if
+        the disk is too small."""
+        check_disk(self.staging.output.absolute(), self.disk_bytes)
+        progress.phase("hashing the source")
+        fingerprint = {
+            "quantkit": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "source_sha256": self.source.sha256(),
             "teacher_sha256": self.teacher.checkpoint.sha256(),
             "options": as_read(self.request.options),
             "calibration": self.calibration.record(),
             "execution": self._execution(),
         }
+        return replace(self, fingerprint=fingerprint)
 
     def record(self) -> dict:
+        """Return the versioned JSON of the plan."""
         text = self.text
         return {
             "schema": SCHEMA,
@@ -72,9 +98,32 @@ class CompressedJob(Job):
         }
 
     def _execution(self) -> dict:
-        return execution(self.student.skeleton, batch_size=len(self.text.train[0]))
+        """Return the part of the fingerprint that a resumed job adopts."""
+        skeleton = self.student.skeleton
+        return {
+            "dtype": str(skeleton.dtype).removeprefix("torch."),
+            "device": str(skeleton.device),
+            "batch_size": len(self.text.train[0]),
+            "threads": torch.get_num_threads(),
+        }
 
-    def make(self, progress: Progress, timings: Timings) -> dict:
+    def run(self, progress: Progress) -> dict:
+        """Run the job; return `record`, results, measurements and seconds.
+
+        Raises QuantkitError. The staging folder survives any error; the output appears whole or not at all.
+        """
+        timings = Timings(self.teacher.device)
+        with disk_errors(self.staging.folder, "run the same command with --resume"):
+            with self.staging.opened(self.fingerprint, self.request.resume):
+                made = self._make(progress, timings)
+                for checkpoint in (self.source, self.teacher.checkpoint):
+                    check_unchanged(checkpoint)
+                self.staging.publish()
+        self.teacher.model.to("meta")  # frees the teacher's memory
+        return self.record() | made | self._measured(progress) | {"seconds": timings.seconds}
+
+    def _make(self, progress: Progress, timings: Timings) -> dict:
+        """Train, decide and write the output into the staging folder; return the results as JSON."""
         map_large_blocks()
         with timings("load"):
             self.teacher.load_rest()
@@ -115,7 +164,8 @@ class CompressedJob(Job):
         self._write(floats, self._described() | done, progress, timings)
         return done | {"improved": floats is not None}
 
-    def measured(self, progress: Progress) -> dict:
+    def _measured(self, progress: Progress) -> dict:
+        """Measure the published output on the text of --eval; return JSON, {} without a text."""
         if self.evaluated is None:
             return {}
         made, teacher = [self.request.student, self.staging.output], self.teacher
@@ -162,8 +212,8 @@ class CompressedJob(Job):
             raise QuantkitError(
                 f"{self.request.student} was not made from {self.request.teacher}: their embeddings have "
                 "nothing in common",
-                hint="give the model that the student was compressed from",
-                exit_code=UNSUPPORTED,
+                HINT,
+                UNSUPPORTED,
             )
 
 
@@ -189,10 +239,8 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     batches = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
     needed = whole.plan_memory(taught, learner, batches, request.options)
     disk = 2 * sum(info.nbytes for info in student.infos.values())
-    job = CompressedJob(
-        request, student, taught, calibrated, staging, evaluated(teacher, text), disk, learner, batches,
-        needed, trained,
-    )  # fmt: skip
+    held = windows.load(teacher, text, None, None, None) if text else None
+    job = Job(request, student, taught, calibrated, staging, held, disk, learner, batches, needed, trained)
     return job if dry_run else job.signed(progress)
 
 
