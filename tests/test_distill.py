@@ -17,7 +17,7 @@ from quantkit.distillation.compressed import job
 from quantkit.distillation.compressed.student import Student, vectors
 from quantkit.distillation.job import Request
 from quantkit.distillation.options import DistillOptions
-from quantkit.distillation.training import Descent, Shares
+from quantkit.distillation.training import Shares
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import QuantizedWeight
@@ -257,7 +257,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("steps", [6, 15])  # of 4 in each of two blocks, then of 4 in each of two epochs
 def test_an_interrupted_job_goes_on_to_the_same_bytes(workplace, reference, tmp_path, monkeypatch, steps):
-    asked, step, taken = request(workplace, tmp_path / "reference"), Descent.step, []
+    asked, step, taken = request(workplace, tmp_path / "reference"), Shares.step, []
 
     def counted(self) -> None:
         taken.append(self)
@@ -265,10 +265,10 @@ def test_an_interrupted_job_goes_on_to_the_same_bytes(workplace, reference, tmp_
             raise Killed
         step(self)
 
-    monkeypatch.setattr(Descent, "step", counted)
+    monkeypatch.setattr(Shares, "step", counted)
     with pytest.raises(Killed):
         distill(asked)
-    monkeypatch.setattr(Descent, "step", step)
+    monkeypatch.setattr(Shares, "step", step)
     assert not (tmp_path / "reference").exists()
     staged = Staging(tmp_path / "reference")
     assert [staged.is_done(index) for index in range(2)] == [steps > 4, steps > 8]

@@ -1,2 +1,1 @@
-"""Training of a student on its teacher's predictions: the scales and norms of a compressed checkpoint, or a
-model with fewer blocks."""
+"""Training of a compressed student on its teacher's predictions: scales, norms and biases; codes stay."""

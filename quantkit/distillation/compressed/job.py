@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation import divergence, training
+from quantkit.distillation import divergence
 from quantkit.distillation.compressed import blocks, publish, whole
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student, vectors
@@ -145,16 +145,13 @@ class Job:
             learner = whole.EndToEnd(
                 self.teacher, self.student, final, start, text, options, seed, self.memory.hold
             )
-            epoch = len(text.train)
             with timings("end to end"):
-                curve = training.train(
-                    learner, learner.steps, epoch, best, self.staging, progress, "end to end"
-                )
-            divergences, step = list(curve.values()), training.best_step(curve, best)
+                curve = learner.train(best, self.staging, progress)
+            divergences, step = list(curve.values()), whole.best_step(curve, best)
             stage = _stage("end to end", best, min(divergences), progress)
-            stages.append(stage | {"epochs": divergences, "epoch": step // epoch})
+            stages.append(stage | {"epochs": divergences, "epoch": step // len(text.train)})
             if step:
-                best, floats = min(divergences), training.best(self.staging)
+                best, floats = min(divergences), whole.best(self.staging)
         if floats is None:
             output = self.staging.output
             progress.warn(

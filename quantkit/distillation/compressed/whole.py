@@ -9,6 +9,8 @@ teacher nothing is left but its head and its final hidden states.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,8 @@ from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.training import Shares, order
+from quantkit.models.files import safetensors_folder
+from quantkit.models.files.reading import tensor as load
 from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.backward import (
@@ -31,11 +35,19 @@ from quantkit.quantize.calibrate.backward import (
     through_head,
 )
 from quantkit.quantize.prepare.plan import check_memory
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.blocks import save
+from quantkit.quantize.staging.folder import Staging
 
 FLOAT32 = 4
 TRACED_BYTES = 1 + 4 * FLOAT32  # bytes per weight of the running block: code, level, value and two gradients
 CODE_BYTES = 2  # bytes per weight of all blocks: code, trained floats and their moments
 MEMORY_SHARE = 0.8  # share of free memory up to which all codes stay in memory
+SAVE_SECONDS = 60.0  # between two saves for --resume, which do not affect the result
+SAVE_SHARE = 20  # saving takes at most 1/20 of the time
+BEST = "best.safetensors"
+
+Curve = dict[int, float]  # {steps done: divergence on held-out text}
 
 
 class EndToEnd:
@@ -53,6 +65,34 @@ class EndToEnd:
         coded = start.keys() - student.skeleton.names.stored.keys()  # not parameters by themselves
         self.descent = Shares(placed, coded, options.lr, self.steps)
         self._vocabulary = student.checkpoint.text_config.vocab_size
+
+    def train(self, begun: float, staging: Staging, progress: Progress) -> Curve:
+        """Make all steps; return {step: divergence}. After every epoch, evaluate the student; store it if it
+        is the best so far and below `begun`, the divergence at the start. End early if no evaluation was
+        below `begun`, or if the loss is not finite. Continue what an interrupted run has staged.
+        """
+        curve: Curve = {}
+        state = {name: load(info) for name, info in staging.rest().items()}
+        if "done" in state:
+            self.descent.restore(state)
+            curve = dict(zip(state["stops"].tolist(), state["divergences"].tolist(), strict=True))
+        saved, took = time.monotonic(), 0.0
+        while (done := self.descent.done) < self.steps and not _is_over(curve, begun):
+            progress.counting(_progress(curve), done, self.steps)
+            self.step(done)
+            done += 1
+            if stops := done % len(self.text.train) == 0 or done == self.steps:
+                found, least = self.divergence(), min([begun, *curve.values()])
+                curve[done] = found
+                if found < least:
+                    save(staging.folder / BEST, self.stored())
+            if stops or time.monotonic() - saved > max(SAVE_SECONDS, SAVE_SHARE * took):
+                began = time.monotonic()
+                looks = torch.tensor(list(curve)), torch.tensor(list(curve.values()), dtype=torch.float64)
+                staging.write_rest(self.descent.state() | {"stops": looks[0].long(), "divergences": looks[1]})
+                saved, took = time.monotonic(), time.monotonic() - began
+        progress.counting(_progress(curve), self.descent.done, self.steps)
+        return curve
 
     def step(self, number: int) -> None:
         """Train on batch number `number`; each epoch has another order."""
@@ -129,6 +169,25 @@ class EndToEnd:
     def _rest(self, floats: Mapping[str, Tensor]) -> Floats:
         inside = f"{self.student.skeleton.names.blocks}."
         return {name: value for name, value in floats.items() if not name.startswith(inside)}
+
+
+def best_step(curve: Curve, begun: float) -> int:
+    """Return the step with the lowest divergence; 0 if none is below `begun`."""
+    return min((step for step in curve if curve[step] < begun), key=curve.get, default=0)
+
+
+def best(staging: Staging) -> dict[str, Tensor]:
+    """Return the tensors of the best student, which `EndToEnd.train` stored."""
+    return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
+
+
+def _is_over(curve: Curve, begun: float) -> bool:
+    """Return whether training has failed: no evaluation below `begun`, or the last one not finite."""
+    return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
+
+
+def _progress(curve: Curve) -> str:
+    return "end to end" + (f", held-out KL {list(curve.values())[-1]:.5f}" if curve else "")
 
 
 @dataclass(frozen=True)
