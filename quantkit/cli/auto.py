@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.cli import flags, running
+from quantkit.cli import flags, running, streams
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.tables import print_written
 
@@ -50,10 +49,7 @@ def _auto(context: typer.Context, **values: Any) -> None:
         else:
             with running.resumable([prepared.folder], lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)
-    if values["as_json"]:
-        print(json.dumps(record, indent=2))
-    else:
-        show.print_record(record)
+    streams.present(record, values["as_json"], lambda: show.print_record(record))
     if not values["dry_run"]:
         extra = request.options.recipe_out, request.options.sensitivities
         print_written(filter(None, extra), values["as_json"], values["quiet"])

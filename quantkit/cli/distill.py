@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, running
+from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.options import CalibrationOptions, RunOptions
 
@@ -81,10 +80,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
 
             with running.resumable([staging.folder], lambda: "the training so far is", made):
                 record = prepared.run(progress)
-    if values["as_json"]:
-        print(json.dumps(record, indent=2))
-    else:
-        distill_report.print_record(record)
+    streams.present(record, values["as_json"], lambda: distill_report.print_record(record))
 
 
 def _described() -> list[Parameter]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, running
+from quantkit.cli import flags, running, streams
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.tables import print_written
 
@@ -44,10 +43,7 @@ def _imatrix(context: typer.Context, **values: Any) -> None:
         with running.done_already(prepared.output, "give it to --imatrix"):
             record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
             progress.close()
-            if values["as_json"]:
-                print(json.dumps(record, indent=2))
-            else:
-                job_report.print_imatrix(record)
+            streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
             if not values["dry_run"]:
                 print_written([prepared.output], values["as_json"], values["quiet"])
 

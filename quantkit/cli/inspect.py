@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Annotated
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.errors import refuse_problems
 
 EPILOG = """Examples:
@@ -39,8 +39,5 @@ def command(
 
     with listener(quiet) as progress:
         made, problems = look.at(path, other, deep, revision, offline, trust_remote_code, progress.counting)
-    if not as_json:
-        (show.print_comparison if "models" in made else show.print_record)(made)
-    refuse_problems(made, problems)
-    if as_json:
-        print(json.dumps(made, indent=2))
+    shown = show.print_comparison if "models" in made else show.print_record
+    streams.present(made, as_json, partial(shown, made), partial(refuse_problems, made, problems))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.capacity.question import Question
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 
 EPILOG = """Examples:
   quantkit plan ./model --gpu rtx-3090
@@ -40,10 +39,7 @@ def _plan(context: typer.Context, model: str | None, params: str | None, **value
 
     question = flags.options(Question, values)
     record = forecast.answer(model, params, question, values["revision"], values["offline"])
-    if values["as_json"]:
-        print(json.dumps(record, indent=2))
-    else:
-        show.show(record, values["quiet"])
+    streams.present(record, values["as_json"], lambda: show.show(record, values["quiet"]))
 
 
 command = flags.sign(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.serving.specdec.settings import Settings
 
 EPILOG = """Examples:
@@ -49,11 +49,8 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
         own = open_checkpoint(target, values["revision"], *trusted)
         guesses = [None if draft == LOOKUP else open_checkpoint(draft, None, *trusted) for draft in drafts]
         found = job.compare(own, guesses, settings, progress)
-    if not values["as_json"]:
-        show.show(found, own.tokenizer, quiet)
-    job.refuse_unlike(found)
-    if values["as_json"]:
-        print(json.dumps(found, indent=2, default=str, allow_nan=False))
+    shown, refused = partial(show.show, found, own.tokenizer, quiet), partial(job.refuse_unlike, found)
+    streams.present(found, values["as_json"], shown, refused, default=str, allow_nan=False)
 
 
 command = flags.sign(

@@ -1,13 +1,16 @@
-"""Standard streams that are closed or not Unicode, and text typed in a locale without Unicode."""
+"""Results on stdout; streams that are closed or not Unicode; text typed in a locale without Unicode."""
 
 from __future__ import annotations
 
 import codecs
 import io
+import json
 import locale
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from quantkit.errors import USAGE, QuantkitError
 
@@ -49,3 +52,17 @@ def prepare() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif hasattr(stream, "reconfigure") and not (stream.encoding or "").lower().startswith("utf"):
             stream.reconfigure(errors="plain")
+
+
+def present(
+    record: Any, as_json: bool, show: Callable[[], object], refuse: Callable[[], object] = bool, **how: Any
+) -> None:
+    """Print a result with `show`, or as JSON. how: arguments of json.dumps.
+
+    refuse: raises an error for a bad result. An error prints the record itself, if it is printed as JSON.
+    """
+    if not as_json:
+        show()
+    refuse()
+    if as_json:
+        print(json.dumps(record, indent=2, **how))

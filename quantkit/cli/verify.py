@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.errors import VERIFICATION, count, refuse_problems
 
 EPILOG = """Examples:
@@ -37,11 +37,8 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.inspection import verify
         found = verify.verify(path, base, progress.counting, trust_remote_code)
-    if not as_json:
-        _show(found)
-    refuse_problems(found, found["problems"], VERIFICATION)
-    if as_json:
-        print(json.dumps(found, indent=2))
+    refused = partial(refuse_problems, found, found["problems"], VERIFICATION)
+    streams.present(found, as_json, partial(_show, found), refused)
 
 
 def _show(found: dict[str, Any]) -> None:
