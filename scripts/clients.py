@@ -552,7 +552,7 @@ def others_section(args: argparse.Namespace, root: Path) -> str:
 
 # Engines that serve
 
-USERS = (1, 4)
+USERS = "1,4"
 PROMPT, TOKENS = "Once upon a time", 16
 SERVED = {  # engine -> commands that compress; "" is the model itself
     "transformers": ["", "int8", "nf4"],
@@ -621,7 +621,8 @@ def ask_server(told: dict, expected: str) -> list[str]:
     """Whether it answers as it should, whole and in a stream, and how fast under load."""
     import openai
 
-    from quantkit.serving.endpoint.load import Settings, measure
+    from quantkit.serving.bench.settings import Server
+    from quantkit.serving.endpoint.load import measure
 
     client = openai.OpenAI(base_url=told["url"], api_key="none", max_retries=0)
     options = {"model": told["model"], "prompt": PROMPT, "max_tokens": TOKENS}
@@ -630,7 +631,7 @@ def ask_server(told: dict, expected: str) -> list[str]:
     chunks = [c.choices[0].text for c in client.completions.create(**options, stream=True) if c.choices]
     alike = len(os.path.commonprefix([text.split(), expected.split()]))
     streamed = "the same" if "".join(chunks) == text else "another text"
-    load = Settings(USERS, requests=8, prompt_words=64, output_tokens=32)
+    load = Server(concurrency=USERS, requests=8, prompt_words=64, tokens=32)
     levels = measure(told["url"], load)["levels"]
     assert not any(level["errors"] for level in levels), levels
     speeds = [f"{level['output_tokens_per_second']:.0f}" for level in levels]

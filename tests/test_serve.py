@@ -23,7 +23,7 @@ import torch
 import transformers
 
 from quantkit import cli
-from quantkit.serving.endpoint.load import Settings as Load
+from quantkit.serving.bench.settings import Server
 from quantkit.serving.endpoint.load import measure
 from quantkit.serving.server import job
 from quantkit.serving.server.settings import Settings
@@ -96,7 +96,7 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
         assert engine.cmdline() == told["argv"]
         check_record(told)
         check_answers(told["url"], expected)
-        load = Load(concurrency=(2,), requests=4, prompt_words=32, output_tokens=8, api_key="hush")
+        load = Server(concurrency="2", requests=4, prompt_words=32, tokens=8, api_key="hush")
         (level,) = measure(told["url"], load)["levels"]
         assert (level["completed"], level["errors"], level["output_tokens"]) == (4, {}, 4 * 8)
         assert level["tokens_per_chunk"] == pytest.approx(1, abs=0.3)
@@ -136,7 +136,7 @@ def test_transformers_serves(demo_model, expected, monkeypatch):
         streams = [asked(client, prepared.command.model, stream=True) for _ in range(3)]
         texts = ["".join(chunk.choices[0].text for chunk in stream) for stream in streams]
         assert texts == [expected] * 3
-        result = measure(prepared.url, Load(concurrency=(2,), requests=2, prompt_words=32, output_tokens=4))
+        result = measure(prepared.url, Server(concurrency="2", requests=2, prompt_words=32, tokens=4))
     (level,) = result["levels"]
     assert (level["completed"], level["errors"]) == (2, {}) and 0 < level["output_tokens"] <= 8
     assert not result["ignore_eos"]

@@ -127,17 +127,7 @@ def _server(settings: Server, values: dict, progress: Any) -> tuple[dict, Any]:
     """Measure an OpenAI-compatible server under load; return result and report."""
     from quantkit.serving.endpoint import load, show
 
-    asked = load.Settings(
-        concurrency=settings.numbers("concurrency"),
-        requests=settings.requests,
-        prompt_words=settings.prompt_words,
-        output_tokens=settings.tokens,
-        seed=settings.seed,
-        model=settings.served_model,
-        api_key=settings.api_key,
-        remote=settings.allow_remote,
-    )
-    result = load.measure(values["url"], asked, progress)
+    result = load.measure(values["url"], settings, progress)
     return result, show.report(result)
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models.machine import processor
 from quantkit.options import option
 
 MOST = 1 << 20  # maximum of numbers in flags
+MOST_USERS = 1024
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
 LISTS = ("batch", "prompt_tokens", "concurrency")
 LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6, "prompt_words": 1}
@@ -176,6 +177,25 @@ class Server(Asked):
         default=None, repr=False, metadata={"help": "API key of the server.", "short": None, "names": ()}
     )
     allow_remote: bool = option(False, "Allow a server on another machine.")
+
+    def check(self) -> None:
+        """Raise QuantkitError (exit code 2) for invalid values."""
+        super().check()
+        most = self.numbers("concurrency")[-1]
+        hint = f"choose at most {MOST_USERS}"
+        require(most <= MOST_USERS, f"--concurrency {most} is invalid", hint, USAGE)
+
+    def record(self) -> dict[str, Any]:
+        """Return the settings for the JSON, without the API key."""
+        return {
+            "concurrency": self.numbers("concurrency"),
+            "requests": self.requests,
+            "prompt_words": self.prompt_words,
+            "output_tokens": self.tokens,
+            "seed": self.seed,
+            "model": self.served_model,
+            "remote": self.allow_remote,
+        }
 
 
 def flag_of(name: str) -> str:

@@ -8,71 +8,39 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from quantkit.errors import USAGE, QuantkitError, count, require
+from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.quantize.progress import SILENT, Progress
-from quantkit.serving.bench.settings import require_numbers
+from quantkit.serving.bench.settings import Server
 from quantkit.serving.endpoint.client import Endpoint, RequestFailed, is_loopback
 from quantkit.serving.endpoint.dialect import Dialect, learn, words
 from quantkit.serving.endpoint.figures import Timed, summarize
 
 SCHEMA = "quantkit.load/2"
-USERS = (1, 2, 4, 8, 16, 32)
 PER_USER, FEWEST = 4, 8  # default requests: per user, and at least
-MOST = 1024  # users
 ANSWER_SECONDS = 60.0  # after these, a level starts no more requests
 
 
-@dataclass(frozen=True)
-class Settings:
-    """concurrency: number of users at each level. requests: number per level (default: 4 per user, at least
-    8). prompt_words, output_tokens: per request. model: name to send. remote: allow other machines.
-    """
-
-    concurrency: tuple[int, ...] = USERS
-    requests: int | None = None
-    prompt_words: int = 128
-    output_tokens: int = 64
-    seed: int = 0
-    model: str | None = None
-    remote: bool = False
-    api_key: str | None = field(default=None, repr=False)
-
-    def check(self) -> None:
-        """Raise QuantkitError for invalid numbers."""
-        require_numbers(
-            ("--concurrency", self.concurrency or (0,), 1),
-            ("--prompt-words", self.prompt_words, 1), ("--tokens", self.output_tokens, 1),
-            ("--requests", self.requests, 1),
-        )  # fmt: skip
-        most = max(self.concurrency)
-        require(most <= MOST, f"--concurrency {most} is invalid", f"choose at most {MOST}", USAGE)
-
-
-def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str, Any]:
+def measure(url: str, settings: Server, listen: Progress = SILENT) -> dict[str, Any]:
     """Put an endpoint under load, level by level; return the versioned JSON, without the API key.
 
     levels: per level, the result of `figures.summarize` and `users`.
-    Raises QuantkitError (exit code 2) for a wrong URL, or another machine without `remote`; RequestFailed if
-    the endpoint does not answer at all. Failures under load are counted, not raised.
+    Raises QuantkitError (exit code 2) for a wrong URL, or another machine without --allow-remote;
+    RequestFailed if the endpoint does not answer at all. Failures under load are counted, not raised.
     """
     settings.check()
     endpoint = Endpoint(url, settings.api_key)
     host = urlsplit(endpoint.url).hostname
-    if not is_loopback(host) and not settings.remote:
-        raise QuantkitError(
-            f"{host} is another machine",
-            "add --allow-remote if you may put load on it",
-            USAGE,
-        )
+    if not is_loopback(host) and not settings.allow_remote:
+        hint = "add --allow-remote if you may put load on it"
+        raise QuantkitError(f"{host} is another machine", hint, USAGE)
     listen.phase(f"asking {endpoint.url}")
-    dialect = learn(endpoint, settings.model, settings.seed)
+    dialect = learn(endpoint, settings.served_model, settings.seed)
     levels: list[dict[str, Any]] = []
     numbers = itertools.count()  # numbers of prompts over all levels
-    for users in settings.concurrency:
+    for users in settings.numbers("concurrency"):
         levels.append({"users": users} | _level(endpoint, dialect, settings, users, numbers, listen))
         if not levels[-1]["completed"]:
             who, why = count(users, "user"), failures(levels[-1])
@@ -80,20 +48,18 @@ def measure(url: str, settings: Settings, listen: Progress = SILENT) -> dict[str
             break
     counted = [level["prompt_tokens"] for level in levels if level["prompt_tokens"]]
     length = f"{settings.prompt_words} words" + (f" ({counted[0]:.0f} tokens)" if counted else "")
-    notes = [f"prompts of {length}, answers of at most {settings.output_tokens} tokens"]
+    notes = [f"prompts of {length}, answers of at most {settings.tokens} tokens"]
     if "ignore_eos" not in dialect.fields:
         notes.append("the server takes no ignore_eos: answers may end earlier")
     if not dialect.counts:
         notes.append("the server does not count tokens: chunks are counted instead")
-    given = asdict(settings)
-    del given["api_key"]
     return {
         "schema": SCHEMA,
         "url": endpoint.url,
         "api": dialect.path,
         "model": dialect.model,
         "ignore_eos": "ignore_eos" in dialect.fields,
-        "settings": given,
+        "settings": settings.record(),
         "levels": levels,
         "notes": notes,
     }
@@ -108,7 +74,7 @@ def failures(level: dict[str, Any]) -> str:
 def _level(
     endpoint: Endpoint,
     dialect: Dialect,
-    settings: Settings,
+    settings: Server,
     users: int,
     numbers: Iterator[int],
     listen: Progress,
@@ -123,7 +89,7 @@ def _level(
         try:
             while not broken and time.perf_counter() < until and next(left, None) is not None:
                 prompt = words(settings.prompt_words, f"{settings.seed}:{next(numbers)}")
-                done.append(_ask(endpoint, dialect, prompt, settings.output_tokens))
+                done.append(_ask(endpoint, dialect, prompt, settings.tokens))
         except BaseException as error:
             broken.append(error)
 
