@@ -1,4 +1,4 @@
-"""What surrounds the training of a distillation job: the request, the output and its staging folder."""
+"""The request, the output and the staging folder of a distillation job."""
 
 from __future__ import annotations
 
