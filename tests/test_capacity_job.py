@@ -4,7 +4,8 @@ import pytest
 from families import FAMILIES, KINDS, save_model, save_tokenizer
 from published import CONFIGS, gated
 
-from quantkit.capacity import devices, job, source
+from quantkit.capacity import job, source
+from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
 from quantkit.models.machine import processor
 from quantkit.models.machine.device import choose_dtype
@@ -17,14 +18,14 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 GIB = 1 << 30
 
 
-def forecast(folder, device=None, samples=8, seqlen=64):
-    found = source.read(str(folder))
-    return job.of_model(found.parameters, found.settings, device, samples, seqlen)
+def forecast(folder):
+    return job.of_model(source.read(str(folder)), Question(samples=8, seqlen=64))
 
 
-def of_config(name: str, device=None, **arguments):
-    settings, found = source.from_config(CONFIGS[name])
-    return job.of_model(found, settings, device, **{"samples": 128, "seqlen": 512} | arguments)
+def of_config(config: str | dict, device: str | None = None, **asked: int):
+    config = CONFIGS[config] if isinstance(config, str) else config
+    found = source.Source("a model", *source.from_config(config), "config.json")
+    return job.of_model(found, Question(gpu=device, **asked))
 
 
 @pytest.mark.processor
@@ -82,19 +83,18 @@ def test_precision_of_the_forward_pass_is_the_plan_s():
 
 def test_memory_does_not_grow_with_depth():
     shallow, deep = (
-        source.from_config(gated("llama", 4096, 11008, layers, 32, 32, 32000)) for layers in (8, 64)
+        of_config(gated("llama", 4096, 11008, layers, 32, 32, 32000), samples=8) for layers in (8, 64)
     )
     for method in methods.available():
-        peaks = {job.of_model(s[1], s[0], None, 8, 512)[method]["peak_memory_bytes"] for s in (shallow, deep)}
-        assert len(peaks) == 1
+        assert shallow[method]["peak_memory_bytes"] == deep[method]["peak_memory_bytes"]
 
 
 def test_a_gpu_that_is_short_of_memory_repeats_the_forward_pass():
-    roomy = of_config("Llama-2-7b", devices.find("h100-80g"))["gptq"]
-    tight = of_config("Llama-2-7b", devices.find("h100-80g"), samples=8192)["gptq"]
+    roomy = of_config("Llama-2-7b", "h100-80g")["gptq"]
+    tight = of_config("Llama-2-7b", "h100-80g", samples=8192)["gptq"]
     assert (roomy["sequential"], tight["sequential"]) == ("suspend", "repeat")
     assert roomy["dtype"] == "bfloat16" and roomy["device"] == "h100-80g" and roomy["fits"]
-    none = of_config("Llama-2-70b", devices.find("rtx-3060"), samples=1024)["gptq"]
+    none = of_config("Llama-2-70b", "rtx-3060", samples=1024)["gptq"]
     assert none["fits"] is False
 
 
@@ -105,18 +105,18 @@ def test_times_are_ranges_with_a_basis():
         assert 0 < quick < slow and "GFLOPS a core" in row["basis"]
     assert here["nf4"]["seconds"][1] < min(here["gptq"]["seconds"][0], here["awq"]["seconds"][0])
     # published: 13B in 21 minutes
-    quick, slow = of_config("Llama-2-13b", devices.find("a100-80g"))["gptq"]["seconds"]
+    quick, slow = of_config("Llama-2-13b", "a100-80g")["gptq"]["seconds"]
     assert quick <= 21 * 60 <= slow
-    quick, slow = of_config("bloom", devices.find("a100-80g"))["gptq"]["seconds"]
+    quick, slow = of_config("bloom", "a100-80g")["gptq"]["seconds"]
     assert quick <= 4.2 * 3600 <= slow
-    unknown = of_config("Llama-2-7b", devices.find("m3-max"))["gptq"]
+    unknown = of_config("Llama-2-7b", "m3-max")["gptq"]
     assert unknown["seconds"] is None and "Apple" in unknown["basis"] and unknown["device"] == "cpu"
 
 
 def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_encoded():
     def slow(method: str, vocabulary: int) -> float:
-        settings, found = source.from_config(gated("llama", 512, 1408, 2, 8, 8, vocabulary))
-        return job.of_model(found, settings, None, 8, 256)[method]["seconds"][1]
+        config = gated("llama", 512, 1408, 2, 8, 8, vocabulary)
+        return of_config(config, samples=8, seqlen=256)[method]["seconds"][1]
 
     assert slow("gptq", 65536) == slow("gptq", 4096)
     more = slow("gguf", 65536) - slow("gguf", 4096)

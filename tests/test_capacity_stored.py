@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
 from quantkit.capacity.kv_cache import layer_caches
+from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
 from quantkit.layouts import bitsandbytes
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
@@ -342,8 +343,7 @@ def of_job(path, tmp_path) -> tuple:
     options, output = methods.load("int8").Options(), tmp_path / "out"
     request = jobs.Request(str(path), "int8", options, text, run, output)
     planned = jobs.prepare(request, Progress(), dry_run=True).plan
-    read = source.read(str(path))
-    found = of_model(read.parameters, read.settings, None, 8, 64)["int8"]
+    found = of_model(source.read(str(path)), Question(samples=8, seqlen=64))["int8"]
     return (planned.execution.dtype, planned.memory_bytes), (found["dtype"], found["above_interpreter_bytes"])
 
 

@@ -60,10 +60,6 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         name: _fit(found, question, caches, tokens, formats.computes(name))
         for name, found in _weights(source).items()
     }
-    jobs: dict[str, Any] = {}
-    if parameters:
-        one, samples, seqlen = question.one, question.samples, question.seqlen
-        jobs = job.of_model(parameters, settings, one, samples, seqlen, source.layout)
     if question.device and question.device.count > 1:
         notes.append(
             f"{question.device.count} devices are counted as one, an upper bound: communication takes time, "
@@ -78,7 +74,7 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
         "kv_cache": cache,
         "weights": weights,
         **_headline(weights, method or ("stored" if source.quantized else "bf16")),
-        "job": jobs,
+        "job": job.of_model(source, question) if parameters else {},
         "notes": notes,
     }
 

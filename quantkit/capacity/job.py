@@ -12,9 +12,9 @@ from typing import Any
 
 from quantkit import layouts
 from quantkit.capacity import formats
-from quantkit.capacity.devices import Device
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
-from quantkit.capacity.settings import Settings
+from quantkit.capacity.question import Question
+from quantkit.capacity.source import Source
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
@@ -39,39 +39,20 @@ BYTES_PER_SECOND = (1e9, 1e8)  # reading to writing, without calibration
 OVERHEAD = 1.7  # time of a block's forward pass / time of its linears' products
 
 
-def of_model(
-    parameters: Parameters,
-    settings: Settings,
-    device: Device | None,
-    samples: int,
-    seqlen: int,
-    layout: str | None = None,
-) -> dict[str, Any]:
-    """Return {method: JSON with needs of a job with default options, or with the reason for a refusal}.
-
-    samples, seqlen: calibration sequences and their tokens. layout: layout of a model that is already
-    quantized, else None.
-    """
+def of_model(source: Source, question: Question) -> dict[str, Any]:
+    """Return {method: JSON with needs of a job with default options, or with the reason for a refusal}."""
+    layout = source.layout
     if layout is not None and layout not in {module.NAME for module in layouts.modules()}:
         refused = NOTHING | {"reason": f"linears stored as {layout} are not read"}
         return {method: refused for method in methods.available()}
     needs = {"needs": "--allow-requantize" if layout else None}
-    seqlen = min(seqlen, settings.context or seqlen)
-    return {
-        name: _record(name, parameters, settings, device, samples, seqlen) | needs
-        for name in methods.available()
-    }
+    question = replace(question, seqlen=min(question.seqlen, source.settings.context or question.seqlen))
+    return {name: _record(name, source, question) | needs for name in methods.available()}
 
 
-def _record(
-    method: str,
-    parameters: Parameters,
-    settings: Settings,
-    device: Device | None,
-    samples: int,
-    seqlen: int,
-) -> dict[str, Any]:
+def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
+    parameters, settings, device = source.parameters, source.settings, question.one
     module, on_gpu = methods.load(method), device is not None and device.kind == "cuda"
     stored = module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
     work, weights = module.WORK, formats.weights(stored, parameters, settings)
@@ -80,7 +61,7 @@ def _record(
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if on_gpu else room().nbytes
     free = memory if on_gpu else None
-    shapes = shapes_of(parameters, settings, DTYPE_BYTES[dtype], samples, seqlen, free)
+    shapes = shapes_of(source, question, DTYPE_BYTES[dtype], free)
     calibrated = work.forwards > 0
     scaled = 1.0 if work.transform else work.sample
     needs = _needs(module.Options()) if calibrated else frozenset()
@@ -93,7 +74,7 @@ def _record(
     need = peak(suspend)
     if ordered and not suspend:
         need = peak(suspend, sites_at_once(shapes, memory, need.computing))
-    seconds, basis = _seconds(work, needs, parameters, device, suspend, samples, seqlen)
+    seconds, basis = _seconds(work, needs, parameters, question, suspend)
     return {
         "peak_memory_bytes": need.computing + (0 if on_gpu else INTERPRETER_BYTES),
         "above_interpreter_bytes": need.computing,
@@ -102,7 +83,7 @@ def _record(
         "device": device.name if on_gpu else "cpu",
         "dtype": dtype,
         "sequential": ("suspend" if suspend else "repeat") if ordered else None,
-        "calibration_tokens": samples * seqlen if calibrated else 0,
+        "calibration_tokens": question.samples * question.seqlen if calibrated else 0,
         "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks and the finished files
         "output_bytes": weights.bytes,
         "seconds": seconds,
@@ -117,22 +98,16 @@ def _needs(options: Any) -> frozenset[str]:
 
 
 def _seconds(
-    work: Work,
-    needs: frozenset[str],
-    parameters: Parameters,
-    device: Device | None,
-    suspend: bool,
-    samples: int,
-    seqlen: int,
+    work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
 ) -> tuple[list[float] | None, str]:
     """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
-    soonest, latest = START_SECONDS
+    (soonest, latest), device = START_SECONDS, question.one
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
     if device is None or device.kind != "cuda":
         cores, linears = processor.cores(), parameters.linears
         encoded = [one for one in parameters.outside if len(one.shape) > 1] if work.outside else []
-        operations = _operations(work, needs, parameters, suspend, samples, seqlen)
+        operations = _operations(work, needs, parameters, question, suspend)
         weights = sum(one.size for one in [*linears, *encoded])
         times = [
             start + (operations / rate + each * weights) / cores
@@ -151,14 +126,14 @@ def _seconds(
 
 
 def _operations(
-    work: Work, needs: frozenset[str], parameters: Parameters, suspend: bool, samples: int, seqlen: int
+    work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
 ) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
-    linears, tokens = parameters.linears, samples * seqlen
+    linears, tokens = parameters.linears, question.samples * question.seqlen
     if not work.forwards:
         return 0.0
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
-    forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, seqlen) / tokens)
+    forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, question.seqlen) / tokens)
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
     squares = sum(width**2 for *_, width in sites) * tokens
     moments = squares * (1 + work.sample)
@@ -170,11 +145,11 @@ def _operations(
     return forwards * OVERHEAD * 2 * sum(one.size for one in linears) * tokens + moments + solver
 
 
-def shapes_of(
-    parameters: Parameters, settings: Settings, element: int, samples: int, seqlen: int, free: int | None
-) -> Shapes:
-    """Return the shapes of a job over `samples` sequences of `seqlen` tokens. element: bytes per value. free:
-    an accelerator's bytes; experts larger than a share of them are streamed."""
+def shapes_of(source: Source, question: Question, element: int, free: int | None) -> Shapes:
+    """Return the shapes of a job. element: bytes per value. free: an accelerator's bytes; experts larger than
+    a share of them are streamed."""
+    parameters, settings = source.parameters, source.settings
+    samples, seqlen = question.samples, question.seqlen
     outside, copy = parameters.outside, parameters.head_copy
     weights: Counter[int] = Counter()
     for tensor in parameters.linears:
