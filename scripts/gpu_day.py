@@ -85,18 +85,19 @@ def missing() -> list[str]:
 
 
 def no_device(device: str) -> list[str]:
-    """Return why nothing computes on `device`, in lines; torch is there."""
-    import torch
-
+    """Return why nothing computes on `device`, in lines. Another process asks: this one uses no device."""
     if device == "cpu":
         return []
-    try:
-        torch.empty(1, device=device)
+    asked = "import sys, torch; print(torch.__version__); torch.empty(1, device=sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", asked, device], capture_output=True, text=True)
+    if not done.returncode:
         return []
-    except (RuntimeError, AssertionError) as error:
-        found = [f"device {device}: {str(error).splitlines()[0]}"]
-    if torch.version.cuda is None and shutil.which("nvidia-smi"):
-        found.append(f"torch {torch.__version__} is built without CUDA, but the machine has nvidia-smi")
+    found = [
+        f"device {device}: {done.stderr.strip().splitlines()[-1]}",
+        f"torch {done.stdout.strip() or '–'}",
+    ]
+    if shutil.which("nvidia-smi") and "+cpu" in done.stdout:
+        found.append("the machine has nvidia-smi, but this torch is built without CUDA")
     return [*found, "to rehearse on the CPU: --rehearse"]
 
 

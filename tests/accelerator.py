@@ -46,7 +46,7 @@ class RealDevice:
     @property
     def launches(self) -> collections.Counter[str]:
         """Empty if nothing ran: a real device counts allocations alone."""
-        return collections.Counter(allocations=self._allocations() - self.before if self.module else 1)
+        return +collections.Counter(allocations=self._allocations() - self.before if self.module else 1)
 
 
 if REAL:

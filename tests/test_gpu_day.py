@@ -115,7 +115,8 @@ def test_what_is_missing_is_said_at_once():
 
 def test_a_device_that_is_not_there_is_said_at_once(capsys, tmp_path):
     assert gpu_day.main(["--device", "cuda:99", "--work", str(tmp_path)]) == 2
-    assert "missing:\n  device cuda:99: " in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert said.startswith("missing:\n  device cuda:99: ") and "\n  torch 2." in said
 
 
 def test_weights_of_another_order_are_told_from_another_last_place(tmp_path):

@@ -128,23 +128,22 @@ def both(run: Run, model: Path, line: str) -> dict:
     method, *options = line.split() + few(run, line, "16", "128")
     options += ["--dtype", "float32", "--overwrite"]
     end = ".gguf" if method == "gguf" else ""
-    places, took = {}, {}
-    for device in ("cpu", NAME):
-        places[device] = run.work / "methods" / f"{line.replace(' ', '')}-{device}{end}"
+    places, took = [], []
+    for place, device in (("cpu", "cpu"), ("device", NAME)):
+        places.append(run.work / "methods" / f"{line.replace(' ', '')}-{place}{end}")
         began = time.monotonic()
         with present():
-            command(method, model, *options, "-o", places[device], "--device", device)
-        took[device] = time.monotonic() - began
-    stored = [path if end else path / "model.safetensors" for path in places.values()]
+            command(method, model, *options, "-o", places[-1], "--device", device)
+        took.append(time.monotonic() - began)
+    stored = [path if end else path / "model.safetensors" for path in places]
     limit = 256 if run.rehearse else 4096
     asked = ["--text", HELDOUT, "--ctx", 64 if run.rehearse else 256, "--limit", limit, "--metrics", "kld"]
-    found = command("eval", model, *places.values(), *asked, "--dtype", "float32", "--device", run.device)
+    found = command("eval", model, *places, *asked, "--dtype", "float32", "--device", run.device)
     kl = [one["metrics"]["kld"]["mean"] for one in found["models"][1:]]
     return {
         "same_bytes": not end and stored[0].read_bytes() == stored[1].read_bytes(),
-        "other_weights": far_apart(*places.values()),
-        "kl_cpu": kl[0], "kl_device": kl[1],
-        "seconds_cpu": took["cpu"], "seconds_device": took[NAME],
+        "other_weights": far_apart(*places),
+        "kl_cpu": kl[0], "kl_device": kl[1], "seconds_cpu": took[0], "seconds_device": took[1],
     }  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from common import run as run_logged
 from gpu.on_device import JOBS, few, made, shape
 from gpu.worker import ROOT, Failed, Run, Skipped, command
 
+from quantkit.models.machine.device import give_back
+
 MODEL = "Llama-3-8B"  # its blocks, see `on_device.SHAPES`
 
 
@@ -26,6 +28,7 @@ def written(run: Run, name: str) -> Path:
         method, *options = JOBS[name].split()
         options += few(run, JOBS[name])
         command(method, shape(run, MODEL), *options, "-o", folder, "--overwrite", "--device", run.device)
+        give_back(torch.device(run.device))  # another process needs it
     return folder
 
 

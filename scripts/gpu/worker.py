@@ -105,10 +105,11 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("request", type=Path)
     args = parser.parse_args(given)
     asked = json.loads(args.request.read_text())
-    paths = {name: Path(asked.pop(name)) for name in ("work", "results", "environments")}
-    run = Run(args.stage, **asked, **paths)
+    places = {name: Path(asked.pop(name)) for name in ("work", "results", "environments")}
+    run = Run(args.stage, **asked, **places)
     run.result = json.loads(run.path.read_text())
-    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # quantkit may not be installed
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(paths)}
     os.environ.setdefault("QUANTKIT_DEVICE", "far" if run.rehearse else run.device)
     from gpu import on_device, others, proofs
 
