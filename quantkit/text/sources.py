@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -61,12 +62,12 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
         documents = documents_of(rows, dataset.column)
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
     if named is None:
-        return Source("shipped", _all_shuffled(_shipped(), options.seed))
+        return Source("shipped", _shuffled(_shipped(), options.seed, math.inf))
     path = Path(named)
     if path.suffix == ".parquet" and path.is_file():
         return Source(path.name, _shuffled(_parquet(path, column, options.seed), options.seed))
     documents = _json_lines(path, column) if path.suffix in JSON_LINES else _text(path)
-    return Source(path.name, _all_shuffled(documents, options.seed))
+    return Source(path.name, _shuffled(documents, options.seed, math.inf))
 
 
 def held_out(named: Path | str | None, offline: bool = False) -> tuple[str, str]:
@@ -210,21 +211,15 @@ def _cut(text: str) -> Iterator[str]:
         start = end
 
 
-def _all_shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    kept = list(documents)
-    random.Random(seed).shuffle(kept)
-    yield from kept
-
-
-def _shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
-    """Yield documents in an order given by the seed, with at most BUFFER documents in memory."""
+def _shuffled(documents: Iterable[Document], seed: int, buffer: float = BUFFER) -> Iterator[Document]:
+    """Yield documents in an order given by the seed, with at most `buffer` documents in memory."""
     source = random.Random(seed)
     kept: list[Document] = []
     for document in documents:
-        if len(kept) < BUFFER:
+        if len(kept) < buffer:
             kept.append(document)
             continue
-        place = source.randrange(BUFFER)
+        place = source.randrange(len(kept))
         kept[place], document = document, kept[place]
         yield document
     source.shuffle(kept)
