@@ -7,7 +7,7 @@ type (`mx.dequantize`, mlx 0.32), and so does `decode`. Its Metal kernels accumu
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -42,13 +42,7 @@ class BiasedGrid(WholeLevels):
     search: bool = True
     clip: bool = False
 
-    def describe(self) -> str:
-        """Return `4 bit, groups of 64`."""
-        return f"{self.bits} bit, groups of {self.group_size}"
-
-    def plain(self) -> BiasedGrid:
-        """Return the grid without search and clipping: it covers each group's full range."""
-        return replace(self, search=False, clip=False)
+    describe, plain = AffineGrid.describe, AffineGrid.plain  # they look at fields that both have
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> BiasedParams:
         """Return scale and bias for `weight [rows, group_size]`; `importance` as in Grid."""

@@ -153,12 +153,7 @@ class BlockGrid(WholeLevels):
     def decode(self, codes: Tensor, params: Any) -> Tensor:
         """Return values, float32 `[rows, group_size]`, bit for bit as ggml does (dequantize_row_*)."""
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-
-        def work(rows: Tensor, step: Tensor, low: Tensor) -> Tensor:
-            level = self._level(rows.float()).unflatten(1, (-1, self.sub_size))
-            return level.mul_(step[..., None]).sub_(low[..., None]).flatten(1)
-
-        return by_rows(work, values, codes, *params.steps())
+        return by_rows(self._values, values, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
         """Return parameters with the float16 ones multiplied by `factor [rows]`."""
@@ -181,7 +176,9 @@ class BlockGrid(WholeLevels):
 
     def traced(self, codes: Tensor, params: Any) -> Tensor:
         """Return values, float32 `[rows, group_size]`."""
-        step, low = params.steps()
+        return self._values(codes, *params.steps())
+
+    def _values(self, codes: Tensor, step: Tensor, low: Tensor) -> Tensor:
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))
         return (level * step[..., None] - low[..., None]).flatten(1)
 

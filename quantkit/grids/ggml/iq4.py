@@ -67,17 +67,12 @@ class TableGrid(TableLevels, BlockGrid):
     """Values `step * VALUES[code]`. Levels count half steps from the value 1: midpoints are integers."""
 
     level_table = tuple(2.0 * (value - 1) for value in VALUES)
+    _level, _nearest = staticmethod(levels), staticmethod(nearest_codes)
 
     def in_levels(self, step: Tensor, low: Tensor) -> tuple[Tensor, Tensor]:
         """Return step and low of levels: half a step, and low with the value 1 at level 0. The arguments are
         those of values `step * VALUES[code] - low`."""
         return usable(step / 2), low - step
-
-    def _level(self, codes: Tensor) -> Tensor:
-        return levels(codes)
-
-    def _nearest(self, level: Tensor) -> Tensor:
-        return nearest_codes(level)
 
     def _weights(self, blocks: Blocks) -> Tensor:
         """Return error weights: x²; with importance, times the root of x² plus twice the mean square."""

@@ -62,16 +62,15 @@ class CodeBookGrid(BlockGrid):
         """The code book of this type."""
         return codebook.named(self.name, self.distances)
 
-    def _level(self, codes: Tensor) -> Tensor:
-        magnitudes = self.book.magnitudes * self.unit
-        table = torch.stack([magnitudes, -magnitudes], 1).flatten().to(codes.device)
-        return table.index_select(0, codes.flatten().int()).view(codes.shape)
-
     vector_size = SIGNS
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the signed magnitudes of codes."""
-        return self._level(codes)
+        magnitudes = self.book.magnitudes * self.unit
+        table = torch.stack([magnitudes, -magnitudes], 1).flatten().to(codes.device)
+        return table.index_select(0, codes.flatten().int()).view(codes.shape)
+
+    _level = levels
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
         """Write the codes of signed magnitudes into `out`."""

@@ -48,12 +48,8 @@ class SubScales:
         return self.scales * self.d[..., None], torch.zeros_like(self.scales)
 
 
-@dataclass(frozen=True)
-class SubHalves:
+class SubHalves(SubScales):
     """The step is d times (an unsigned scale + 1/2)."""
-
-    d: Tensor
-    scales: Tensor
 
     def steps(self) -> tuple[Tensor, Tensor]:
         return (self.scales + 0.5) * self.d[..., None], torch.zeros_like(self.scales)
