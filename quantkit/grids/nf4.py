@@ -149,7 +149,8 @@ def unpack(packed: Tensor, absmax: Tensor) -> Tensor:
     values = torch.empty(len(packed), BLOCK, dtype=torch.float32, device=packed.device)
 
     def decode(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
-        torch.mul(both(rows, TABLE).view(-1, BLOCK), absmax[:, None], out=out)
+        pairs = _by_byte(TABLE).to(rows.device).index_select(0, rows.flatten().int())
+        torch.mul(pairs.view(torch.float32).view(-1, BLOCK), absmax[:, None], out=out)
 
     return fill_rows(decode, values, packed, absmax)
 
@@ -229,14 +230,9 @@ def _by_upper_bits(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
     return torch.where(first == last, first, first | DOUBT), midpoints
 
 
-def both(packed: Tensor, values: tuple[float, ...]) -> Tensor:
-    """Return the values of both codes in every byte, high nibble first, float32 `[2 * bytes]`."""
-    found = _by_byte(values).to(packed.device).index_select(0, packed.flatten().int())
-    return found.view(torch.float32)
-
-
 @cache
 def _by_byte(values: tuple[float, ...]) -> Tensor:
-    """Return both values of every byte, as two float32 in the bits of one int64, `[256]`."""
+    """Return both values of every byte, high nibble first, as two float32 in the bits of one int64,
+    `[256]`."""
     codes = torch.arange(256)
     return torch.tensor(values)[torch.stack([codes >> 4, codes & 15], 1)].view(torch.int64)[:, 0]
