@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, count, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, count, name_all, require
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
@@ -138,13 +138,10 @@ def _linears(
     sides = [Skeleton(made, torch.float32, CPU) for made in (checkpoint, base)]
     stored = [_stored(side) for side in sides]
     shapes = [{name: tensor.shape for name, (_, tensor) in side.items()} for side in stored]
-    if lost := sorted(name for name in rows if shapes[0].get(name) != shapes[1].get(name, ())):
-        raise QuantkitError(
-            f"{base.source} and {checkpoint.source} do not share {count(len(lost), 'linear')} of the "
-            f"manifest: {name_all(lost, 3)}",
-            "give the checkpoint that it was made of",
-            UNSUPPORTED,
-        )
+    lost = sorted(name for name in rows if shapes[0].get(name) != shapes[1].get(name, ()))
+    of = f"{count(len(lost), 'linear')} of the manifest: {name_all(lost, 3)}"
+    what = f"{base.source} and {checkpoint.source} do not share {of}"
+    require(not lost, what, "give the checkpoint that it was made of", UNSUPPORTED)
     for done, (name, row) in enumerate(rows.items(), start=1):
         decoded, weight = (side.read(*names[name]) for side, names in zip(sides, stored, strict=True))
         kind = _measure(row)

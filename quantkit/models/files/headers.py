@@ -229,10 +229,7 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
             ) from error
     infos: dict[str, TensorInfo] = {}
     for name, file in found.items():
-        header = {
-            key: {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": entry.data_offsets}
-            for key, entry in file.tensors.items()
-        }
+        header = {key: vars(entry) for key, entry in file.tensors.items()}
         filled = safetensors_folder.check_header(Path(name), header)
         size, end = files.get(name), max((one.offset + one.nbytes for one in filled.values()), default=0)
         if size is not None and size < end + 8:

@@ -107,10 +107,8 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         shape = experts, groups * MX_BLOCK, rows
         nbytes = 4 * blocks.nbytes  # two codes a byte, two bytes a value
         found[base] = Mxfp4(base, "BF16", shape, blocks.file, blocks.offset, nbytes, blocks, scales)
-    if found == infos:
-        raise QuantkitError(
-            "config.json says mxfp4, and there are no tensors …_blocks", "download it again", UNSUPPORTED
-        )
+    what = "config.json says mxfp4, and there are no tensors …_blocks"
+    require(found != infos, what, "download it again", UNSUPPORTED)
     return found
 
 

@@ -152,21 +152,12 @@ def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict
         return _read_sharded(folder, errors)
     if (folder / SINGLE).is_file():
         return read_header(folder / SINGLE)
-    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(
-        path.name for path in folder.glob("*.pt*")
-    )
-    if pickles:
-        raise QuantkitError(
-            f"{folder} holds pickle weights only ({name_all(pickles, 3)}), which can run code when opened",
-            hint="convert once where you trust the source: AutoModelForCausalLM.from_pretrained(PATH)"
-            ".save_pretrained(NEW) writes safetensors",
-            exit_code=UNSUPPORTED,
-        )
-    raise QuantkitError(
-        f"{folder} holds no {SINGLE} and no {INDEX}",
-        hint="give a Hugging Face checkpoint folder or hub id",
-        exit_code=NOT_FOUND,
-    )
+    pickles = [path.name for kind in ("*.bin", "*.pt*") for path in sorted(folder.glob(kind))]
+    what = f"{folder} holds pickle weights only ({name_all(pickles, 3)}), which can run code when opened"
+    hint = "convert once where you trust the source: AutoModelForCausalLM.from_pretrained(PATH)"
+    require(not pickles, what, f"{hint}.save_pretrained(NEW) writes safetensors", UNSUPPORTED)
+    hint = "give a Hugging Face checkpoint folder or hub id"
+    raise QuantkitError(f"{folder} holds no {SINGLE} and no {INDEX}", hint, NOT_FOUND)
 
 
 def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str, TensorInfo]:

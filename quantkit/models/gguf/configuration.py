@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, require
+from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf import architectures, rope, variants
 from quantkit.models.gguf.architectures import (
@@ -178,10 +178,8 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     if row.window is None:
         return {"sliding_window": None} if keys.get("attention.sliding_window") == 0 else {}
     kinds = layer_types(row, keys, keys["block_count"])
-    if kinds is None:
-        raise QuantkitError(
-            f"{row.name}.{PATTERN} {keys[PATTERN]!r} is not a pattern of blocks", "download the file again"
-        )
+    what = f"{row.name}.{PATTERN} {keys.get(PATTERN)!r} is not a pattern of blocks"
+    require(kinds is not None, what, "download the file again")
     if row.wide_blocks is None:
         return {"layer_types": kinds, "sliding_window": keys.get("attention.sliding_window")}
     scalar = keys["attention.key_length"]

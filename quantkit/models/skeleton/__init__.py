@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import experts, meta_model, streaming
@@ -74,12 +74,10 @@ class Skeleton:
         """
         head = self.model.get_output_embeddings()
         name = next((name for name, module in self.model.named_modules() if module is head), "")
-        if not isinstance(head, nn.Linear) or f"{name}.weight" not in self.names.stored:
-            raise QuantkitError(
-                f"{self.checkpoint.source} has no head of its own: it multiplies by the embedding",
-                "leave out --head: clients need the embedding in 16 bit, so a packed head would add bytes",
-                UNSUPPORTED,
-            )
+        own = isinstance(head, nn.Linear) and f"{name}.weight" in self.names.stored
+        what = f"{self.checkpoint.source} has no head of its own: it multiplies by the embedding"
+        hint = "leave out --head: clients need the embedding in 16 bit, so a packed head would add bytes"
+        require(own, what, hint, UNSUPPORTED)
         above, dot, leaf = name.rpartition(".")
         self.names.above_head = above + dot
         copy = Head(head.in_features, head.out_features, False, device="meta", dtype=self.dtype)
