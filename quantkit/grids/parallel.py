@@ -89,8 +89,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # a fork has the pool, but not its threads
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+os.register_at_fork(after_in_child=_pool.cache_clear)  # a fork has the pool, but not its threads
 
 
 def _serial() -> None:

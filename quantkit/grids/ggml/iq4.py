@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.params import Scale, SubScales, half
-from quantkit.grids.ggml.search import EPSILON, extreme, over, total
+from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, total
 from quantkit.grids.levels import TableLevels, usable
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -87,8 +87,7 @@ class Iq4NlGrid(TableGrid):
 
     def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
         d = search(blocks.x, self._weights(blocks))
-        inverse = torch.where(d == 0, 0.0, over(1, d))
-        return Scale(half(d)), nearest_codes(blocks.x * inverse)
+        return Scale(half(d)), nearest_codes(blocks.x * inverse(d))
 
 
 class Iq4XsGrid(TableGrid):
@@ -101,10 +100,8 @@ class Iq4XsGrid(TableGrid):
         x = split(blocks.x, BLOCK)
         scale = search(x, split(self._weights(blocks), BLOCK)).view(-1, n)
         d = extreme(scale) / -32
-        factor = torch.where(d == 0, 0.0, over(1, d))
-        scales = (scale * factor).round_().clamp_(-32, 31).add_(0.0)
-        step = (d * scales).flatten()
-        codes = nearest_codes(x * torch.where(step == 0, 0.0, over(1, step)))
+        scales = (scale * inverse(d)).round_().clamp_(-32, 31).add_(0.0)
+        codes = nearest_codes(x * inverse((d * scales).flatten()))
         return SubScales(half(d), scales.t()), join(codes, n)
 
 

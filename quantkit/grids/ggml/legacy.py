@@ -9,7 +9,7 @@ from torch import Tensor
 from quantkit.grids.ggml.block import BlockGrid, Blocks
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
-from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, lowest, make_qkx, make_qx, over, total
+from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, inverse, lowest, make_qkx, make_qx, total
 
 BLOCK = 32
 BELOW_HALF = 0.5 - 2.0**-25  # the float32 before 0.5: with that itself, the one before 0.5 would reach 1
@@ -20,11 +20,6 @@ def row_weights(blocks: Blocks) -> Tensor:
     rows = (blocks.x * blocks.x).unflatten(1, (-1, blocks.per_row)).permute(2, 0, 1).flatten(0, 1)
     power = total(rows.contiguous()) / len(rows)
     return error_weights(blocks.x, blocks.importance, power.repeat_interleave(blocks.per_row))
-
-
-def inverse(d: Tensor) -> Tensor:
-    """Return `1 / d`; 0 where d is 0."""
-    return torch.where(d == 0, 0.0, over(1, d))
 
 
 def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:

@@ -40,6 +40,11 @@ def over(numerator: float, x: Tensor) -> Tensor:
     return torch.full_like(x, numerator).div_(x)
 
 
+def inverse(d: Tensor) -> Tensor:
+    """Return `1 / d`; 0 where d is 0."""
+    return torch.where(d == 0, 0.0, over(1, d))
+
+
 def single(*terms: float) -> float:
     """Return the sum of constants, rounded to float32 after each addition as in C."""
     result = np.float32(terms[0])
