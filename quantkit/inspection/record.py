@@ -35,6 +35,7 @@ def describe(contents: Contents) -> dict[str, Any]:
     tokens = tokenizer_of(contents)
     config = contents.text_config
     places = _positions(config)
+    language = language_stack([weight.name for weight in weights])
     total = sum(weight.nbytes for weight in weights)
     count = sum(weight.parameters for weight in weights)
     damage = integrity.damage(contents, weights, tokens)
@@ -54,9 +55,9 @@ def describe(contents: Contents) -> dict[str, Any]:
             "bits_per_weight": 8 * total / count if count else None,
             "tied": not any(part_of(weight.name) == "head" for weight in weights),
         },
-        "quantization": _quantization(contents, weights),
+        "quantization": _quantization(contents, weights, language),
         "parts": _parts(weights),
-        "tensors": _tensors(weights, _language(weights)),
+        "tensors": _tensors(weights, language),
         "positions": places,
         "tokenizer": tokens,
         "provenance": _provenance(contents),
@@ -104,7 +105,9 @@ def _layout(contents: Contents) -> str | None:
     return str(contents.quantization.get("quant_method") or "unnamed") if contents.quantization else None
 
 
-def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, Any] | None:
+def _quantization(
+    contents: Contents, weights: Sequence[Weight], language: str | None
+) -> dict[str, Any] | None:
     """Return the JSON of a checkpoint's quantization; None if it is not quantized."""
     coded = [weight for weight in weights if weight.codes]
     layout = _layout(contents)
@@ -126,7 +129,7 @@ def _quantization(contents: Contents, weights: Sequence[Weight]) -> dict[str, An
         "desc_act": bool(contents.quantization.get("desc_act", False)),
         "activations": activations(contents.quantization),
         "bits_per_weight": 8 * nbytes / count if count else None,
-        "kept": _tensors(kept, _language(weights), reasons),
+        "kept": _tensors(kept, language, reasons),
     }
 
 
@@ -231,11 +234,6 @@ def _facts(contents: Contents, weights: Sequence[Weight]) -> dict[str, set]:
 # ---- tables
 
 
-def _language(weights: Sequence[Weight]) -> str | None:
-    """Return the name of the language model's stack of blocks; None if that is unclear."""
-    return language_stack([weight.name for weight in weights])
-
-
 def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
     """Return a row with parameters and bytes for each part of the model, from embedding to head."""
     order = ("embeddings", "attention", "mlp", "norms", "head", "other")
@@ -250,9 +248,9 @@ def _parts(weights: Sequence[Weight]) -> list[dict[str, Any]]:
 def _tensors(
     weights: Sequence[Weight], language: str | None, reasons: Mapping[str, str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each kind of tensor over blocks and experts: name, blocks, shape, storage. reasons:
-    {linear: why it was not quantized}. Names outside the language model begin with their stack, as in
-    `visual.blocks.*.attn.qkv`."""
+    """Return a row for each kind of tensor over blocks and experts: name, blocks, shape, storage. language:
+    the language model's stack of blocks; None if that is unclear. reasons: {linear: why it was not
+    quantized}. Names outside the language model begin with their stack, as in `visual.blocks.*.attn.qkv`."""
     rows: dict[tuple, dict[str, Any]] = {}
     for weight in sorted(weights, key=lambda weight: _place(weight, language)):
         block, local = split(weight.name)

@@ -133,7 +133,12 @@ def _linears(
     if not rows:
         found["notes"].append("errors were not measured: the manifest records no errors to compare with")
         return
-    _same_source(base, manifest, found)
+    source = (manifest.get("source") or {}).get("sha256")
+    if isinstance(source, str) and base.sha256() != source:
+        found["problems"].append(
+            f"{base.source} is not the source that the manifest names (sha256 {source[:12]}…): "
+            "it is another model, or was changed since"
+        )
     dtype = DTYPES.get(str((job.get("execution") or {}).get("dtype", job.get("dtype"))), torch.float32)
     sides = [Skeleton(made, torch.float32, CPU) for made in (checkpoint, base)]
     stored = [_stored(side) for side in sides]
@@ -163,13 +168,3 @@ def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:
         skeleton.names.stored[name].removesuffix(".weight"): (name, parameter)
         for name, parameter in skeleton.stored_parameters().items()
     }
-
-
-def _same_source(base: Checkpoint, manifest: Mapping[str, Any], found: dict[str, Any]) -> None:
-    """Add a problem to `found` if the base's sha256 is not that of the source in the manifest."""
-    recorded = (manifest.get("source") or {}).get("sha256")
-    if isinstance(recorded, str) and base.sha256() != recorded:
-        found["problems"].append(
-            f"{base.source} is not the source that the manifest names (sha256 {recorded[:12]}…): "
-            "it is another model, or was changed since"
-        )

@@ -84,17 +84,13 @@ class Names:
                 found.append(f"{stored} is {shape}, the configuration says {self.shapes[name]}")
         return found
 
-    def quantized_elsewhere(self) -> list[str]:
-        """Return parameters that are stored as codes which no layout decodes."""
-        types = {stored: self._checkpoint.plain_dtype(stored) for stored in self.stored.values()}
-        known = {self.stored[name] for name in self.stored if name in self.shapes}
-        return [f"{name} ({dtype})" for name, dtype in types.items() if name in known and dtype in CODED]
-
     def check_complete(self) -> None:
         """Raise QuantkitError naming every parameter that is missing, misshapen, packed although it is not a
         linear, or shared by several blocks."""
         refuse_absent(self.missing())
-        odd = self.quantized_elsewhere()
+        known = {stored for name, stored in self.stored.items() if name in self.shapes}
+        types = {stored: self._checkpoint.plain_dtype(stored) for stored in self.stored.values()}
+        odd = [f"{name} ({dtype})" for name, dtype in types.items() if name in known and dtype in CODED]
         what = f"quantized already, in an unknown form: {name_all(odd)}"
         hint = "start from the original checkpoint, whose routers and other such parameters are floats"
         require(not odd, what, hint, UNSUPPORTED)
