@@ -12,6 +12,7 @@ from typing import Any, Literal
 from quantkit.errors import USAGE, QuantkitError
 
 MOST = 1 << 32  # maximum of numbers of tokens
+SHARD_GB = 5.0  # default of --max-shard-gb; a GGUF file is whole by default
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # units of token numbers
 DEVICES = r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:\d+)?"
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from shlex import quote
 
 from rich.console import Console
@@ -65,8 +64,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
     for job in jobs:
         _print_linears(console, job)
         linears = len([row for row in job.specs if not row.kept])
-        output = gguf_shards.span(job.method.output.paths(job.material)[0])
-        facts = {"output": output, **_sizes(job.plan, linears)}
+        paths = job.method.output.paths(job.material)
+        shards = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        facts = {"output": f"{paths[0]}{shards}", **_sizes(job.plan, linears)}
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
         elif gguf_shards.existing(job.staging.output):
@@ -194,7 +194,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
-    facts = {"written": gguf_shards.span(Path(summary.output)), **_sizes(summary, summary.linears)}
+    facts = {"written": summary.output, **_sizes(summary, summary.linears)}
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:

@@ -39,9 +39,8 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
 
     source: the student. Raises QuantkitError if the output may not be written.
     """
-    several = gguf_shards.whole(source.folder) != source.folder
-    hint = "join its shards first: llama-gguf-split --merge FIRST-SHARD OUTPUT"
-    require(not several, f"distill writes no shards, but {request.student} is in shards", hint, UNSUPPORTED)
+    whole, hint = gguf_shards.whole(source.folder), "join them first: llama-gguf-split --merge FIRST OUTPUT"
+    require(whole == source.folder, f"distill writes no shards: {request.student}", hint, UNSUPPORTED)
     staging = Staging(output_of(request), one_file=source.folder.is_file())
     may_replace.check_source(staging.output, source.folder, "student")
     if staging.one_file and staging.output.is_dir():

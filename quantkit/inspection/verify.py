@@ -15,7 +15,7 @@ from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, count, name_a
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.inspection import record, values
 from quantkit.inspection.values import Listener
-from quantkit.models.files import checksums, gguf_file, gguf_shards, untrusted
+from quantkit.models.files import checksums, gguf_shards, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import CONFIG, MANIFEST, MANIFEST_SCHEMA, Contents, open_contents
 from quantkit.models.files.open import open_checkpoint
@@ -92,16 +92,16 @@ def _files(
         listen("hashing", min(read, whole), whole)
 
     if contents.container == "gguf":
-        shards = gguf_shards.of(place)
-        recorded = [gguf_file.read_whole_header(path).metadata.get(checksums.IN_FILE) for path in shards]
-        if isinstance(recorded[0], str):
-            sums = zip(recorded, checksums.of_tensors(shards, heard), strict=True)
-            changed = [stored not in (None, digest) for stored, digest in sums]
-            changed[0] &= sum(changed) == 1  # the first sum is of all shards
-            for path, is_changed in zip(shards, changed, strict=True):
-                yield {"name": path.name, "state": "was changed" if is_changed else "same"}
-        else:
-            found["notes"].append("it holds no sum of its tensors: quantkit 0.3 writes one")
+        from quantkit.models.files import gguf_file  # `gguf` takes a while to import
+
+        key = checksums.IN_SHARD if len(contents.files) > 1 else checksums.IN_FILE
+        for path in gguf_shards.of(place):
+            recorded = gguf_file.read_whole_header(path).metadata.get(key)
+            if isinstance(recorded, str):
+                changed = checksums.of_tensors(path, heard) != recorded
+                yield {"name": path.name, "state": "was changed" if changed else "same"}
+            else:
+                found["notes"].append(f"{path.name} holds no sum of its tensors: quantkit 0.3 writes one")
         return
     recorded = manifest.get("files")
     if recorded is None:

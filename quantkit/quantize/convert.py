@@ -47,6 +47,7 @@ from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf.file_types import number
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
+from quantkit.options import SHARD_GB
 from quantkit.quantize.job import base_name
 from quantkit.quantize.methods import gguf
 from quantkit.quantize.outputs import Draft, Material
@@ -56,7 +57,6 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
 
-SHARD_BYTES = int(Output.shard_gb * 1e9)
 FROM = ("gptq", "awq", "compressed-tensors")
 FILES = {"q4_0": "Q4_0", "q8_0": "Q8_0"}  # --to -> type of a GGUF file
 TO = (*FROM, "mlx", *FILES)
@@ -162,7 +162,7 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
         raise QuantkitError(message, ANEW, UNSUPPORTED)
     kept = {} if staging.one_file else kept  # a GGUF file has the type of each tensor
     specs = [replace(r, grid=r.grid and _grid(to, r.grid), kept=kept.get(r.name)) for r in specs]
-    shard_bytes = None if staging.one_file else SHARD_BYTES
+    shard_bytes = None if staging.one_file else int(SHARD_GB * 1e9)
     return Material(skeleton, specs, layout.of_job(specs), staging, shard_bytes, False)
 
 

@@ -26,7 +26,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import kept_parameters
-from quantkit.options import CalibrationOptions, RunOptions, size_bytes
+from quantkit.options import SHARD_GB, CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
@@ -109,7 +109,7 @@ class Job:
     @property
     def material(self) -> Material:
         """The source and the staged linears that make up the output."""
-        shard_gb = self.request.run.max_shard_gb or self.method.output.shard_gb
+        shard_gb = self.request.run.max_shard_gb or (None if self.staging.one_file else SHARD_GB)
         shard_bytes, errors = shard_gb and int(shard_gb * 1e9), "hessian" in self.method.needs
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 

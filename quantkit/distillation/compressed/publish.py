@@ -46,7 +46,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
         for _, start, data in changes:
             _write(place, start + moved, data)
-        checksums.seal([place])
+        checksums.seal(place)
         return
     place.mkdir()
     for path in sorted(checkpoint.folder.iterdir()):

@@ -193,7 +193,7 @@ class Checkpoint:
         digest = hashlib.sha256((self.folder / "config.json").read_bytes())
         for path in sorted({info.file for info in self.infos.values()}):
             digest.update(path.name.encode())
-            checksums.add([digest], path, listen=progress)
+            checksums.add(digest, path, listen=progress)
         return digest.hexdigest()
 
 

@@ -67,8 +67,7 @@ class Header:
 def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
     """Return the metadata, and file and offset of every tensor. path: of a file, or of any of its shards.
 
-    Raises QuantkitError as `read_whole_header` does, or naming the shard that is missing, in the place of
-    another, or of another model.
+    Raises QuantkitError as `read_whole_header` does, or naming the shard that is missing or out of place.
     """
     metadata: Metadata = {}
     infos: dict[str, TensorInfo] = {}

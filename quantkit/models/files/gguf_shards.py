@@ -1,7 +1,4 @@
-"""Names of a GGUF file in shards, which are llama.cpp's: `NAME-00001-of-00003.gguf` for `NAME.gguf`.
-
-The first shard holds the metadata. Clients open the first shard and find the others by their names.
-"""
+"""Names of a GGUF file in shards. Clients open the first, which has the metadata, and find the others."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import os
 import re
 from pathlib import Path
 
+# llama.cpp's, for NAME.gguf: NAME-00001-of-00003.gguf
 NAME = re.compile(r"\A(.+)-([0-9]{5})-of-(?!0000[01])([0-9]{5})\.gguf\Z", re.DOTALL)
 
 
@@ -28,12 +26,6 @@ def of(path: Path) -> list[Path]:
     """Return the paths of all shards of the file to which a path, by its name, belongs."""
     found = NAME.fullmatch(path.name)
     return paths(whole(path), int(found[3]) if found else 1)
-
-
-def span(path: Path) -> str:
-    """Return a path, or `FIRST to LAST` for the first of several shards."""
-    last = of(path)[-1]
-    return str(path) if last == path else f"{path} to {last.name}"
 
 
 def existing(output: Path) -> list[Path]:

@@ -116,9 +116,7 @@ def in_files(
     path: Path, metadata: Mapping[str, Any], shards: Sequence[Sequence[Entry]], repeated: Mapping[str, Any]
 ) -> Iterator[Callable[[str, Iterable], None]]:
     """Yield a function that writes the next tensor, as `GgufWriter.write`, to the file `path` or its shards.
-
-    metadata: of the first shard. repeated: metadata of every shard.
-    """
+    metadata: of the first shard. repeated: of every shard."""
     with ExitStack() as stack:
         writers: dict[str, GgufWriter] = {}
         whole = {SHARDS: np.uint16(len(shards)), SHARDED_TENSORS: np.int32(sum(map(len, shards)))}

@@ -57,8 +57,7 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 
 
 def local(source: str) -> Path | None:
-    """Return the path if it exists, of shards the first; None for a hub id. Raises QuantkitError if the text
-    is neither."""
+    """Return the path (of shards the first), or None for a hub id. Raises QuantkitError for other texts."""
     path = gguf_shards.first(Path(source).expanduser())
     if path.is_dir():
         untrusted.refuse_folder(path)

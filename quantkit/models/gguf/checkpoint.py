@@ -178,7 +178,7 @@ class GgufCheckpoint(Checkpoint):
         """Return the hash of the file, or of its shards one after another."""
         digest = hashlib.sha256()
         for path in gguf_shards.of(self.folder):
-            checksums.add([digest], path, listen=progress)
+            checksums.add(digest, path, listen=progress)
         return digest.hexdigest()
 
 

@@ -38,11 +38,10 @@ class Output:
     """A checkpoint folder with the staged blocks and the source's other tensors, byte for byte.
 
     needs: statistics of calibration text that the output uses. left_out: bytes of each module of the source
-    that is not written. shard_gb: default of the largest size of a file; None: no limit.
+    that is not written.
     """
 
     needs = frozenset()
-    shard_gb: float | None = 5.0
     left_out: Mapping[str, int] = MappingProxyType({})
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
@@ -150,7 +149,7 @@ def model_card(
     made = Template(text, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined).render(
         source=base or Path(summary.source).name,
         name=name,
-        title=gguf_shards.span(Path(name)),
+        files=gguf_shards.of(Path(name)),
         summary=summary,
         job=manifest["job"],
         recipe=_recipe(manifest),

@@ -62,7 +62,6 @@ class GgufOutput(Output):
     gathers: bool = False
     origin: str = ""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    shard_gb = None
 
     @property
     def needs(self) -> frozenset[str]:
@@ -194,7 +193,7 @@ class GgufOutput(Output):
             for one, chosen in zip(drafts, types, strict=True):
                 shards = in_shards(self._entries(chosen), one.material.shard_bytes)
                 metadata = one.output._metadata(one.manifest, imatrix)
-                sums = {checksums.IN_FILE: checksums.BLANK}
+                sums = {checksums.IN_SHARD if len(shards) > 1 else checksums.IN_FILE: checksums.BLANK}
                 writers.append(stack.enter_context(in_files(one.place, metadata, shards, sums)))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
@@ -217,7 +216,8 @@ class GgufOutput(Output):
                         write(scale[0], [np.array(several, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
         for one in drafts:
-            checksums.seal(gguf_shards.of(gguf_shards.first(one.place)))
+            for path in gguf_shards.existing(one.place):
+                checksums.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
         """Write the model card next to the file, unless a card that quantkit did not write is there."""

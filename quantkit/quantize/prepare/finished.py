@@ -84,11 +84,9 @@ def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     ours = {"model": Path(request.source).name, "method": request.method}
     ours["options"] = methods.record(request.method, request.options)
     ours |= {"exclude": list(run.exclude), "override": list(run.override)}
-    if run.max_shard_gb is not None:
-        ours["max_shard_gb"], made["max_shard_gb"] = run.max_shard_gb, job.get("max_shard_gb")
-    for name in ("experts", "allow_requantize"):
+    for name in ("experts", "allow_requantize", "max_shard_gb"):
         ours[name] = getattr(run, name)
-        made[name] = job.get(name, ours[name])
+        made[name] = None if ours[name] is None else job.get(name, ours[name])
     for name in ("dtype", "batch_size", "sequential", "threads"):
         if (value := getattr(run, name)) not in (None, "auto"):
             ours[name], made[name] = value, execution.get(name, value)

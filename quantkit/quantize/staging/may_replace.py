@@ -73,29 +73,25 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
     overwrite: the user allowed to replace an existing output, all shards of it.
     """
     for path in gguf_shards.existing(output):
-        _check(path, one_file, overwrite)
-
-
-def _check(output: Path, one_file: bool, overwrite: bool) -> None:
-    mode = output.lstat().st_mode
-    if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) or os.path.ismount(output):
-        raise QuantkitError(f"{output} is not a plain file or folder", ELSEWHERE, USAGE)
-    if not overwrite:
-        check_new([output])
-    if stat.S_ISDIR(mode) == one_file:
-        expected, found = ("a file", "a folder") if one_file else ("a folder", "a file")
-        raise QuantkitError(f"{output} is {found}, the job writes {expected}", ELSEWHERE, USAGE)
-    if one_file:
-        with open(output, "rb") as file:
-            start = file.read(len(MAGIC))
-        lost = None if start in (MAGIC, b"") else "is not a GGUF file"
-        if start == MAGIC and _is_original(output):
-            lost = ORIGINAL
-    else:
-        lost = _lost(output)
-    if lost:
-        hint = f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only"
-        raise QuantkitError(f"{output} {lost}: it would be lost", hint, USAGE)
+        mode = path.lstat().st_mode
+        if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)) or os.path.ismount(path):
+            raise QuantkitError(f"{path} is not a plain file or folder", ELSEWHERE, USAGE)
+        if not overwrite:
+            check_new([output])
+        if stat.S_ISDIR(mode) == one_file:
+            expected, found = ("a file", "a folder") if one_file else ("a folder", "a file")
+            raise QuantkitError(f"{path} is {found}, the job writes {expected}", ELSEWHERE, USAGE)
+        if one_file:
+            with open(path, "rb") as file:
+                start = file.read(len(MAGIC))
+            lost = None if start in (MAGIC, b"") else "is not a GGUF file"
+            if start == MAGIC and _is_original(path):
+                lost = ORIGINAL
+        else:
+            lost = _lost(path)
+        if lost:
+            hint = f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only"
+            raise QuantkitError(f"{path} {lost}: it would be lost", hint, USAGE)
 
 
 def check_new(outputs: Sequence[Path]) -> None:
