@@ -136,7 +136,7 @@ def verdict(source: str, passed: bool) -> dict:
 
 
 def test_the_table_on_a_pipe_has_every_column(capsys):
-    table.print_comparison(records.record(gates=[verdict("out/four", True), verdict("out/three", False)]))
+    table.report(records.record(gates=[verdict("out/four", True), verdict("out/three", False)])).show()
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     header, _, base, four, three, floor, protocol, note, *gates = lines
     assert re.split(r"\s{2,}", header.strip()) == (
@@ -212,7 +212,7 @@ def test_names_are_text_in_markdown_and_on_a_terminal(capsys):
     assert len(cells) == 12
     assert re.sub(r"\\(.)", r"\1", cells[0].strip()) == nasty
     assert not re.search(r"(?<!\\)[*_`<>\[\]|]", cells[0])
-    table.print_comparison(record)
+    table.report(record).show()
     assert nasty in capsys.readouterr().out
 
 

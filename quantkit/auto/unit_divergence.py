@@ -14,21 +14,19 @@ the block at which the limit was reached.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from quantkit.auto.curve import Divergence
 from quantkit.auto.scaling import exchanged
 from quantkit.auto.solving import Solving, States, Values
 from quantkit.auto.units import Candidate, Unit
+from quantkit.distillation import divergence
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
-
-CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, of each compared model
 
 
 @dataclass(frozen=True)
@@ -140,26 +138,15 @@ class _Output:
 
     def _of(self, stream: _Stream) -> Tensor:
         """Return each token's KL divergence from the original, `[tokens]`."""
-        skeleton, found = self._skeleton, []
-        size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
-        for batch, row, part in _places(self._original, size):
-            expected = _log_probs(skeleton, self._original[batch][row, part])
+        skeleton = self._skeleton
+
+        def logits(hidden: Tensor) -> Tensor:
             with stream.head():
-                log_probs = _log_probs(skeleton, stream.states[batch][row, part])
-            found.append((expected - log_probs).mul_(expected.exp()).sum(-1).cpu())
-        return torch.cat(found).double()
+                return skeleton.logits(hidden)
 
-
-def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Tensor:
-    return torch.log_softmax(skeleton.logits(hidden).float(), -1)
-
-
-def _places(states: States, size: int) -> Iterator[tuple[int, int, slice]]:
-    """Yield (batch, row, slice of at most `size` tokens) for all tokens."""
-    for batch, hidden in enumerate(states):
-        for row in range(len(hidden)):
-            for start in range(0, hidden.shape[1], size):
-                yield batch, row, slice(start, start + size)
+        pairs = zip(self._original, stream.states, strict=True)
+        vocabulary = skeleton.checkpoint.text_config.vocab_size
+        return divergence.of_tokens(skeleton.logits, logits, pairs, vocabulary)
 
 
 def _divergence(kld: Tensor) -> Divergence:

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from quantkit.cli import job_report
 from quantkit.errors import count
-from quantkit.evaluation.comparison.table import print_comparison
+from quantkit.evaluation.comparison.table import report
 from quantkit.tables import make_table, megabytes, print_facts
 
 
@@ -21,8 +21,7 @@ def print_record(record: dict) -> None:
         "written" if done else "output": record["output"],
         "trained": f"floats of {count(trained['linears'], 'linear')}, "
         f"{count(trained['norms_and_biases'], 'tensor')} of norms and biases; codes stay",
-        "text": f"{made['samples']} sequences of {made['seqlen']} tokens, {made['source']} text; "
-        f"{held_out} held out",
+        "text": f"{job_report.calibration(made)}; {held_out} held out",
     }
     if not done:
         how = "codes of all blocks in memory" if memory["hold"] else "codes read again for every block"
@@ -33,9 +32,7 @@ def print_record(record: dict) -> None:
         facts["computes"] = job_report.computes(execution, True)
         print_facts(console, facts)
         return
-    seconds = record["seconds"]
-    parts = ", ".join(f"{stage} {value:.1f}" for stage, value in seconds.items() if value >= 0.05)
-    facts["seconds"] = f"{sum(seconds.values()):.1f} ({parts})"
+    facts["seconds"] = job_report.total(record["seconds"])
     print_facts(console, facts)
     table = make_table("held-out KL divergence", "before", "after", "")
     for stage in record["stages"]:
@@ -50,7 +47,7 @@ def print_record(record: dict) -> None:
     else:
         console.print("nothing was better than the student as it is: its tensors were copied unchanged")
     if "eval" in record:
-        print_comparison(record["eval"])
+        report(record["eval"]).show()
     else:
         names = " ".join(quote(record[key]) for key in ("teacher", "student", "output"))
         console.print(f"\nnext: quantkit eval {names}", markup=False, soft_wrap=True)

@@ -11,7 +11,7 @@ from shlex import quote
 from rich.console import Console
 
 from quantkit.errors import count, name_all
-from quantkit.evaluation.comparison.table import print_comparison
+from quantkit.evaluation.comparison.table import report
 from quantkit.evaluation.of_job import Result, merged
 from quantkit.inspection import clients, look
 from quantkit.inspection.names import of_experts, starred
@@ -91,7 +91,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
         "computes": computes(asdict(execution), made is not None),
-        "calibration": _calibration(made and made.record()),
+        "calibration": calibration(made and made.record()),
     }
     print_facts(console, facts)
 
@@ -156,7 +156,7 @@ def _scaled(linears: Mapping[str, dict]) -> str:
     return "; ".join(parts) or "no linear: scaling does not reduce the error"
 
 
-def _seconds(stages: dict[str, float]) -> str:
+def total(stages: dict[str, float]) -> str:
     """Return total and single stages, such as `15.5 (forward 10.1, solve 5.4)`."""
     parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
     return f"{sum(stages.values()):.1f}" + (f" ({parts})" if parts else "")
@@ -171,7 +171,7 @@ def computes(how: dict, calibrated: bool) -> str:
     return words
 
 
-def _calibration(made: dict | None) -> str:
+def calibration(made: dict | None) -> str:
     """Return a phrase that describes a calibration set."""
     if made is None:
         return "none needed"
@@ -199,7 +199,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:
         facts["activations"] = f"rounded at run time: {summary.activations}; not included in the error"
-    facts["seconds"] = _seconds(summary.seconds)
+    facts["seconds"] = total(summary.seconds)
     if summary.fallbacks:
         facts["fallbacks"] = f"{count(len(summary.fallbacks), 'linear')} rounded to nearest"
     if summary.scaled is not None:
@@ -222,7 +222,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
         print_line(console, f"  {linear}: {reason}", indent=4)
     print_load(console, summary.output)
     if evaluation:
-        print_comparison(evaluation)
+        report(evaluation).show()
     else:
         console.print(
             f"\nnext: quantkit eval {quote(summary.source)} {quote(summary.output)}",
@@ -257,12 +257,12 @@ def print_imatrix(record: dict) -> None:
     facts = {} if done else {"output": record["output"]}
     facts |= {
         "matrices": str(record["matrices"]),
-        "calibration": _calibration(record["calibration"]),
+        "calibration": calibration(record["calibration"]),
         "computes": computes(how, True),
         "memory": f"about {megabytes(record['memory_bytes'])} on {how['device']}, and Python itself",
     }
     if done:
-        facts["seconds"] = _seconds(done)
+        facts["seconds"] = total(done)
     print_facts(console, facts)
 
 

@@ -16,18 +16,18 @@ from quantkit.quantize.calibrate.backward import chunk_tokens
 Logits = Callable[[Tensor], Tensor]  # from hidden states `[tokens, hidden]`
 
 
-def mean(teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]], vocabulary: int) -> float:
-    """Return the mean KL divergence over all tokens, in nats. teacher, student: functions from states to
-    logits. pairs: (teacher's, student's) final hidden states `[batch, tokens, hidden]`."""
-    total, tokens, size = 0.0, 0, chunk_tokens(vocabulary)
+def of_tokens(
+    teacher: Logits, student: Logits, pairs: Iterable[tuple[Tensor, Tensor]], vocabulary: int
+) -> Tensor:
+    """Return the KL divergence of each token in nats, `[tokens]` in float64 on the CPU. teacher, student:
+    functions from states to logits. pairs: (teacher's, student's) final hidden states
+    `[batch, tokens, hidden]`."""
+    found, size = [], chunk_tokens(vocabulary)
     with torch.no_grad():
-        for theirs, ours in pairs:
-            parts = (states.flatten(0, 1).split(size) for states in (theirs, ours))
-            for a, b in zip(*parts, strict=True):
-                each = kl(teacher(a), student(b))
-                total += each.cpu().double().sum().item()
-                tokens += len(each)
-    return total / tokens
+        for both in pairs:
+            parts = (states.flatten(0, 1).split(size) for states in both)
+            found += [kl(teacher(a), student(b)).cpu() for a, b in zip(*parts, strict=True)]
+    return torch.cat(found).double()
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:

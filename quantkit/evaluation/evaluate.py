@@ -74,14 +74,10 @@ class Floor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results in the given order, the base first. floor: None if not requested. states: where hidden states
-    were stored between blocks: `device`, `host` or `disk`. predicted_bytes: predicted peak memory above the
-    interpreter."""
+    """Results in the given order, the base first. floor: None if not requested."""
 
     results: list[Result]
     floor: Floor | None
-    states: str = "device"
-    predicted_bytes: int = 0
 
 
 def evaluate(
@@ -115,7 +111,7 @@ def evaluate(
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
-    place, peak = memory.decide(*planned)
+    place = memory.decide(*planned)
     results, base, base_scores, floor = [], None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
@@ -129,7 +125,7 @@ def evaluate(
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
                 floor = distributed.broadcast(partial(_measure_floor, base, scores, whole, chosen, listen))
-    return Evaluation(results, floor, place.where, peak)
+    return Evaluation(results, floor)
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:

@@ -52,9 +52,9 @@ def need(
 def decide(
     checkpoints: Sequence[Checkpoint], dtype: torch.dtype, device: torch.device, tokens: int, batch: int,
     compared: bool, max_memory: int | None,
-) -> tuple[Place, int]:  # fmt: skip
-    """Return where to store the hidden states, and the predicted peak in bytes. Raises QuantkitError (exit
-    code 5) if the evaluation does not fit the memory."""
+) -> Place:  # fmt: skip
+    """Return where to store the hidden states. Raises QuantkitError (exit code 5) if the evaluation does not
+    fit the memory."""
     given = checkpoints, dtype, device, tokens, batch, compared
     limit = Limit.of(max_memory)
     own = [limit.left] if limit else []
@@ -65,16 +65,16 @@ def decide(
     kept = (2 if compared else 1) * states
     host = distributed.least(min([host_memory(), *own]))
     if here <= COMFORT * free:
-        return HERE, here
+        return HERE
     if accelerated and there <= free and kept <= COMFORT * host:
-        return Place("host"), there
+        return Place("host")
     remedy = "--dtype bfloat16 or " * (dtype == torch.float32) + "a --device with more memory"
     if limit and not accelerated:
         remedy = f"--max-memory {-(-(limit.resident + there) // TENTH) / 10:g}GB"
     check_memory(there, free, remedy, device, limit, "the evaluation")
     folder = scratch_folder()
     check_disk(folder, kept)
-    return Place("disk", folder), there
+    return Place("disk", folder)
 
 
 def scratch_folder() -> Path:

@@ -173,7 +173,8 @@ class Job:
         """Return the divergence from the teacher, given the student's final states of held-out text."""
         vocabulary = self.source.text_config.vocab_size
         pairs = zip(final.teacher, states, strict=True)
-        return divergence.mean(self.teacher.logits, self.student.skeleton.logits, pairs, vocabulary)
+        logits = self.teacher.logits, self.student.skeleton.logits
+        return divergence.of_tokens(*logits, pairs, vocabulary).mean().item()
 
     def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
         """Write the output to the staging folder and verify it. floats: None keeps the student's own."""

@@ -106,12 +106,13 @@ class EndToEnd:
         floats = {name: value.to(self.student.skeleton.device) for name, value in self.stored().items()}
         finals = (self._forward(ids, floats)[-1] for ids in self.text.held_out)
         rest = self._rest(floats)
-        return divergence.mean(
+        each = divergence.of_tokens(
             self.teacher.logits,
             lambda hidden: self.student.logits(hidden, rest),
             zip(self.final.teacher, finals, strict=True),
             self._vocabulary,
         )
+        return each.mean().item()
 
     def stored(self) -> Floats:
         """Return the floats after rounding to their stored types, on the CPU."""

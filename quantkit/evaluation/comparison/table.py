@@ -34,11 +34,6 @@ def report(record: dict) -> Report:
     )
 
 
-def print_comparison(record: dict) -> None:
-    """Print the table of a record and the conditions of its figures."""
-    report(record).show()
-
-
 def markdown(record: dict) -> str:
     """Return a record as GitHub-flavoured Markdown: gates, table and conditions."""
     headers = ["model", *(column.header for column in columns(record))]
