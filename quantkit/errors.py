@@ -111,6 +111,12 @@ def full_disk(error: BaseException) -> tuple[str, str] | None:
     return DISK.get(int(wrapped[1])) if wrapped else None
 
 
+def memory_ran_out(error: BaseException) -> bool:
+    """Return whether an error of Python or torch says that memory ran out, on a CPU or an accelerator."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(part in str(error) for part in words)
+
+
 def printable(text: str) -> str:
     """Return an untrusted text (names in files, output of models) in which control characters, direction
     marks and invalid characters are replaced."""

@@ -31,6 +31,7 @@ from quantkit.errors import (
     QuantkitError,
     first_line,
     full_disk,
+    memory_ran_out,
     printable,
 )
 
@@ -42,7 +43,6 @@ STOPS = {
     signal.SIGTERM: TERMINATED,
 }  # signals that stop a job, and their exit codes
 SIMILAR = 0.75  # least similarity of a name and its misspelling
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # torch's messages for CPU and accelerator
 
 
 def _verbose(context: typer.Context, asked: bool) -> bool:
@@ -247,7 +247,7 @@ def print_error(error: QuantkitError) -> None:
 
 def _unexpected(error: Exception) -> QuantkitError:
     """Return the QuantkitError for an exception that is not one: memory, disk, a file, or a bug."""
-    if isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+    if memory_ran_out(error):
         hint = "close other programs, or choose options that need less memory"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)
     if full := full_disk(error):

@@ -42,13 +42,9 @@ class Asked:
 
     def check(self) -> None:
         """Raise QuantkitError (exit code 2) for values that are invalid for every model."""
-        least = {"tokens": self.least_tokens, **LEAST}
-        lists = [(name, self.numbers(name), 1) for name in LISTS if getattr(self, name, None) is not None]
-        for name, value, smallest in (
-            *lists,
-            *((name, getattr(self, name, None), least[name]) for name in least),
-        ):
-            require_numbers((flag_of(name), value, smallest))
+        for name, least in {**dict.fromkeys(LISTS, 1), "tokens": self.least_tokens, **LEAST}.items():
+            if (value := getattr(self, name, None)) is not None:
+                require_numbers((flag_of(name), self.numbers(name) if name in LISTS else value, least))
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """Return the numbers of a flag such as `1,4,16`, sorted, each once. Raises QuantkitError."""

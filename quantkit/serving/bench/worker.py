@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import QuantkitError, first_line
+from quantkit.errors import QuantkitError, first_line, memory_ran_out
 from quantkit.models.machine.device import free_memory
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.serving.bench import machine, runners
@@ -37,7 +37,6 @@ from quantkit.serving.bench.subjects import Job
 
 Emit = Callable[[dict[str, Any]], None]
 CPU = torch.device("cpu")
-OUT_OF_MEMORY = ("can't allocate memory", "out of memory")  # parts of torch's messages
 KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
 
 
@@ -56,7 +55,7 @@ def main() -> None:
     except QuantkitError as error:
         emit({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
     except Exception as error:
-        if not _memory_ran_out(error):
+        if not memory_ran_out(error):
             raise  # the parent shows the traceback
         emit({"event": "failed", "message": f"memory ran out: {first_line(error)}"})
     events.flush()
@@ -94,7 +93,7 @@ def _run_all(job: Job, engine: ModuleType, device: torch.device | None, emit: Em
             try:
                 timing = runner.run(prompts, job.settings.tokens)
             except Exception as error:
-                if not isinstance(error, QuantkitError) and not _memory_ran_out(error):
+                if not isinstance(error, QuantkitError) and not memory_ran_out(error):
                     raise
                 emit({"event": "refused", **asdict(point), "message": first_line(error)})
                 break
@@ -105,10 +104,6 @@ def _run_all(job: Job, engine: ModuleType, device: torch.device | None, emit: Em
     return_freed_pages()
     rates = machine.rates(device or CPU, getattr(torch, facts.dtype), facts.weight_bytes)
     emit({"event": "rates", **rates})
-
-
-def _memory_ran_out(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":

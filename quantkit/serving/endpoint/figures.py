@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-PERCENTILES = (50, 90, 99)
+from quantkit.serving.bench.batching.accounting import spread
 
 
 @dataclass(frozen=True)
@@ -39,9 +37,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     """Return p50, p90, p99 (linearly interpolated) and mean; None without values."""
     if not values:
         return None
-    found = np.percentile(values, PERCENTILES).tolist()
-    cuts = {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
-    return cuts | {"mean": statistics.fmean(values)}
+    return spread(values) | {"mean": statistics.fmean(values)}
 
 
 def summarize(requests: Sequence[Timed]) -> dict[str, Any]:

@@ -53,6 +53,12 @@ class Replay:
     steps: tuple[Step, ...]
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return p50, p90 and p99, linearly interpolated."""
+    found = np.percentile(values, PERCENTILES).tolist()
+    return {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
+
+
 def figures(replay: Replay) -> dict[str, Any]:
     """Return the figures of a replay with at least one request. Times are seconds; padded, idle and busy are
     shares from 0 to 1; used and reserved are token slots, averaged over the time of computation."""
@@ -62,10 +68,6 @@ def figures(replay: Replay) -> dict[str, Any]:
     computed = sum(step.seconds for step in steps)
     slots = sum(step.prompt_slots for step in steps)
     decoded = sum(step.sequences for step in steps)
-
-    def spread(values: Sequence[float]) -> dict[str, float]:
-        found = np.percentile(values, PERCENTILES).tolist()
-        return {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
 
     return {
         "tokens_per_second": sum(len(request.tokens) for request in requests) / seconds,
