@@ -18,7 +18,7 @@ from quantkit.auto.engines import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Unit, usual
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all, require
 from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
@@ -80,12 +80,9 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
     """Read a saved table. Raises QuantkitError if it is invalid or of another model or other options."""
     found = read(path)
     requested = json.loads(json.dumps(identity))
-    if different := differences(found.identity, requested):
-        raise QuantkitError(
-            f"{path} holds sensitivities of another search; different: {name_all(different)}",
-            f"repeat the options of that search, or {ANEW}",
-            USAGE,
-        )
+    different = differences(found.identity, requested)
+    what = f"{path} holds sensitivities of another search; different: {name_all(different)}"
+    require(not different, what, f"repeat the options of that search, or {ANEW}", USAGE)
     for unit in units:
         if row := found.units.get(unit.name):
             names = {one.name for one in unit.candidates}

@@ -12,8 +12,8 @@ from quantkit.capacity.formats import Weights
 from quantkit.capacity.kv_cache import LayerCache
 from quantkit.capacity.question import Question
 from quantkit.capacity.settings import HEADS, Settings
-from quantkit.capacity.source import Source
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.capacity.source import AS_IF_PACKED, Source
+from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.models import kv_types
 
 SCHEMA = "quantkit.capacity/1"
@@ -31,12 +31,13 @@ def answer(
     offline: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON of `quantkit plan` for a model, or for a number of parameters such as `7B`."""
-    if (model is None) == (params is None):
-        hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
-        raise QuantkitError("give either a model or --params", hint, USAGE)
+    hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
+    require((model is None) != (params is None), "give either a model or --params", hint, USAGE)
     question.check()
     if model is None:
-        return of_source(source.of_count(source.parse_count(params)), question)
+        return of_source(
+            Source(None, None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params)), question
+        )
     return of_source(source.read(model, revision, offline), question)
 
 
@@ -217,12 +218,8 @@ def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict
 def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:
     """Return the main figures of format `method`. Raises QuantkitError if it cannot store the model."""
     chosen = weights.get(method, {"bytes": None, "reason": "no headers were read"})
-    if chosen["bytes"] is None:
-        raise QuantkitError(
-            f"{method} cannot store this model: {chosen['reason']}",
-            hint="choose another --format, such as bf16",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{method} cannot store this model: {chosen.get('reason')}"
+    require(chosen["bytes"] is not None, what, "choose another --format, such as bf16", UNSUPPORTED)
     return {
         "method": method,
         "roofline": {

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quantkit.capacity.settings import HEADS, Settings
-from quantkit.errors import QuantkitError
+from quantkit.errors import require
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
@@ -270,9 +270,7 @@ def _find_blocks(names: Iterable[str], settings: Settings) -> str:
     further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # stored after the others
     found = [blocks for blocks, seen in indices.items() if expected <= seen <= set(range(further))]
     found = [blocks for blocks in found if not re.search("vision|visual|audio", blocks)] or found
-    if len(found) != 1:
-        raise QuantkitError(
-            f"config.json says {settings.layers} blocks, but {len(found) or 'no'} stored lists are so long",
-            hint="config.json and weights belong to different models, or the download is incomplete",
-        )
+    what = f"config.json says {settings.layers} blocks, but {len(found) or 'no'} stored lists are so long"
+    hint = "config.json and weights belong to different models, or the download is incomplete"
+    require(len(found) == 1, what, hint)
     return found[0]

@@ -14,7 +14,7 @@ from typing import Any
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import CONV1D_FAMILIES, DTYPE_BYTES, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.inspection.stored import Weight, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import TensorInfo
@@ -43,12 +43,9 @@ def entries(contents: Contents) -> list[Tensor]:
     """
     settings = Settings.of(contents.config)
     weights = weights_of(contents)
-    if odd := [weight.name for weight in weights if not _understood(weight)]:
-        raise QuantkitError(
-            f"{contents.source} stores {name_all(odd, 2)} in an unknown way",
-            hint="plan the original checkpoint, or give only --params",
-            exit_code=UNSUPPORTED,
-        )
+    odd = [weight.name for weight in weights if not _understood(weight)]
+    what = f"{contents.source} stores {name_all(odd, 2)} in an unknown way"
+    require(not odd, what, "plan the original checkpoint, or give only --params", UNSUPPORTED)
     unknown = any(weight.shape is None for weight in weights)
     shapes = _shapes(contents.config) if unknown else {}
     element = DTYPE_BYTES[settings.stored_dtype]
@@ -101,12 +98,9 @@ def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
     nbytes of quantized ones is that of 16 bit. Raises QuantkitError (exit code 4) for a file without a
     language model.
     """
-    if f"{contents.metadata.get('general.architecture')}.block_count" not in contents.metadata:
-        raise QuantkitError(
-            f"{contents.path} holds no language model",
-            hint="give the GGUF file of a model, not of an importance matrix or a vocabulary",
-            exit_code=UNSUPPORTED,
-        )
+    whole = f"{contents.metadata.get('general.architecture')}.block_count" in contents.metadata
+    hint = "give the GGUF file of a model, not of an importance matrix or a vocabulary"
+    require(whole, f"{contents.path} holds no language model", hint, UNSUPPORTED)
     infos = contents.infos.values()
     return [_of_ggml(info, settings) for info in infos if not FACTORS.fullmatch(info.name)]
 

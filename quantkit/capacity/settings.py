@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from quantkit.capacity import Unsupported
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 
 LARGEST_SIZE = 1 << 40  # largest plausible size; larger ones mean a damaged config.json
 MOST_LAYERS = 10_000
@@ -36,10 +36,8 @@ class Settings:
         text = config.get("text_config")
         values = dict(text) if isinstance(text, dict) else dict(config)
         values = {key: config[key] for key in ("model_type", "tie_word_embeddings") if key in config} | values
-        if not isinstance(values.get("model_type"), str):
-            raise QuantkitError(
-                "config.json names no model_type", "give the config.json of a language model", UNSUPPORTED
-            )
+        named, hint = isinstance(values.get("model_type"), str), "give the config.json of a language model"
+        require(named, "config.json names no model_type", hint, UNSUPPORTED)
         return Settings(values, config)
 
     @property
@@ -82,12 +80,8 @@ class Settings:
     def size(self, *names: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
         """Return the value, by these names: a whole number from 1 to `most`. Else raises QuantkitError."""
         value = self.filled(*names) if default is None else self.get(*names, default=default)
-        if value is None:
-            raise QuantkitError(
-                f"config.json has no {names[0]}, and {self.model_type} has no default for {names[0]}",
-                hint="give a complete config.json",
-                exit_code=UNSUPPORTED,
-            )
+        what = f"config.json has no {names[0]}, and {self.model_type} has no default for {names[0]}"
+        require(value is not None, what, "give a complete config.json", UNSUPPORTED)
         if type(value) is not int or not 1 <= value <= most:
             name = next((name for name in names if self.values.get(name) is not None), names[0])
             raise QuantkitError(

@@ -12,7 +12,7 @@ from typing import Any
 from quantkit.capacity import Unsupported, kv_cache, parameters
 from quantkit.capacity.parameters import DTYPE_BYTES, MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, require
 from quantkit.layouts import quantization_of
 from quantkit.models import kv_types
 from quantkit.models.files import safetensors_folder, untrusted
@@ -78,11 +78,6 @@ def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
     return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes)
 
 
-def of_count(count: tuple[int, int]) -> Source:
-    """Return a source without tensors. count: (parameters, parameters used per token)."""
-    return Source(None, None, None, "--params", (AS_IF_PACKED,), count=count)
-
-
 def _of_headers(contents: Contents) -> Source:
     settings, quantization = Settings.of(contents.config), contents.quantization
     entries: Iterable[TensorInfo | Tensor] = contents.infos.values()
@@ -122,10 +117,9 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
     """Build the model with transformers; return its settings and parameters. Raises QuantkitError (4)."""
     settings = Settings.of(config)
     experts = settings.size(*EXPERTS, most=MOST_EXPERTS) if settings.get(*EXPERTS) else 1
-    if settings.hidden and settings.layers * experts > MOST_MODULES:
-        raise QuantkitError(
-            f"config.json describes {settings.layers} layers of {experts} experts", "download it again"
-        )
+    what = f"config.json describes {settings.layers} layers of {experts} experts"
+    few = not settings.hidden or settings.layers * experts <= MOST_MODULES
+    require(few, what, "download it again")
     from quantkit.capacity import meta  # takes seconds to import
 
     try:

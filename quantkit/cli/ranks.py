@@ -9,10 +9,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 
 
 def process_count() -> int:
@@ -24,23 +23,16 @@ def process_count() -> int:
 def refuse_letters() -> None:
     """Raise QuantkitError if a variable of torchrun in the environment is not a number."""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not (text := os.environ.get(name) or "0").isdecimal():
-            raise QuantkitError(
-                f"{name}={text!r} in the environment is not a number",
-                "start the processes with torchrun; or unset WORLD_SIZE and RANK for one process",
-                USAGE,
-            )
+        text = os.environ.get(name) or "0"
+        hint = "start the processes with torchrun; or unset WORLD_SIZE and RANK for one process"
+        require(text.isdecimal(), f"{name}={text!r} in the environment is not a number", hint, USAGE)
 
 
 def refuse(what: str, supported: bool = False) -> None:
     """Raise QuantkitError if the command does not support several processes."""
-    if not supported:
-        raise QuantkitError(
-            f"{what} does not run as several processes, but {process_count()} were started",
-            "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate "
-            "(gptq, awq, gguf and others)",
-            UNSUPPORTED,
-        )
+    message = f"{what} does not run as several processes, but {process_count()} were started"
+    serve = "several processes serve eval, imatrix, and methods that calibrate (gptq, awq, gguf and others)"
+    require(supported, message, f"start it without torchrun; {serve}", UNSUPPORTED)
 
 
 def is_first() -> bool:
@@ -67,16 +59,9 @@ def end(exit_code: int) -> None:
     if process_count() == 1:
         return
     for stream in (sys.stdout, sys.stderr):
-        flush(stream)
+        with suppress(OSError):  # its reader may be gone
+            stream.flush()
     os._exit(exit_code)
-
-
-def flush(stream: Any) -> None:
-    """Flush a stream, and ignore that its reader may be gone."""
-    try:
-        stream.flush()
-    except OSError:
-        return
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.evaluation import kv_rounding, memory
 from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
@@ -142,16 +142,12 @@ def check_comparable(
     reference = tokenizer_sha256(first.tokenizer, first.text_config.vocab_size) if others else None
     for other in others:
         sizes = first.text_config.vocab_size, other.text_config.vocab_size
-        if sizes[0] != sizes[1]:
-            what = f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}"
-            raise QuantkitError(what, hint, UNSUPPORTED)
+        what = f"{first.source} predicts {sizes[0]} tokens, {other.source} {sizes[1]}"
+        require(sizes[0] == sizes[1], what, hint, UNSUPPORTED)
         if tokenizer_sha256(other.tokenizer, sizes[1]) != reference:
-            raise QuantkitError(
-                f"{other.source} and {first.source} have different tokenizers: "
-                + difference(first.tokenizer, other.tokenizer, sizes),
-                hint,
-                UNSUPPORTED,
-            )
+            why = difference(first.tokenizer, other.tokenizer, sizes)
+            what = f"{other.source} and {first.source} have different tokenizers: {why}"
+            raise QuantkitError(what, hint, UNSUPPORTED)
 
 
 def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:

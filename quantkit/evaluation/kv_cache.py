@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.evaluation import kv_rounding
 from quantkit.evaluation.kv_rounding import KvRounding
 from quantkit.layouts import Layout
@@ -62,12 +62,8 @@ class KvCache:
     def describe(self, source: str) -> Kv:
         """Describe the cache after a run. Raises QuantkitError for a model without keys and values."""
         layers = sum(any(place.used for place in places) for places in self._places.values())
-        if not layers:
-            raise QuantkitError(
-                f"{source} keeps no keys and values: there is nothing to quantize",
-                "leave out --kv-dtype",
-                UNSUPPORTED,
-            )
+        what = f"{source} keeps no keys and values: there is nothing to quantize"
+        require(layers, what, "leave out --kv-dtype", UNSUPPORTED)
         kind = kv_types.TYPES[self.name]
         return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._places))
 

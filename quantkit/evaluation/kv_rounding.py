@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.grids.ggml import named as ggml_grid
 from quantkit.grids.grid import group
 from quantkit.models.kv_types import BLOCK, TYPES
@@ -72,12 +72,8 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
     QuantkitError if the width is not a multiple of 32, which llama.cpp rejects.
     """
     width = x.shape[-1]
-    if width % BLOCK:
-        raise QuantkitError(
-            f"a head of {width} values is not a multiple of {BLOCK}",
-            f"llama.cpp keeps no {name.lower()} cache of this model: choose fp8 or a float",
-            UNSUPPORTED,
-        )
+    hint = f"llama.cpp keeps no {name.lower()} cache of this model: choose fp8 or a float"
+    require(width % BLOCK == 0, f"a head of {width} values is not a multiple of {BLOCK}", hint, UNSUPPORTED)
     size = ROTATED if small else width & -width  # the largest power of 2 that divides it
     turn = sylvester(size, x.device) if width % ROTATED == 0 else None
     turned = x.float() if turn is None else _turn(x.float(), turn)

@@ -43,16 +43,11 @@ class Settings:
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise QuantkitError for invalid values."""
         for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
-            if getattr(self, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                hint = f"choose {least} or more"
-                raise QuantkitError(f"{flag} {getattr(self, name)} is invalid", hint, USAGE)
-        if checkpoint.context is not None and self.seqlen > checkpoint.context:
-            raise QuantkitError(
-                f"{checkpoint.source} was made for {checkpoint.context} tokens, not --seqlen {self.seqlen}",
-                f"choose at most --seqlen {checkpoint.context}",
-                USAGE,
-            )
+            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            require(value >= least, f"{flag} {value} is invalid", f"choose {least} or more", USAGE)
+        most = checkpoint.context
+        what = f"{checkpoint.source} was made for {most} tokens, not --seqlen {self.seqlen}"
+        require(most is None or self.seqlen <= most, what, f"choose at most --seqlen {most}", USAGE)
 
 
 def sequences(
@@ -88,12 +83,8 @@ def beginning(checkpoint: Checkpoint) -> int:
     tokenizer = checkpoint.tokenizer
     marks = (tokenizer.bos_token_id, tokenizer.eos_token_id, checkpoint.text_config.bos_token_id)
     first = next((mark for mark in marks if mark is not None), None)
-    if first is None:
-        raise QuantkitError(
-            f"{checkpoint.source} has no token that begins a text, so no text can be sampled",
-            hint="give text with --calibration instead",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{checkpoint.source} has no token that begins a text, so no text can be sampled"
+    require(first is not None, what, "give text with --calibration instead", UNSUPPORTED)
     return first
 
 

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -63,10 +63,8 @@ class Trial:
                     hint = f"--as {','.join([name, *plain])} rounds to nearest, without text; or {hint}"
             what = f"--as {typed} needs calibration text, so it cannot be tried on the fly"
             raise QuantkitError(what, hint, USAGE)
-        if checkpoint.quantized:
-            raise QuantkitError(
-                f"{checkpoint.source} is quantized already", "give --as the original checkpoint", USAGE
-            )
+        what = f"{checkpoint.source} is quantized already"
+        require(not checkpoint.quantized, what, "give --as the original checkpoint", USAGE)
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
         return Trial(typed, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
 

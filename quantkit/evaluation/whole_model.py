@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from quantkit.errors import RESOURCES, QuantkitError
+from quantkit.errors import RESOURCES, require
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
@@ -23,18 +23,10 @@ def load_model(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device,
     skeleton = Skeleton(checkpoint, dtype, device)
     skeleton.names.check_complete()
     need, free = _memory(skeleton, tokens), free_memory(device)
-    if need > free:
-        raise QuantkitError(
-            f"{checkpoint.source} as a whole model needs about {size(need)} of memory in "
-            f"{str(dtype).removeprefix('torch.')}, {size(free)} are free",
-            hint="use --dtype bfloat16 or another --device; quantkit eval compares models of any size",
-            exit_code=RESOURCES,
-        )
-    return load_blocks(skeleton)
-
-
-def load_blocks(skeleton: Skeleton) -> nn.Module:
-    """Load all weights of a skeleton and return its model."""
+    needs = f"needs about {size(need)} of memory in {str(dtype).removeprefix('torch.')}"
+    what = f"{checkpoint.source} as a whole model {needs}, {size(free)} are free"
+    hint = "use --dtype bfloat16 or another --device; quantkit eval compares models of any size"
+    require(need <= free, what, hint, RESOURCES)
     skeleton.load_rest()
     skeleton.streams = False
     container = skeleton.model.get_submodule(skeleton.names.blocks)

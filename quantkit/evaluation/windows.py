@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, QuantkitError, count
+from quantkit.errors import USAGE, count, require
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
@@ -66,13 +66,10 @@ class Windows:
         if distributed.count() == 1:
             return self
         starts = distributed.share(range(0, len(self.ids), batch))
-        if -(-len(self.ids) // batch) < distributed.count():
-            raise QuantkitError(
-                f"{count(len(self.ids), 'window')} in batches of {batch} are fewer batches than the "
-                f"{distributed.count()} processes",
-                "start fewer processes, or give a longer --text",
-                USAGE,
-            )
+        windows, ranks = f"{count(len(self.ids), 'window')} in batches of {batch}", distributed.count()
+        what = f"{windows} are fewer batches than the {ranks} processes"
+        enough = -(-len(self.ids) // batch) >= ranks
+        require(enough, what, "start fewer processes, or give a longer --text", USAGE)
         own = slice(starts[0], starts[-1] + batch)
         return replace(self, ids=self.ids[own], first=self.first[own])
 
@@ -96,19 +93,14 @@ def load(
     for flag, value, least, most in (
         ("--ctx", ctx, 2, ctx), ("--stride", stride, 1, ctx), ("--limit", limit, 1, limit)
     ):  # fmt: skip
-        if value is not None and not least <= value <= most:
-            hint = f"choose {least} or more" + (f", up to {ctx}" if flag == "--stride" else "")
-            raise QuantkitError(f"{flag} {value} is invalid", hint, USAGE)
+        hint = f"choose {least} or more" + (f", up to {ctx}" if flag == "--stride" else "")
+        require(value is None or least <= value <= most, f"{flag} {value} is invalid", hint, USAGE)
     bos = begins_with_bos(tokenizer)
     stream = tokenizing.encode(tokenizer, content, limit)
     body, step = ctx - bos, min(stride, ctx - bos)
     starts = list(range(0, len(stream) - body + 1, step))
-    if not starts:
-        raise QuantkitError(
-            f"{name} holds {count(len(stream), 'token')}; one window needs {body}",
-            hint="give a longer --text, a larger --limit or a shorter --ctx",
-            exit_code=USAGE,
-        )
+    what = f"{name} holds {count(len(stream), 'token')}; one window needs {body}"
+    require(starts, what, "give a longer --text, a larger --limit or a shorter --ctx", USAGE)
     ids = torch.tensor([stream[start : start + body] for start in starts])
     if bos:
         ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
@@ -145,9 +137,5 @@ def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windo
 def check_context(checkpoint: Checkpoint, ctx: int) -> None:
     """Raise QuantkitError if windows of `ctx` tokens are longer than the model's context."""
     context = checkpoint.context
-    if context is not None and ctx > context:
-        raise QuantkitError(
-            f"--ctx {ctx} is longer than the context {context} of {checkpoint.source}",
-            hint=f"use --ctx {context}",
-            exit_code=USAGE,
-        )
+    what = f"--ctx {ctx} is longer than the context {context} of {checkpoint.source}"
+    require(context is None or ctx <= context, what, f"use --ctx {context}", USAGE)

@@ -21,7 +21,7 @@ from quantkit.distillation.compressed import blocks, publish, whole
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student, vectors
 from quantkit.distillation.job import Request, as_read, stage
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, name_all, require
 from quantkit.evaluation import of_job, windows
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.evaluation.windows import Windows
@@ -206,13 +206,9 @@ class Job:
         then made from another model."""
         models = self.teacher.model, self.student.skeleton.model
         theirs, ours = (model.get_input_embeddings().weight for model in models)
-        if theirs.shape != ours.shape or not relative_distance(ours, theirs) <= UNLIKE:
-            raise QuantkitError(
-                f"{self.request.student} was not made from {self.request.teacher}: their embeddings have "
-                "nothing in common",
-                HINT,
-                UNSUPPORTED,
-            )
+        made = f"{self.request.student} was not made from {self.request.teacher}"
+        like = theirs.shape == ours.shape and relative_distance(ours, theirs) <= UNLIKE
+        require(like, f"{made}: their embeddings have nothing in common", HINT, UNSUPPORTED)
 
 
 def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
@@ -247,18 +243,11 @@ def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
     trusted = request.trust_remote_code
     teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
     student = open_checkpoint(request.student, None, request.offline, trusted)
-    if teacher.folder.resolve() == student.folder.resolve():
-        raise QuantkitError(
-            f"{request.student} is teacher and student",
-            "give the original model first, then the compressed model",
-            USAGE,
-        )
-    if not student.quantized:
-        raise QuantkitError(
-            f"{request.student} is not quantized: all its weights are floats",
-            f"compress it first: quantkit gptq {request.student}",
-            UNSUPPORTED,
-        )
+    apart = teacher.folder.resolve() != student.folder.resolve()
+    hint = "give the original model first, then the compressed model"
+    require(apart, f"{request.student} is teacher and student", hint, USAGE)
+    what = f"{request.student} is not quantized: all its weights are floats"
+    require(student.quantized, what, f"compress it first: quantkit gptq {request.student}", UNSUPPORTED)
     check_comparable((teacher, student), HINT)
     return teacher, student
 
@@ -278,20 +267,15 @@ def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None
     theirs, ours = (one.names.shapes for one in (teacher, student.skeleton))
     inside = f"{teacher.names.blocks}."
     odd = [n for n in theirs | ours if n.startswith(inside) and theirs.get(n) != ours.get(n)]
-    if odd:
-        what = f"{request.teacher} and {request.student} differ: {name_all(odd, 3)}"
-        raise QuantkitError(what, HINT, UNSUPPORTED)
+    what = f"{request.teacher} and {request.student} differ: {name_all(odd, 3)}"
+    require(not odd, what, HINT, UNSUPPORTED)
 
 
 def _trained(student: Student, request: Request) -> dict[str, int]:
     """Return the numbers of linears, and of norms and biases, to train. Raises QuantkitError without any
     linears."""
-    if not student.rows:
-        raise QuantkitError(
-            f"no linear in the blocks of {request.student} has codes that quantkit writes",
-            hint="compress the teacher with quantkit, and distill that",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"no linear in the blocks of {request.student} has codes that quantkit writes"
+    require(student.rows, what, "compress the teacher with quantkit, and distill that", UNSUPPORTED)
     blocks = sum(len(vectors(block)) for block in student.skeleton.blocks)
     return {"linears": len(student.rows), "norms_and_biases": blocks + len(student.rest().dtypes)}
 

@@ -184,12 +184,9 @@ def refuse_unlike(layout: Layout, linear: str, parts: Mapping[str, Tensor]) -> N
     again = layout.with_floats(parts, layout.decode(parts).floats())
     unlike = [name for name, old in parts.items() if not _equal(old, again[name])]
     if unlike:
-        raise QuantkitError(
-            f"{linear}.{unlike[0]} is stored as {parts[unlike[0]].dtype} "
-            f"{list(parts[unlike[0]].shape)} in a way that quantkit reads but does not write",
-            hint="compress the teacher with quantkit, and distill that",
-            exit_code=UNSUPPORTED,
-        )
+        stored = f"{parts[unlike[0]].dtype} {list(parts[unlike[0]].shape)}"
+        what = f"{linear}.{unlike[0]} is stored as {stored} in a way that quantkit reads but does not write"
+        raise QuantkitError(what, "compress the teacher with quantkit, and distill that", UNSUPPORTED)
 
 
 @contextmanager

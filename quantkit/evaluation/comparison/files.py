@@ -41,13 +41,11 @@ class Outputs:
                 what = f"--summary {self.summary} is not a Markdown file: nothing is appended"
                 raise QuantkitError(what, "choose a new file, or one that ends in .md", USAGE)
         if self.html and self.html.suffix not in (".html", ".htm"):
-            raise QuantkitError(
-                f"{self.html}: a page is .html", f"try {self.html.with_suffix('.html')}", USAGE
-            )
+            hint = f"try {self.html.with_suffix('.html')}"
+            raise QuantkitError(f"{self.html}: a page is .html", hint, USAGE)
         if self.plot and self.plot.suffix not in (".svg", ".png"):
-            raise QuantkitError(
-                f"--plot {self.plot}: plots are .svg or .png", f"try {self.plot.with_suffix('.svg')}", USAGE
-            )
+            hint = f"try {self.plot.with_suffix('.svg')}"
+            raise QuantkitError(f"--plot {self.plot}: plots are .svg or .png", hint, USAGE)
 
     def write(self, figures: Sequence[Figure], page: Text, summary: Text = str, **how: bool) -> None:
         """Write the files and print their paths. page, summary: return HTML and Markdown."""

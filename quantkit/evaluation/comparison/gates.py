@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quantkit.errors import GATE, USAGE, QuantkitError
+from quantkit.errors import GATE, USAGE, QuantkitError, require
 
 OPERATORS = {"<=": (operator.le, "≤"), ">=": (operator.ge, "≥")}
 NAMES = {  # metric -> its name, and whether it is written as a percentage
@@ -71,16 +71,11 @@ def _limit(flag: str, text: str, example: str, most: float = math.inf) -> float:
 def check(gates: Sequence[Gate], chosen: frozenset[str], candidates: int) -> None:
     """Raise QuantkitError if a gate's metric is not measured, or if there are no candidates."""
     for gate in gates:
-        if gate.needs not in chosen:
-            raise QuantkitError(
-                f"{gate.flag} needs {gate.needs}, which --metrics leaves out", f"add {gate.needs}", USAGE
-            )
-    if gates and not candidates:
-        raise QuantkitError(
-            f"{gates[0].flag} compares candidates to the first model, but there is no candidate",
-            hint="give a second checkpoint, or --as METHOD",
-            exit_code=USAGE,
-        )
+        what = f"{gate.flag} needs {gate.needs}, which --metrics leaves out"
+        require(gate.needs in chosen, what, f"add {gate.needs}", USAGE)
+    for gate in gates[:1]:
+        what = f"{gate.flag} compares candidates to the first model, but there is no candidate"
+        require(candidates, what, "give a second checkpoint, or --as METHOD", USAGE)
 
 
 def look_up(model: dict, path: str) -> float | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation.comparison.record import SCHEMA, pareto
 from quantkit.models.files import untrusted
 
@@ -29,12 +29,9 @@ def read(path: Path) -> Named:
     except (ValueError, RecursionError) as error:
         raise _no_result(path, f"not JSON: {error}") from error
     found = record.get("schema") if isinstance(record, dict) else None
-    if found != SCHEMA and str(found).startswith("quantkit.eval/"):
-        raise QuantkitError(
-            f"{path} is {found}, this quantkit reads {SCHEMA}",
-            hint="evaluate again with this version",
-            exit_code=UNSUPPORTED,
-        )
+    other = found != SCHEMA and str(found).startswith("quantkit.eval/")
+    what = f"{path} is {found}, this quantkit reads {SCHEMA}"
+    require(not other, what, "evaluate again with this version", UNSUPPORTED)
     if fault := _fault(record):
         raise _no_result(path, fault)
     return str(path), record
@@ -72,12 +69,9 @@ def merge(results: Sequence[Named]) -> dict:
         odd = [
             f"{key} {_short(ours[key])} and {_short(theirs[key])}" for key in ours if ours[key] != theirs[key]
         ]
-        if odd:
-            raise QuantkitError(
-                f"{name} and {other_name} were measured under different protocols: {', '.join(odd)}",
-                hint="such figures cannot be compared: evaluate again, or make two reports",
-                exit_code=UNSUPPORTED,
-            )
+        what = f"{name} and {other_name} were measured under different protocols: {', '.join(odd)}"
+        hint = "such figures cannot be compared: evaluate again, or make two reports"
+        require(not odd, what, hint, UNSUPPORTED)
         known = {model["source"] for model in models}
         models += [model for model in other["models"][1:] if model["source"] not in known]
         gates += [gate for gate in other["gates"] if gate not in gates]

@@ -19,7 +19,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, first_line, name_all, require
 from quantkit.evaluation.stream import Listener, StreamedModel
 
 CLOZE = "cloze"
@@ -41,23 +41,16 @@ class Tasks:
         """Load a comma-separated list of tasks. Raises QuantkitError if the harness is not installed, or for
         tasks that are unknown, that generate text, or whose data cannot be loaded."""
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-        if find_spec("lm_eval") is None:
-            raise QuantkitError(
-                "--tasks runs lm-evaluation-harness, which is not installed",
-                hint="pip install 'quantkit[tasks]'",
-                exit_code=UNSUPPORTED,
-            )
-        if limit is not None and limit < 1:
-            raise QuantkitError(f"--task-limit {limit} leaves no example", "choose 1 or more", USAGE)
+        what = "--tasks runs lm-evaluation-harness, which is not installed"
+        require(find_spec("lm_eval"), what, "pip install 'quantkit[tasks]'", UNSUPPORTED)
+        what = f"--task-limit {limit} leaves no example"
+        require(limit is None or limit >= 1, what, "choose 1 or more", USAGE)
         with _silence():
             loaded = _load(names)
         writing = [name for name, task in loaded["tasks"].items() if task.OUTPUT_TYPE == "generate_until"]
-        if writing:
-            raise QuantkitError(
-                f"--tasks: {name_all(writing)} let models write text, which a streamed model does not do",
-                hint="choose tasks that compare likelihoods (multiple choice, LAMBADA, perplexities)",
-                exit_code=UNSUPPORTED,
-            )
+        what = f"--tasks: {name_all(writing)} let models write text, which a streamed model does not do"
+        hint = "choose tasks that compare likelihoods (multiple choice, LAMBADA, perplexities)"
+        require(not writing, what, hint, UNSUPPORTED)
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)

@@ -90,12 +90,9 @@ def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
     """
     needed = settings.prompt_tokens + settings.tokens
     for model in models:
-        if model.context is not None and needed > model.context:
-            raise QuantkitError(
-                f"{model.source} was made for {model.context} tokens; prompt and new tokens make {needed}",
-                f"choose --prompt-tokens and --tokens of at most {model.context} together",
-                USAGE,
-            )
+        what = f"{model.source} was made for {model.context} tokens; prompt and new tokens make {needed}"
+        hint = f"choose --prompt-tokens and --tokens of at most {model.context} together"
+        require(model.context is None or needed <= model.context, what, hint, USAGE)
     check_comparable(
         models, "choose a smaller model of its family, a compressed copy of it, or prompt-lookup"
     )

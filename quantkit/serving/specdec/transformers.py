@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
 from quantkit.capacity.source import cache_bytes
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.evaluation import sampling
 from quantkit.evaluation.generate import first_difference
 from quantkit.evaluation.sampling import Sampling, ends_of_text
@@ -88,12 +88,9 @@ class Pair:
         bytes on disk, kernels: name, note: why weights were decoded}."""
         tokens = self._settings.prompt_tokens + self._settings.tokens
         loaded = engine.load(checkpoint, self._dtype, self._device, tokens)
-        if loaded.model._is_stateful:  # transformers refuses them as targets, and fails with them as drafts
-            raise QuantkitError(
-                f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back",
-                "choose a model with attention alone",
-                UNSUPPORTED,
-            )
+        # transformers refuses recurrent models as targets, and fails with them as drafts
+        what = f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back"
+        require(not loaded.model._is_stateful, what, "choose a model with attention alone", UNSUPPORTED)
         return loaded.model, {
             "weights": loaded.weight_bytes,
             "kv": cache_bytes(checkpoint.folder, tokens, self.precision),
