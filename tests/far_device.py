@@ -272,7 +272,7 @@ class Operation:
     def __init__(self, func):
         self.name = func.name().removeprefix("aten::")
         self.base = self.name.partition(".")[0]
-        self.instead = {"_to_copy": _to_copy, "copy_": _copy}.get(self.base)
+        self.instead = {"_to_copy": _to_copy, "copy_": _copy, "mm.dtype": _mm}.get(self.name, None)
         if torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{self.name} changes a tensor's shape in place: the double cannot")
         plain = self.base.removeprefix("linalg_").rstrip("_").removesuffix("_ex")
@@ -351,6 +351,14 @@ def _copy(into, source, non_blocking=False):
         DEVICE.arrive()
         into.copy_(source.inner)
     return into
+
+
+def _mm(left, right, out_dtype):
+    """A product of 16-bit matrices in float32, which torch has for CUDA only."""
+    for tensor in (left, right):
+        DEVICE.touch(tensor, writes=False)
+    launch("mm")
+    return _far(left.inner.to(out_dtype) @ right.inner.to(out_dtype))
 
 
 class _Module(backend_registration._DummyBackendModule):

@@ -65,6 +65,13 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def widens(device: torch.device) -> bool:
+    """Return whether torch multiplies 16-bit matrices into a float32 one on the device: nothing is lost, and
+    tensor cores do it."""
+    has, key = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C._dispatch_key_for_device(device.type)
+    return hasattr(torch.ops.aten.mm, "dtype") and has("aten::mm.dtype", key)  # from torch 2.8 on
+
+
 def free_memory(device: torch.device) -> int:
     """Return the free bytes of the device; for the CPU, those of the host."""
     if not is_accelerator(device):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from quantkit.errors import QuantkitError
 from quantkit.grids.grid import is_finite
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import widens
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.solvers import SiteStatistics
 
@@ -65,7 +66,8 @@ class Statistics:
 
     def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
         """Add a batch of inputs `[..., in]`, in float32."""
-        rows = inputs.reshape(-1, self.in_features).float()
+        exact = inputs.reshape(-1, self.in_features)
+        rows = exact.float()
         self.tokens += len(rows)
         if not len(rows):  # of an expert that no token of this batch was routed to
             return
@@ -82,13 +84,13 @@ class Statistics:
             self.magnitude += rows.abs().sum(0)
         if counterpart is not None:
             self._pair(rows, counterpart)
-        elif self.hessian is not None:
-            self._add_moments(self.hessian, rows)
+        sums = self.hessian if counterpart is None else self.paired
+        if sums is not None:
+            self._add_moments(sums, exact if exact.itemsize == 2 and widens(exact.device) else rows)
 
     def _pair(self, rows: Tensor, counterpart: Counterpart) -> None:
-        """Add a batch and its counterpart in the original model."""
+        """Compare a batch with its counterpart in the original model."""
         self.paired = torch.zeros_like(self.hessian) if self.paired is None else self.paired
-        self._add_moments(self.paired, rows)
         self.paired_tokens += len(rows)
         drift = counterpart.inputs.reshape(rows.shape).float() - rows
         if counterpart.weight is None:
@@ -102,7 +104,11 @@ class Statistics:
     def _add_moments(self, sums: Tensor, rows: Tensor) -> None:
         for start in range(0, self.in_features, self.width):
             panel = slice(start, min(start + self.width, self.in_features))
-            sums[panel, : panel.stop].addmm_(rows[:, panel].t(), rows[:, : panel.stop])
+            part, factors = sums[panel, : panel.stop], (rows[:, panel].t(), rows[:, : panel.stop])
+            if rows.itemsize == 2:  # their products are exact in float32
+                part += torch.mm(*factors, out_dtype=torch.float32)
+            else:
+                part.addmm_(*factors)
 
     def finish(self) -> SiteStatistics:
         """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
