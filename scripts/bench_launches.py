@@ -60,6 +60,15 @@ def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> No
     solver.solve([weight], [grid], statistics)
 
 
+def solved_together(experts: int) -> Run:
+    """Experts of one shape as a batch."""
+
+    def run(weight: torch.Tensor, statistics: SiteStatistics) -> None:
+        GptqSolver().solve_many([([weight], [AffineGrid(4, 128)], statistics)] * experts)
+
+    return run
+
+
 def encoded(name: str) -> Run:
     grid = ggml.named(name)
     return lambda weight, statistics: grid.quantize(weight, statistics.square)
@@ -84,17 +93,19 @@ METHODS: dict[str, tuple[Run, dict[int, int]]] = {
 }
 
 
-def problem(rows: int, columns: int) -> tuple[torch.Tensor, SiteStatistics]:
+def problem(
+    rows: int, columns: int, seed: int = 0, device: torch.device = FAR
+) -> tuple[torch.Tensor, SiteStatistics]:
     """A weight `[rows, columns]` and statistics of correlated inputs, on the device."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     weight = 0.02 * torch.randn(rows, columns, generator=generator)
     inputs = torch.randn(2 * columns, columns, generator=generator)
     inputs *= torch.rand(columns, generator=generator) + 0.1
     inputs[:, 1:] += 0.5 * inputs[:, :-1]
     hessian = 2 * inputs.T @ inputs / len(inputs)
     parts = hessian, inputs.abs().mean(0), inputs.square().mean(0)
-    hessian, magnitude, square = (part.to(FAR) for part in parts)
-    return weight.to(FAR), SiteStatistics(hessian=hessian, magnitude=magnitude, square=square)
+    hessian, magnitude, square = (part.to(device) for part in parts)
+    return weight.to(device), SiteStatistics(hessian=hessian, magnitude=magnitude, square=square)
 
 
 def count(run: Run, rows: int, columns: int) -> tuple[int, int, str]:
@@ -133,6 +144,9 @@ def main() -> None:
                 f"{name:24}{launches / args.columns:9.2f}{doubled / args.columns:9.2f}{waits:7}{whole:13,.0f}"
                 f"{whole * args.microseconds / 1e6:10.1f} s  {common}"
             )
+        for experts in (1, 8, 64):
+            launches, waits, _ = count(solved_together(experts), 256, 256)
+            print(f"{experts:2} experts of 256 x 256 {launches / 256:9.2f}{'':9}{waits:7}")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
 from quantkit.models.gguf.file_types import BLOCKS, NEED_IMPORTANCE, NO_FEEDBACK
 from quantkit.models.machine import expert_share
-from quantkit.models.machine.device import choose_device
+from quantkit.models.machine.device import choose_device, widens
+from quantkit.quantize.calibrate import capture
+from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import rtn
@@ -219,7 +221,8 @@ def test_blocks_have_the_bytes_of_the_cpu(name):
             made.append(encode_rows(name, weight))
         if name not in {"F32", "F16", "BF16", *NO_FEEDBACK}:
             grid = named(name)
-            solved = GptqSolver(act_order="none", refine=1).quantize([weight], grid, hessian.clone()).weight
+            solver = GptqSolver(act_order="none", refine=1)
+            solved = solver.quantize([weight], grid, hessian.clone()).weights[0]
             made.append(pack(grid, solved.codes, solved.params))
         return made
 
@@ -628,6 +631,100 @@ def test_launches_of_a_column(method, most):
         many, as_many_waits, _ = bench_launches.count(run, 64, 512)
     assert many <= few + 32 and few <= most * 512
     assert waits == as_many_waits
+
+
+@double_only
+@pytest.mark.parametrize(("rows", "columns"), [((256, 264), 128), ((320,), 256)])
+def test_experts_are_one_batch(rows, columns):
+    """Launches and waits of eight experts are those of two, and results those of one after another."""
+    import bench_launches
+
+    solver, grids = GptqSolver(), [AffineGrid(4, 128)] * len(rows)
+
+    def expert(number: int) -> tuple:
+        weight, statistics = bench_launches.problem(sum(rows), columns, number)
+        return weight.split(rows), grids, statistics
+
+    counts = []
+    with present(), torch.inference_mode():
+        experts = [expert(number) for number in range(8)]
+        alone = [solver.solve(*one) for one in experts]
+        for several in (experts[:1], experts[:2], experts):
+            DEVICE.reset()
+            DEVICE.here = True
+            together = solver.solve_many(several)
+            counts.append((DEVICE.launches.total(), DEVICE.syncs.total()))
+        for expected, found in zip(alone, together, strict=True):
+            for one, other in zip(expected, found, strict=True):
+                assert torch.equal(one.weight.codes.cpu(), other.weight.codes.cpu())
+                assert torch.equal(one.weight.params.scale.cpu(), other.weight.params.scale.cpu())
+                assert (one.error, one.rtn_error, one.notes) == (other.error, other.rtn_error, other.notes)
+    assert counts[1] == counts[2] and counts[1][0] < counts[0][0] + 64
+
+
+@double_only
+@pytest.mark.parametrize("act_order", ["none", "full"])
+def test_experts_of_a_batch_keep_their_own_order_and_damping(act_order):
+    """A zero Hessian has no order, and one without full rank needs more damping than the others."""
+    import bench_launches
+
+    solver, grids = GptqSolver(damp=1e-9, act_order=act_order), [AffineGrid(4, 64)]
+    problems = [bench_launches.problem(256, 128, number, CPU) for number in range(3)]
+    ones = torch.linspace(1, 2, 128)
+    for hessian in (torch.zeros(128, 128), torch.outer(ones, ones)):
+        problems[2][1].hessian.copy_(hessian)
+        sites = [([weight], grids, statistics) for weight, statistics in problems]
+        alone = [solver.solve(*site)[0] for site in sites]
+        for one, (other,) in zip(alone, solver.solve_many(sites), strict=True):
+            assert torch.equal(one.weight.values(), other.weight.values())
+            assert (one.error, one.fallback, one.notes) == (other.error, other.fallback, other.notes)
+    assert alone[2].notes and not alone[1].notes
+
+
+LARGE = {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 4, "num_hidden_layers": 1}
+EXPERTS = [*CALIBRATED, *PLAIN, "--group-size", "64"]
+
+
+@double_only
+@pytest.mark.parametrize("share", [0.25, 0.0], ids=["resident", "streamed"])
+def test_a_mixtures_experts_are_solved_together(both, far, tiny_model, monkeypatch, share):
+    """With the bytes of the CPU, which solves them one by one, in the memory that was planned. If memory is
+    short, they are fewer at a time."""
+    monkeypatch.setattr(expert_share, "SHARE", share)
+    model = tiny_model("mixtral", tokenizer=True, **LARGE)
+    same_tensors(*both("gptq", model, *EXPERTS))
+    # of attention's two sites, twice: with all tokens, and with the original model's; then of all experts'
+    assert DEVICE.launches["linalg_cholesky_ex"] == 2 * 2 + 2
+    peak = DEVICE.peak
+    asked = ["gptq", model, *EXPERTS, "--dtype", "float32", "--dry-run", "--json", "-q"]
+    whole = json.loads(far(*asked).out)["plan"]
+    assert whole["execution"]["at_once"] == 5 and 0.4 * whole["memory_bytes"] < peak < whole["memory_bytes"]
+    less = json.loads(far(*asked, free=int(whole["memory_bytes"])).out)["plan"]
+    assert less["execution"]["at_once"] < 5 and less["memory_bytes"] < whole["memory_bytes"]
+
+
+@double_only
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_second_moments_of_16_bit_inputs_are_products_in_float32(monkeypatch, dtype):
+    """Where the device has such products; their sums are exact here, so every order of adding is equal."""
+    inputs = torch.randint(-200, 200, (2, 2, 32, 192)).to(dtype)
+    sums = [Statistics(192, CPU)]
+    with present():
+        assert not widens(torch.device("far")) and not widens(CPU)
+        for able in (False, True):
+            monkeypatch.setattr(capture, "widens", lambda device, able=able: able)
+            sums.append(Statistics(192, torch.device("far")))
+            DEVICE.launches.clear()
+            for batch in inputs.to("far"):
+                sums[-1].add(batch)
+            assert (DEVICE.launches["mm"], DEVICE.launches["addmm_"]) == ((4, 0) if able else (0, 4))
+        monkeypatch.undo()
+        for batch in inputs:
+            sums[0].add(batch)
+        expected, *found = (each.finish().hessian.cpu() for each in sums)
+    flat = inputs.flatten(0, 2).double()
+    assert torch.equal(expected, (2 * flat.T @ flat / len(flat)).float())
+    assert all(torch.equal(expected, each) for each in found)
 
 
 # ---- others' checkpoints

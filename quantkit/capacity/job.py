@@ -70,10 +70,11 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
         return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
 
     ordered = calibrated and not work.transform  # sites are solved one after another
-    suspend = ordered and (memory is None or peak(True).computing < COMFORT * memory)
+    together = on_gpu and shapes.experts and "hessian" in needs  # experts, with repeated passes
+    suspend = ordered and not together and (memory is None or peak(True).computing < COMFORT * memory)
     need = peak(suspend)
     if ordered and not suspend:
-        need = peak(suspend, sites_at_once(shapes, memory, need.computing))
+        need = peak(suspend, sites_at_once(shapes, memory, need))
     seconds, basis = _seconds(work, needs, parameters, question, suspend)
     return {
         "peak_memory_bytes": need.computing + (0 if on_gpu else INTERPRETER_BYTES),

@@ -50,6 +50,7 @@ class AffineGrid(WholeLevels):
     zero_min: int = 0
     search: bool = True
     clip: bool = False
+    many = True
 
     @property
     def max_code(self) -> int:
@@ -62,8 +63,11 @@ class AffineGrid(WholeLevels):
         scale = _storable(scale)
         if self.search:  # in units of the full range's scale
             rows = SEARCH_SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
-            pieces = zip(*(part.split(rows) for part in (scale, zero, weight)), strict=True)
-            for_each(lambda *piece: self._search(*piece, importance), list(pieces))
+            parts = [scale, zero, weight]
+            if importance is not None:  # of all rows, or of each matrix
+                roots = importance.sqrt().view(-1, 1, weight.shape[1])
+                parts.append(roots.expand(-1, len(weight) // len(roots), -1).flatten(0, 1))
+            for_each(self._search, list(zip(*(part.split(rows) for part in parts), strict=True)))
         return AffineParams(_storable(scale).float(), zero)
 
     def plain(self) -> AffineGrid:
@@ -83,7 +87,7 @@ class AffineGrid(WholeLevels):
         zero = torch.round(-low / scale.clamp(min=SCALE_MIN))
         return scale, zero.clamp_(self.zero_min, self.max_code)
 
-    def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, importance: Tensor | None) -> None:
+    def _search(self, scale: Tensor, zero: Tensor, weight: Tensor, roots: Tensor | None = None) -> None:
         """Replace the full range's `scale [rows]` by the best for `weight [rows, group_size]`, in place.
 
         The result is never worse than the full range, which is one of RANGES: the float16 scale nearest to
@@ -95,13 +99,15 @@ class AffineGrid(WholeLevels):
             part = slice(start, start + rows)
             x, weighted, *buffers = space[:, : len(weight[part])].split((1, 1, len(RANGES), len(RANGES)))
             torch.div(weight[part], scale[part, None], out=x[0])
-            weighted = x if importance is None else torch.mul(x, importance, out=weighted)
-            scale[part] *= self._best(x[0], weighted[0], zero[part], importance, buffers)
+            root = None if roots is None else roots[part]
+            weighted = x if root is None else torch.mul(x, root, out=weighted)
+            scale[part] *= self._best(x[0], weighted[0], zero[part], root, buffers)
 
     def _best(
-        self, x: Tensor, weighted: Tensor, zero: Tensor, importance: Tensor | None, buffers: list[Tensor]
+        self, x: Tensor, weighted: Tensor, zero: Tensor, root: Tensor | None, buffers: list[Tensor]
     ) -> Tensor:
-        """Return the best scale for groups `x [rows, group_size]`."""
+        """Return the best scale for groups `x [rows, group_size]`. root: of the importance, in this shape, a
+        factor of `weighted` and of the codes."""
         stages = _candidates(self.bits, x.dtype, x.device)
         gains, scales, ranges = x.new_empty(3, sum(map(len, stages)), len(x))
         best, done = 0, 0
@@ -112,8 +118,10 @@ class AffineGrid(WholeLevels):
             # all candidates of a stage in the same passes
             torch.mul(x, ranges[tried].reciprocal()[..., None], out=steps)
             self._clamp(steps.round_(), zero)
+            if root is not None:
+                steps.mul_(root)
             along = torch.mul(steps, weighted, out=product).sum(2)
-            power = _power(steps, importance).clamp_(min=torch.finfo(x.dtype).tiny)
+            power = torch.linalg.vector_norm(steps, dim=2).square_().clamp_(min=torch.finfo(x.dtype).tiny)
             torch.div(along, power, out=scales[tried])
             torch.mul(along, scales[tried], out=gains[tried])
             place = gains[:done].max(0, keepdim=True).indices
@@ -172,13 +180,6 @@ def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Te
     step = STEP[bits]
     stages = [1 - k * step for k in RANGES], [step, -step]
     return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
-
-
-def _power(steps: Tensor, importance: Tensor | None) -> Tensor:
-    """Return Σ h c² over the last dimension; changes `steps` in place."""
-    if importance is None:
-        return torch.linalg.vector_norm(steps, dim=2).square_()
-    return steps.square_() @ importance
 
 
 def _storable(scale: Tensor) -> Tensor:

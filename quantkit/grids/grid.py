@@ -29,7 +29,8 @@ class Grid:
     fitted before any column is chosen. vector_size: columns chosen together from a code book
     (`ggml.iquants.CodeBookGrid`). weighted: round to nearest uses the importance of input columns, like
     llama.cpp's encoders. joint: linears that engines fuse share parameters (`together`). clip: with second
-    moments, round to nearest clips each group's range by AWQ's search.
+    moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
+    matrices, with an importance for each, `[matrices, group_size]`.
     """
 
     group_size: int
@@ -39,6 +40,7 @@ class Grid:
     weighted = False
     joint = False
     clip = False
+    many = False
 
     @property
     def sub_size(self) -> int:
@@ -164,9 +166,20 @@ def group(params: Params, index: int) -> Params:
     return _each(lambda part: part[:, index], params)
 
 
-def rows(params: Params, rows: slice) -> Params:
-    """Return the parameters of some rows, for a group or a matrix."""
+def rows(params: Params, rows: slice | int) -> Params:
+    """Return the parameters of some rows, for a group or a matrix; of one of several matrices."""
     return _each(lambda part: part[rows], params)
+
+
+def regrouped(params: Params, order: Tensor) -> Params:
+    """Return parameters `[matrices * out, groups, ...]` as `[matrices, out, groups, ...]`, with the groups in
+    each matrix's `order [matrices, groups]`."""
+
+    def moved(part: Tensor) -> Tensor:
+        index = order.view(len(order), 1, -1, *[1] * (part.ndim - 2))
+        return part.unflatten(0, (len(order), -1)).take_along_dim(index, 2)
+
+    return _each(moved, params)
 
 
 def select(choice: Tensor, yes: Params, no: Params) -> Params:

@@ -210,7 +210,8 @@ class _Loop:
             solving = Solving(
                 self.skeleton, self.method, self.timings, block, parts, measured.transformed, self.curvatures
             )
-            for sites in groups(measured.order or block.chosen, measured.independent):
+            together = 1 if self.execution.device == "cpu" else self.execution.at_once
+            for sites in groups(measured.order or block.chosen, measured.independent, together):
                 found = {site: measured.statistics(site) for site in sites}
                 tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
                 if not sites[0].linears:

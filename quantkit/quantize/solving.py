@@ -5,9 +5,10 @@ Ranks share the linears and experts: each rank solves some, then all get all res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 
 from torch import Tensor
 
@@ -47,17 +48,22 @@ class Solving:
         layout, index = self.method.layout, self.block.index
         known = {site: self._with_curvatures(site, statistics) for site, statistics in found.items()}
         weights: dict[str, Tensor] = {}
+        solver = self.method.solver
         with self.timings("solve"):
             if len(known) == 1:
-                by = partial(solve, self.method.solver)
-                solved = [self._solved(site, one, weights, by) for site, one in known.items()]
-            else:  # a rank solves some of the sites
-                own, by = distributed.dealt(list(known)), self.method.solver.solve
-                mine = {site.place: self._solved(site, known[site], weights, by) for site in own}
-                found = {place: one for part in distributed.all_gather(mine) for place, one in part.items()}
+                solved = [solve(solver, *self._problem(site, *known.values(), weights)) for site in known]
+            else:  # a rank solves some of the sites, at once if the solver can
+                own = distributed.dealt(list(known))
+                problems = [self._problem(site, known[site], weights) for site in own]
+                many = getattr(solver, "solve_many", lambda sites: [solver.solve(*site) for site in sites])
+                mine = many(problems) if problems else []
+                parts = distributed.all_gather(dict(zip((site.place for site in own), mine, strict=True)))
+                found = {place: one for part in parts for place, one in part.items()}
                 solved = [found[site.place] for site in known]
         for site, results in zip(known, solved, strict=True):
             for row, result in zip(self._rows(site), results, strict=True):
+                if known[site] and "peak" in layout.needs:
+                    result = result.with_input_peak(known[site].peak)
                 weight = weights.pop(row.local, None)
                 if weight is None:  # another rank solved it
                     weight = self._weight(row)
@@ -88,22 +94,12 @@ class Solving:
         """Return the LinearSpecs of a site's linears that are quantized."""
         return [self.block.rows[name] for name in site.linears if self.block.rows[name].grid]
 
-    def _solved(
-        self,
-        site: Site,
-        statistics: SiteStatistics | None,
-        weights: dict[str, Tensor],
-        by: Callable[..., list[Solved]],
-    ) -> list[Solved]:
-        """Return a site's linears, solved by `by`. weights: receives the original weights."""
+    def _problem(self, site: Site, statistics: SiteStatistics | None, weights: dict[str, Tensor]) -> tuple:
+        """Return the arguments of `Solver.solve` for a site. weights: receives the original weights."""
         rows = self._rows(site)
         own = [self._weight(row) for row in rows]
         weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
-        grids = [row.grid.together(own) for row in rows]
-        solved = by(own, grids, statistics)
-        if statistics and "peak" in self.method.layout.needs:
-            solved = [result.with_input_peak(statistics.peak) for result in solved]
-        return solved
+        return own, [row.grid.together(own) for row in rows], statistics
 
     def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
         """Add the error of the stored values, by which a checkpoint can be verified against its source."""
@@ -116,19 +112,17 @@ class Solving:
         return solved
 
 
-def groups(sites: Sequence[Site], independent: bool) -> Iterator[list[Site]]:
-    """Yield sites one by one; independent experts' sites in groups of as many as there are ranks."""
-    group: list[Site] = []
-    for site in sites:
-        both = [*group[:1], site]
-        same = site.pool and site.pool == both[0].pool and len(group) < distributed.count()
-        free = independent and all(one.linears and one.calls and not one.whole for one in both)
-        if group and not (same and free):
-            yield group
-            group = []
-        group.append(site)
-    if group:
-        yield group
+def groups(sites: Sequence[Site], independent: bool, together: int = 1) -> Iterator[list[Site]]:
+    """Yield sites one by one; independent experts' sites in groups, `together` of them or as many as there
+    are ranks."""
+
+    def kind(site: Site) -> str | Site:
+        free = independent and site.linears and site.calls and not site.whole
+        return site.pool if free and site.pool else site
+
+    most = max(together, distributed.count())
+    for alike in (list(found) for _, found in groupby(sites, kind)):
+        yield from (alike[k : k + most] for k in range(0, len(alike), most))
 
 
 def solve(

@@ -92,7 +92,7 @@ class PairVisit:
     def _improve(self) -> list:
         chosen = Chosen(self.codes, self.E, list(self.params), self.lost)
         groups = range(len(self.params))
-        visit = _Visit(self.Wt, chosen, self.grid, self.hessian, self.curvature, groups)
+        visit = _Visit(self.Wt, chosen, self.grid, self.hessian[None], self.curvature[None], groups)
         visit.residual.copy_(self.residual.view_as(visit.residual))
         visit.improve()
         return chosen.params

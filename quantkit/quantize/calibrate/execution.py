@@ -12,7 +12,7 @@ class Execution:
     """Settings of a run. All fields but the last two affect the output's bytes and are in the fingerprint.
 
     batch_size: sequences per forward pass. states: `device`, `host` or `disk`, where the hidden states are
-    kept. at_once: how many sites of a layer's experts one repeated forward pass measures.
+    kept. at_once: how many sites of experts one repeated pass measures, and an accelerator solves together.
     """
 
     dtype: str

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Literal
 
 from torch import Tensor, nn
@@ -201,12 +202,8 @@ class _Repeated:
 
     def _together(self, site: Site) -> Sequence[Site]:
         """Return the site and the next sites of its layer's experts, as many as fit in memory."""
-        found: list[Site] = []
-        for other in self._block.chosen[self._block.chosen.index(site) :]:
-            if other.pool != site.pool or other.whole or len(found) == self._by.execution.at_once:
-                break
-            found.append(other)
-        return found
+        sites = self._block.chosen[self._block.chosen.index(site) :][: self._by.execution.at_once]
+        return list(takewhile(lambda other: other.pool == site.pool and not other.whole, sites))
 
 
 def borrowed(tokens: int, in_features: int, choice: Choice) -> float:

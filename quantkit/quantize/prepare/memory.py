@@ -90,6 +90,12 @@ class Shapes:
         widths = [in_features for name, _, in_features in self.linears if name in self.experts]
         return FLOAT32 * max(widths, default=0) ** 2
 
+    def each(self, accelerated: bool) -> int:
+        """Bytes of one more site of experts at a time: its second moments; on an accelerator, which solves it
+        together with the others, also copies of these, and of two linears with errors and codes."""
+        largest = max((out * width for name, out, width in self.linears if name in self.experts), default=0)
+        return 6 * self.moments + 26 * FLOAT32 * largest if accelerated else self.moments
+
     @property
     def states(self) -> int:
         """Bytes of the hidden states of all tokens."""
@@ -174,7 +180,8 @@ def peak_memory(
         running += shapes.tokens * shapes.flight * suspend
         together = FLOAT32 * sum(width**2 for width in shapes.widths) if scaled else 0
         matrices = 4 if "drift" in needs else "hessian" in needs  # H twice, drift twice
-        moments = max(FLOAT32 * shapes.widest**2 * matrices, together) + (at_once + 1) * shapes.moments
+        moments = max(FLOAT32 * shapes.widest**2 * matrices, together)
+        moments += (at_once - 1) * shapes.each(accelerated) + 2 * shapes.moments
         if "hessian" in needs and (accelerated or "drift" in needs or not whole):
             # of the second moments; errors and codes of two linears
             factors = max(4 * shapes.widest**2, 2 * shapes.widest**2 + 9 * largest)
@@ -231,8 +238,9 @@ def scratch_bytes(depth: int, shapes: Shapes) -> int:
     return depth * max(shapes.states, sum(2 * out**2 for _, out, _ in shapes.linears))
 
 
-def sites_at_once(shapes: Shapes, free: int, need: int) -> int:
-    """Return how many sites of a layer's experts fit in memory at once. need: bytes of a job that measures
+def sites_at_once(shapes: Shapes, free: int, need: Peak) -> int:
+    """Return how many sites, of a layer and its experts, fit in memory at once. need: of a job that measures
     one site at a time."""
-    spare = max(0, int(COMFORT * free) - need)
-    return 1 + min(len(shapes.experts), spare // shapes.moments) if shapes.moments else 1
+    experts = len(set(map(expert_share.expert_of, shapes.experts)))
+    spare = max(0, int(COMFORT * free) - need.computing)
+    return 1 + min(experts, spare // shapes.each(need.device > 0)) if experts else 1

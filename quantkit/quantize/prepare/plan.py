@@ -201,7 +201,7 @@ def decide(
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
     if way.sequential == "repeat" and "hessian" in method.needs:
-        way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way).computing))
+        way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way)))
     peak = need(way)
     less = f"--target own {LESS}" if "drift" in method.needs else LESS
     rooms.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
@@ -234,14 +234,15 @@ def max_memory(options: RunOptions) -> int | None:
 def _ways(
     skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
 ) -> Iterator[Execution]:
-    """Yield the ways to run a job, fastest first. Ranks can only solve experts separately in repeated forward
-    passes. Suspended batches keep their states in memory, so `disk` saves nothing there. A data-free job has
-    no states."""
+    """Yield the ways to run a job, fastest first. Ranks can only share experts, and an accelerator only solve
+    them together, in repeated forward passes. Suspended batches keep their states in memory, so `disk` saves
+    nothing there. A data-free job has no states."""
     batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
     requested = kept.get("sequential") if requested == "auto" else requested
-    modes = ["repeat"] if skeleton.is_mixture and distributed.count() > 1 else ["suspend", "repeat"]
+    apart = skeleton.is_mixture and (distributed.count() > 1 or (accelerated and "hessian" in method.needs))
+    modes = ["repeat"] if apart else ["suspend", "repeat"]
     for mode in [requested] if requested else modes:
         places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
         if options.states != "auto":

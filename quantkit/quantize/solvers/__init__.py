@@ -127,14 +127,15 @@ def measured(rows: int) -> slice:
 
 
 def row_losses(delta: Tensor, hessian: Tensor) -> Tensor:
-    """Return `dw H dwᵀ` of every row of `delta [out, in]`, float32 `[out]`; reads one triangle of H."""
-    total = delta.new_zeros(len(delta))
-    for start in range(0, len(hessian), WIDTH):
+    """Return `dw H dwᵀ` of every row of `delta [(sites,) out, in]`, float32; reads one triangle of H."""
+    total = delta.new_zeros(delta.shape[:-1])
+    add = Tensor.addmm_ if delta.ndim == 2 else Tensor.baddbmm_
+    for start in range(0, delta.shape[-1], WIDTH):
         block = slice(start, start + WIDTH)
-        product = delta[:, block] @ hessian[block, block]
+        product = delta[..., block] @ hessian[..., block, block]
         if start:
-            product.addmm_(delta[:, :start], hessian[:start, block], alpha=2)
-        total += product.mul_(delta[:, block]).sum(1)
+            add(product, delta[..., :start], hessian[..., :start, block], alpha=2)
+        total += product.mul_(delta[..., block]).sum(-1)
     return total
 
 

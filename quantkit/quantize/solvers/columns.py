@@ -6,7 +6,8 @@ Works on `Wᵀ`, where a column of W is contiguous. At its turn column j is roun
     (t_j + low) / step = (Σ_{k<r} E_k U_kj + Σ_{r<=k<=j} (w_k + low) U_kj) / step - Σ_{r<=k<j} level_k U_kj
 
 One matrix product gives all but the last sum. Each column then needs only a matrix-vector product with the
-levels chosen before it, and a rounding without parameters: three kernel launches.
+levels chosen before it, and a rounding without parameters: three kernel launches. Matrices of the same shape
+share the launches: `Wt [in, matrices * out]` has the rows of all, and each has its own U.
 """
 
 from __future__ import annotations
@@ -27,9 +28,21 @@ LONG_RUN = 128
 RUN_TEMPORARIES = 4  # of the size of a run
 
 
+def parts(rows: Tensor, factor: Tensor) -> Tensor:
+    """Return `rows [columns, matrices * out]` as `[matrices, columns, out]` if every matrix has a factor."""
+    return rows if factor.ndim == 2 else rows.unflatten(1, (len(factor), -1)).movedim(1, 0)
+
+
+def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> Tensor:
+    """Add `factor @ rows` to `total` in place, for each matrix of `parts`; return `total`."""
+    add = Tensor.addmm_ if factor.ndim == 2 else Tensor.baddbmm_
+    add(parts(total, factor), factor, parts(rows, factor))
+    return total
+
+
 @dataclass
 class Chosen:
-    """The choice for the columns of a site, in the solver's order.
+    """The choice for the columns of a site, or of several in turn, in the solver's order.
 
     codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; for a later column, `Σ E_k U_kj` over the columns added
     so far. params: of each group. lost: `e H eᵀ` of every row with the damped H, `[out]`.
@@ -42,7 +55,8 @@ class Chosen:
 
 
 class Columns:
-    """State of the sweep over columns `Wt [in, out]`; U `[in, in]` and D `[in]` with `H = U diag(D) Uᵀ`.
+    """State of the sweep over columns `Wt [in, (matrices *) out]`; U `[(matrices,) in, in]` and D
+    `[(matrices,) in]` with `H = U diag(D) Uᵀ`.
 
     Buffers of a run are allocated once, and so are views of them.
     """
@@ -54,15 +68,16 @@ class Columns:
         self.known = [0] * len(Wt)  # number of columns whose errors each has added
         size = grid.group_size
         self.span = max(size, BATCH // size * size)  # updated at once: whole groups, or parts of one
-        rows = Wt.shape[1]
+        rows = parts(Wt, U).shape[-1]  # of one matrix: its results do not depend on the others
         self.width = min(max(elements_at_once(Wt.device, RUN_TEMPORARIES) // rows, RUN), LONG_RUN)
-        self.ideal, self.levels = Wt.new_empty(2, self.width, rows)
-        self.feed = Wt.new_empty(self.width, self.width)
-        befores, feeds = self.levels.t(), self.feed.unbind()
-        self.views = [
-            (k, ideal, level, befores[:, :k], feeds[k][:k])
-            for k, (ideal, level) in enumerate(zip(self.ideal, self.levels, strict=True))
-        ]
+        self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
+        self.feed = Wt.new_empty(*U.shape[:-2], self.width, self.width)
+        every, ideal, before, feed = range(self.width), parts(self.ideal, U), parts(self.levels, U), self.feed
+        if U.ndim == 2:  # a matrix-vector product is faster on a CPU
+            products = [(ideal[k].addmv_, before.t()[:, :k], feed[k, :k]) for k in every]
+        else:
+            products = [(ideal[:, k, None].baddbmm_, feed[:, k, None, :k], before[:, :k]) for k in every]
+        self.views = list(zip(every, self.ideal, self.levels, products, strict=True))
 
     def update(self, columns: slice) -> None:
         """Add the errors of all earlier columns to these columns; at the beginning of a batch, to the whole
@@ -74,7 +89,7 @@ class Columns:
         since = self.known[low]
         if since < low:
             E = self.chosen.E
-            E[low:high].addmm_(self.U[since:low, low:high].t(), E[since:low])
+            add_product(E[low:high], self.U[..., since:low, low:high].mT, E[since:low])
         self.known[low:high] = [low] * (high - low)
 
     def free(self, columns: slice) -> Tensor:
@@ -82,10 +97,10 @@ class Columns:
         Wt = self.Wt[columns]
         if not columns.start:
             return Wt
-        own = self.U[columns, columns]
-        identity = torch.eye(len(own), device=own.device)
+        own = self.U[..., columns, columns]
+        identity = torch.eye(len(Wt), device=own.device)
         inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
-        return torch.addmm(Wt, inverse.t(), self.chosen.E[columns])
+        return add_product(Wt.clone(), inverse.mT, self.chosen.E[columns])
 
     def choose(self, group: slice, params: Any, refit: bool) -> None:
         """Choose codes and parameters of a group's columns. With `refit`, each sub-block after the first gets
@@ -95,7 +110,7 @@ class Columns:
             part = slice(low, low + size)
             if k and refit:
                 self.update(part)
-                params = self.grid.refit(self.free(part), params, k, self.D[part])
+                params = self.grid.refit(self.free(part), params, k, self.D[..., part])
             self._choose(part, *(found[k] for found in self.grid.steps(params)))
         self.chosen.params.append(params)
 
@@ -103,20 +118,20 @@ class Columns:
         """Choose codes, errors and loss of `columns` that share `step` and `low [out]`."""
         for run in self._runs(columns):
             self.update(run)
-            U, chosen = self.U[run, run], self.chosen
-            ideal, levels, E = self.ideal[: len(U)], self.levels[: len(U)], chosen.E[run]
-            self.feed[: len(U), : len(U)].copy_(U.t())
+            U, chosen, size = self.U[..., run, run], self.chosen, run.stop - run.start
+            ideal, levels, E = self.ideal[:size], self.levels[:size], chosen.E[run]
+            self.feed[..., :size, :size].copy_(U.mT)
             raised = self.Wt[run] + low
-            torch.addmm(E, U.t(), raised, out=ideal).div_(step)
+            add_product(ideal.copy_(E), U.mT, raised).div_(step)
             snap = self.grid.snap
-            for k, column, level, before, feed in self.views[: len(U)]:
+            for k, column, level, (add, *factors) in self.views[:size]:
                 if k:
-                    column.addmv_(before, feed, alpha=-1)
+                    add(*factors, alpha=-1)
                 snap(column, level)
             self.grid.codes(levels, chosen.codes[run])
             torch.addcmul(raised, levels, step, value=-1, out=E)
             squares = ideal.sub_(levels).mul_(step).square_()
-            chosen.lost.addmv_(squares.t(), self.D[run])
+            add_product(chosen.lost[None], self.D[..., None, run], squares)
 
     def _runs(self, columns: slice) -> Iterator[slice]:
         """Yield parts of `columns` that have at most `width` columns and lie in one batch."""

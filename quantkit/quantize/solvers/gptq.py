@@ -29,15 +29,15 @@ halves of the text and shrunk to the share on which they agree (Wiener's linear 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.grid import Grid, QuantizedWeight, group, join, stack
+from quantkit.grids.grid import Grid, QuantizedWeight, group, join, regrouped, stack
 from quantkit.grids.grid import rows as rows_of
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, measured, row_losses, rtn, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns
@@ -80,7 +80,33 @@ class GptqSolver:
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
-        return solve_site(self.quantize, weights, grids, statistics.hessian)
+        return [solved for (solved,) in self._solve(weights, grids, statistics.hessian)]
+
+    def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
+        """Return `solve`'s results for independent sites, with its arguments for each; sites of equal shape,
+        like experts', are one batch. (A CPU adds up products of few rows, or an odd number, differently.)"""
+        weights, grids, statistics = zip(*sites, strict=True)
+        kinds = {(*own, *(w.shape for w in each)) for own, each in zip(grids, weights, strict=True)}
+        able = all(grid.many for grid in grids[0]) and not any(one.curvatures for one in statistics)
+        found = []
+        if able and len(kinds) == 1 < len(sites):
+            stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
+            found = self._solve(stacked, grids[0], torch.stack([one.hessian for one in statistics]))
+        return list(map(list, zip(*found, strict=True))) or [self.solve(*site) for site in sites]
+
+    def _solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor) -> list[list[Solved]]:
+        """Return the results of linears `weights [(sites,) out_k, in]`, of which those of one grid are solved
+        together: for each linear a list, with the result of each site. No list: sites differ in damping."""
+        results: dict[int, list[Solved]] = {}
+        for grid in dict.fromkeys(grids):
+            members = [k for k, other in enumerate(grids) if other == grid]
+            attempt = self.quantize([weights[k] for k in members], grid, hessian)
+            if not attempt.weights and hessian.ndim > 2:
+                return []
+            starts = torch.tensor([0] + [weights[k].shape[-2] for k in members]).cumsum(0).tolist()
+            for k, start, end in zip(members, starts, starts[1:], strict=False):
+                results[k] = _better(attempt, weights[k], slice(start, end), grid, hessian)
+        return [results[k] for k in range(len(weights))]
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
         """Return `D [in]` of `H = U diag(D) Uᵀ` in the order of quantization: the cost of a squared error in
@@ -91,15 +117,17 @@ class GptqSolver:
         return found if A is None else found.index_copy_(0, order, A.diagonal().square())
 
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> Attempt:
-        """Quantize `weights [out_k, in]` on `grid`, stacked as one matrix."""
-        order = column_order(H.diagonal(), grid, self.act_order)
-        H = H.index_select(0, order).index_select(1, order)
-        damping = -H.diagonal().mean()
+        """Quantize `weights [(sites,) out_k, in]` on `grid`, stacked as one matrix; H `[(sites,) in, in]`."""
+        order = column_order(H.diagonal(dim1=-2, dim2=-1), grid, self.act_order)
+        H = picked(picked(H, order).mT, order)
+        diagonal = H.diagonal(dim1=-2, dim2=-1)
+        damping = -diagonal.mean(-1)
         A, note = factorize(H, self.damp)
         if A is None:
-            return Attempt(None, None, note)
-        damping += H.diagonal().mean()
-        Wt = (torch.cat(weights) if weights[1:] else weights[0]).t().contiguous().index_select(0, order)
+            return Attempt([], None, note)
+        damping += diagonal.mean(-1)
+        Wt = picked((torch.cat(weights, -2) if weights[1:] else weights[0]).mT, order)
+        Wt = Wt.movedim(-2, 0).flatten(1)
         fixed = None
         if grid.spans_matrix:
             params = stack([grid.fit_matrix(weight) for weight in weights])
@@ -108,9 +136,10 @@ class GptqSolver:
         if self.refine:
             del A
             (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
-        weight = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
-        lost = torch.stack([chosen.lost, damping * chosen.E.square_().sum(0)])
-        return Attempt(weight, lost, note)
+        found = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
+        lost = torch.stack([chosen.lost, chosen.E.square_().sum(0)]).view(2, len(found), -1)
+        lost[1] *= damping[..., None]
+        return Attempt(found, lost, note, grid.clipped(join(chosen.params)) > 0)
 
 
 def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
@@ -124,8 +153,8 @@ def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) ->
 
 def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
     """Return U, unit upper triangular, and D with `A Aᵀ = U diag(D) Uᵀ`; changes A in place."""
-    D = A.diagonal().square()
-    return A.div_(A.diagonal().clone()), D
+    pivots = A.diagonal(dim1=-2, dim2=-1).clone()
+    return A.div_(pivots[..., None, :]), pivots.square()
 
 
 def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
@@ -139,31 +168,42 @@ def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = Non
     for start in range(0, len(Wt), grid.group_size):
         span = slice(start, start + grid.group_size)
         columns.update(span)
-        params = fixed[start // grid.group_size] if fixed else grid.fit(columns.free(span).t(), D[span])
+        params = fixed[start // grid.group_size] if fixed else grid.fit(columns.free(span).t(), D[..., span])
         columns.choose(span, params, refit=not fixed)
     return columns.chosen
 
 
+def picked(rows: Tensor, order: Tensor) -> Tensor:
+    """Return the rows `[(sites,) n, ...]` in this order `[(sites,) n]`."""
+    if order.ndim == 1:
+        return rows.contiguous().index_select(0, order)
+    first = len(order[0]) * torch.arange(len(order), device=order.device)
+    return rows.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(rows.shape)
+
+
 def places(order: Tensor, grid: Grid) -> Tensor:
     """Return the original number of each group, for groups that were moved as a whole."""
-    return order[:: grid.group_size] // grid.group_size
+    return order[..., :: grid.group_size] // grid.group_size
 
 
-def assembled(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: str) -> QuantizedWeight:
-    """Return the weight with these codes `[in, out]` and group parameters, columns in their old order."""
-    column_group = None
+def assembled(
+    codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: str
+) -> list[QuantizedWeight]:
+    """Return each site's weight from codes `[in, sites * out]` and group parameters, columns in their old
+    order. order: `[(sites,) in]`."""
+    order = order.view(-1, len(codes))
+    back, groups, sites = torch.argsort(order), torch.argsort(places(order, grid)), range(len(order))
+    column_group = [back[k] // grid.group_size if act_order == "full" else None for k in sites]
     if act_order == "full":
-        column_group = torch.empty_like(order)
-        column_group[order] = torch.arange(len(order), device=order.device) // grid.group_size
-    else:
-        params = [params[k] for k in torch.argsort(places(order, grid)).tolist()]
-    codes = torch.empty_like(codes).index_copy_(0, order, codes).t().contiguous()
-    return QuantizedWeight(grid, codes, join(params), column_group)
+        groups = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)
+    whole = regrouped(join(params), groups)
+    codes = picked(codes.unflatten(1, (len(order), -1)).movedim(1, 0), back).mT.contiguous()
+    return [QuantizedWeight(grid, codes[k], rows_of(whole, k), column_group[k]) for k in sites]
 
 
 def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
-    """Return the order `[in]` in which columns are quantized, from the Hessian's diagonal."""
-    columns = torch.arange(len(diagonal), device=diagonal.device)
+    """Return the order `[..., in]` in which columns are quantized, from the Hessians' diagonals."""
+    columns = torch.arange(diagonal.shape[-1], device=diagonal.device).expand_as(diagonal)
     if act_order == "none":
         return columns
     if act_order == "full":
@@ -174,12 +214,14 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
                 UNSUPPORTED,
             )
         return torch.argsort(diagonal, descending=True, stable=True)
-    parts = diagonal.view(-1, grid.sub_size)  # inside a sub-block: columns that share all parameters
-    inside = torch.argsort(parts, dim=1, descending=True, stable=True)
+    parts = diagonal.unflatten(-1, (-1, grid.sub_size))  # in a sub-block: columns that share all parameters
+    inside = torch.argsort(parts, descending=True, stable=True)
     if grid.vector_size > 1:  # the columns of a vector belong together
-        inside = torch.arange(parts.shape[1], device=parts.device).expand_as(parts)
-    groups = torch.argsort(diagonal.view(-1, grid.group_size).mean(1), descending=True, stable=True)
-    return columns.view_as(parts).gather(1, inside).view(-1, grid.group_size)[groups].flatten()
+        inside = torch.arange(grid.sub_size, device=parts.device).expand_as(parts)
+    means = diagonal.unflatten(-1, (-1, grid.group_size)).mean(-1)
+    groups = torch.argsort(means, descending=True, stable=True)
+    columns = columns.unflatten(-1, (-1, grid.sub_size)).gather(-1, inside).view(*means.shape, -1)
+    return picked(columns, groups).flatten(-2)
 
 
 def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
@@ -187,18 +229,19 @@ def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
 
     Adds `damp * mean(diag H)` to the diagonal, and ten times as much, at most five times, until H is positive
     definite; if that fails, A is None and the note gives the reason. A column that no token reached has only
-    damping, so it is rounded to nearest.
+    damping, so it is rounded to nearest. Several Hessians `[sites, in, in]` are damped once: if one of them
+    needs more, A is None.
     """
-    diagonal = hessian.diagonal().clone()
-    mean = diagonal.mean()
-    if mean == 0:  # no token reached any column: every choice is as good, nearest is natural
-        mean += 1
-    for attempt in range(DAMP_RETRIES + 1):
+    own = hessian.diagonal(dim1=-2, dim2=-1)
+    diagonal = own.clone()
+    mean = diagonal.mean(-1, keepdim=True)
+    mean += mean == 0  # no token reached any column: every choice is as good, nearest is natural
+    for attempt in range(DAMP_RETRIES + 1 if hessian.ndim == 2 else 1):
         share = damp * 10**attempt
-        hessian.diagonal().copy_(diagonal + share * mean)
-        lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-        if info == 0 and torch.isfinite(lower.diagonal()).all():
-            return lower.flip(0, 1), f"damping raised to {share:g}" if attempt else None
+        own.copy_(diagonal + share * mean)
+        lower, info = torch.linalg.cholesky_ex(hessian.flip(-2, -1))
+        if not info.any() and torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all():
+            return lower.flip(-2, -1), f"damping raised to {share:g}" if attempt else None
     return None, f"Hessian is not positive definite even with damping {share:g}"
 
 
@@ -225,56 +268,46 @@ CANCELLED = 0.02  # least share of the undamped loss in the damped loss: below, 
 
 @dataclass(frozen=True)
 class Attempt:
-    """The result for linears of a site. weight: None if the Hessian has no factorization; note gives the
-    reason. lost: of every row, `e H eᵀ` with the damped H, and the damping's part, `[2, out]`."""
+    """The result for linears of a site, or of several. weights: of each site; empty if a Hessian has no
+    factorization; note gives the reason. lost: of every row, `e H eᵀ` with the damped H, and the damping's
+    part, `[2, sites, out]`. clipped: whether some scales are at the limits of their dtype."""
 
-    weight: QuantizedWeight | None
+    weights: list[QuantizedWeight]
     lost: Tensor | None
     note: str | None
+    clipped: bool = False
 
 
-def solve_site(
-    quantize: Callable[[list[Tensor], Grid, Tensor], Attempt],
-    weights: Sequence[Tensor],
-    grids: Sequence[Grid],
-    hessian: Tensor,
-) -> list[Solved]:
-    """Solve linears `weights [out_k, in]`: `quantize(weights, grid, hessian)` is called once per grid."""
-    results: dict[int, Solved] = {}
-    for grid in dict.fromkeys(grids):
-        members = [k for k, other in enumerate(grids) if other == grid]
-        attempt = quantize([weights[k] for k in members], grid, hessian)
-        starts = torch.tensor([0] + [len(weights[k]) for k in members]).cumsum(0).tolist()
-        for k, start, end in zip(members, starts, starts[1:], strict=False):
-            results[k] = _better(attempt, weights[k], slice(start, end), grid, hessian)
-    return [results[k] for k in range(len(weights))]
-
-
-def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> Solved:
-    """Return an attempt's rows of one linear, or round to nearest if that has a lower loss on a sample."""
-    some = slice(None) if grid.spans_matrix else measured(len(weight))
-    part = weight[some]
-    nearest = rtn.missed(part, grid, rtn.fitted(part, grid, hessian))
-    sums = [row_losses(part, hessian).sum(), row_losses(nearest, hessian).sum()]
-    if attempt.weight is not None:
-        sums += attempt.lost[:, rows][:, some].sum(1)
-    full, rtn_loss, *lost = torch.stack(sums).tolist()
-    scale = max(full, 1e-30)
-    rtn_error, reason = rtn_loss / scale, attempt.note
-    notes = ()
-    if attempt.weight is not None:
-        notes = (attempt.note,) if attempt.note else ()
-        chosen = _rows(attempt.weight, rows)
-        damped, damping = lost
-        error = (damped - damping) / scale
-        if not damped - damping > CANCELLED * damped:  # too little is left of their digits
-            error = row_losses(chosen.values()[some] - part, hessian).sum().item() / scale
-        if error <= rtn_error:  # not a number loses, too
-            return Solved(chosen, error, rtn_error, notes=notes + clipping(chosen))
-        reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
-    baseline = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian))
-    return Solved(baseline, rtn_error, rtn_error, fallback=reason, notes=notes + clipping(baseline))
-
-
-def _rows(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    return QuantizedWeight(weight.grid, weight.codes[rows], rows_of(weight.params, rows), weight.column_group)
+def _better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> list[Solved]:
+    """Return, for each site, an attempt's rows of one linear, or round to nearest if that has a lower loss on
+    a sample."""
+    some = slice(None) if grid.spans_matrix else measured(weight.shape[-2])
+    part = weight[..., some, :]
+    every = part.flatten(0, -2)
+    nearest = rtn.missed(every, grid, rtn.fitted(every, grid, hessian)).view(part.shape)
+    sums = [row_losses(each, hessian).sum(-1).view(-1) for each in (part, nearest)]
+    if attempt.weights:
+        sums += attempt.lost[..., rows][..., some].sum(-1)
+    solved, sites = [], (each.view(-1, *each.shape[-2:]) for each in (weight, hessian))
+    found = zip(*sites, torch.stack(sums, 1).tolist(), strict=True)
+    for k, (weight, hessian, (full, rtn_loss, *lost)) in enumerate(found):
+        scale = max(full, 1e-30)
+        rtn_error, reason = rtn_loss / scale, attempt.note
+        notes = ()
+        if attempt.weights:
+            notes = (attempt.note,) if attempt.note else ()
+            chosen = attempt.weights[k]
+            chosen = replace(chosen, codes=chosen.codes[rows], params=rows_of(chosen.params, rows))
+            damped, damping = lost
+            error = (damped - damping) / scale
+            if not damped - damping > CANCELLED * damped:  # too little is left of their digits
+                error = row_losses(chosen.values()[some] - weight[some], hessian).sum().item() / scale
+            if error <= rtn_error:  # not a number loses, too
+                notes += clipping(chosen) if attempt.clipped else ()
+                solved.append(Solved(chosen, error, rtn_error, notes=notes))
+                continue
+            reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
+        baseline = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian))
+        notes += clipping(baseline)
+        solved.append(Solved(baseline, rtn_error, rtn_error, fallback=reason, notes=notes))
+    return solved

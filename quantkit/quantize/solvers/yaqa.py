@@ -119,7 +119,7 @@ class YaqaSolver(GptqSolver):
                 descent.cycle()
         back = torch.argsort(rows)
         params = [rows_of(part, back) for part in chosen.params]
-        return assembled(chosen.codes.index_select(1, back), params, order, grid, self.act_order)
+        return assembled(chosen.codes.index_select(1, back), params, order, grid, self.act_order)[0]
 
 
 def feedback(
