@@ -19,7 +19,7 @@ HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 
 def path_of(output: Path) -> Path:
     """Return the path of a model's card: inside its folder, or next to its GGUF file."""
-    one_file = output.suffix == ".gguf" or output.is_file()
+    one_file = output.suffix == ".gguf" or not output.is_dir()  # a job's file is not there yet
     return output.with_name(f"{gguf_shards.whole(output).name}.md") if one_file else output / CARD
 
 
