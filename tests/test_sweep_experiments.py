@@ -2,8 +2,9 @@
 
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,22 +17,26 @@ from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.refine import refine as plain_refine
 
 sys.path.append(str(Path(__file__).parents[1] / "scripts"))
-from sweep import graph  # noqa: E402
+from sweep import graph, interpreter  # noqa: E402
 
 DEVICE = torch.device(os.environ.get("QUANTKIT_DEVICE", "cpu").replace("far", "cpu"))
+with mock.patch.dict(os.environ):  # no other process is to inherit the interpreter
+    ABSENT = interpreter.unavailable(DEVICE.type)
+    INTERPRETED = {name: os.environ[name] for name in ("TRITON_INTERPRET",) if name in os.environ}
+    if not ABSENT:  # imported at once: later something else may have imported triton without its interpreter
+        from sweep import triton_sweep
 
 
-def triton_sweep():
-    """The module, whose kernel numpy runs where there is no GPU."""
-    if DEVICE.type == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="the kernel needs triton")
-    from sweep import triton_sweep
+@contextmanager
+def kernel():
+    """The solver uses the kernel, which numpy runs where there is no GPU."""
+    if ABSENT:
+        pytest.skip(f"the kernel cannot run: {ABSENT}")
+    with mock.patch.dict(os.environ, INTERPRETED), triton_sweep.plugged(block=4):
+        yield
 
-    return triton_sweep
 
-
-WAYS = {"plain": nullcontext, "graph": graph.plugged, "triton": lambda: triton_sweep().plugged(block=4)}
+WAYS = {"plain": nullcontext, "graph": graph.plugged, "triton": kernel}
 
 
 def solved(way: str, weight: torch.Tensor, hessian: torch.Tensor, grid: AffineGrid, **options):
@@ -78,15 +83,15 @@ def test_sweep_and_refinement_are_the_plain_ones(way):
 
 
 def test_the_kernel_is_launched_once_for_a_group_and_once_for_a_run(monkeypatch):
-    module = triton_sweep()
     weight, _, hessian = problem(256, rows=4)
     launched = []
-    run = module.run_chain
+    with kernel():
+        run = triton_sweep.run_chain
 
     def counted(targets, *arguments):
         launched.append(tuple(targets.shape))
         run(targets, *arguments)
 
-    monkeypatch.setattr(module, "run_chain", counted)
+    monkeypatch.setattr(triton_sweep, "run_chain", counted)
     solved("triton", weight, hessian, AffineGrid(4, 128), refine=1)
     assert launched == [(1, 128, 4)] * 2 + [(2, 32, 4)] * 4

@@ -101,7 +101,7 @@ def tests(rows: Rows) -> str:
         failed = ", ".join(row["failed"][:6]) or "none"
         return [
             str(row["passed"]),
-            str(row["skipped"]),
+            str(row["left_out"]),
             f"{len(row['failed'])}: {failed}".replace("|", "\\|"),
         ]
 

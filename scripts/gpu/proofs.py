@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import xml.etree.ElementTree as xml
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,15 +25,13 @@ def sweep(run: Run) -> None:
 
 
 def ways(run: Run) -> list[tuple[str, Callable]]:
-    from sweep import graph
+    from sweep import graph, interpreter
 
     found = [("plain", nullcontext), ("graph", graph.plugged)]
-    if run.device == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
-    if importlib.util.find_spec("triton") is None:
+    if why := interpreter.unavailable(run.device):
 
         def absent():
-            raise Skipped("triton is not installed")
+            raise Skipped(why)
 
         return [*found, ("triton", absent)]
     from sweep import triton_sweep as kernel
@@ -108,4 +105,4 @@ def tested(run: Run, name: str) -> dict:
     ]
     skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
     passed = len(cases) - len(failed) - len(skipped)
-    return {"device": NAME, "passed": passed, "skipped": len(skipped), "failed": failed}
+    return {"device": NAME, "passed": passed, "left_out": len(skipped), "failed": failed}
