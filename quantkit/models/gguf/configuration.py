@@ -15,15 +15,7 @@ from transformers import PretrainedConfig
 from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf import architectures, rope, variants
-from quantkit.models.gguf.architectures import (
-    DEFAULTS,
-    FULL,
-    LATENT,
-    PATTERN,
-    SLIDING,
-    Architecture,
-    layer_types,
-)  # fmt: skip
+from quantkit.models.gguf.architectures import DEFAULTS, FULL, LATENT, PATTERN, SLIDING, Architecture
 from quantkit.models.gguf.variants import head_dim
 
 REQUIRED = ("context_length", "embedding_length", "block_count", "attention.head_count")
@@ -177,7 +169,7 @@ def _sliding(row: Architecture, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of sliding attention and of the scale of attention scores."""
     if row.window is None:
         return {"sliding_window": None} if keys.get("attention.sliding_window") == 0 else {}
-    kinds = layer_types(row, keys, keys["block_count"])
+    kinds = architectures.layer_types(row, keys, keys["block_count"])
     what = f"{row.name}.{PATTERN} {keys.get(PATTERN)!r} is not a pattern of blocks"
     require(kinds is not None, what, "download the file again")
     if row.wide_blocks is None:

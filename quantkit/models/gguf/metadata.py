@@ -23,18 +23,7 @@ from quantkit.models.gguf import configuration, file_types, token_models
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
 from quantkit.models.gguf.pre_tokenizers import is_byte_level
 from quantkit.models.gguf.tensors import Target
-from quantkit.models.gguf.token_models import (
-    CONTROL,
-    ROLES,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    Token,
-    TokenizerFiles,
-    Vocabulary,
-    Warn,
-)
+from quantkit.models.gguf.token_models import ROLES, SPACE, Kind, Token, TokenizerFiles, Vocabulary, Warn
 
 PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a model that is named phi-3
 TOKEN_TYPE = "tokenizer.ggml.token_type"
@@ -139,7 +128,7 @@ def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: War
     table = _table(tokens, vocab_size, warn)
     if keys["model"] == "llama":
         table = [  # llama.cpp finds user-defined tokens in the text before its spaces are replaced
-            token._replace(text=token.text.replace(SPACE, " ")) if token.type == USER_DEFINED else token
+            token._replace(text=token.text.replace(SPACE, " ")) if token.type == Kind.USER_DEFINED else token
             for token in table
         ]
         keys["scores"] = np.array([token.score for token in table], np.float32)
@@ -163,8 +152,8 @@ def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
     for number, entry in files.added_tokens():
         text = entry["content"]
         old = tokens.pop(numbers.get(text, number), Token(text))
-        kind = CONTROL if entry.get("special") else USER_DEFINED
-        tokens[number] = Token(text, UNKNOWN if old.type == UNKNOWN else kind, ADDED_SCORE)
+        kind = Kind.CONTROL if entry.get("special") else Kind.USER_DEFINED
+        tokens[number] = Token(text, Kind.UNKNOWN if old.type == Kind.UNKNOWN else kind, ADDED_SCORE)
         if any(entry.get(flag) for flag in ("lstrip", "rstrip", "single_word")):
             stripping.append(text)
     if stripping:
@@ -182,7 +171,7 @@ def _table(tokens: Vocabulary, vocab_size: int, warn: Warn) -> list[Token]:
         padding = f"[PAD{number}]"
         while padding in taken:
             padding += "_"
-        table.append(tokens.get(number) or Token(padding, UNUSED, UNUSED_SCORE))
+        table.append(tokens.get(number) or Token(padding, Kind.UNUSED, UNUSED_SCORE))
     return table
 
 

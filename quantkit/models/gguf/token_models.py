@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from quantkit.models.files.safetensors_folder import read_json
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # of `tokenizer.ggml.token_type`
+Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as gguf.TokenType, without gguf
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # role -> its name in the keys
 SPACE = "▁"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -36,7 +37,7 @@ Merge = tuple[str, str]
 
 class Token(NamedTuple):
     text: str
-    type: int = NORMAL
+    type: int = Kind.NORMAL
     score: float = 0.0
 
 
@@ -186,14 +187,14 @@ def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vo
     if not model.get("byte_fallback"):
         raise _refused(files, "which is neither byte-level nor has byte fallback")
     added = {entry["content"] for _, entry in files.added_tokens()}
-    types = dict.fromkeys(BYTES, BYTE) | {model.get("unk_token"): UNKNOWN}
-    normal = {text for text in model["vocab"] if types.get(text, NORMAL) == NORMAL and text not in added}
+    types = dict.fromkeys(BYTES, Kind.BYTE) | {model.get("unk_token"): Kind.UNKNOWN}
+    normal = model["vocab"].keys() - types.keys() - added
     scores = _scores(files, [(a, b) for a, b in model["merges"] if {a, b, a + b} <= normal], normal)
     missing = [text for byte, text in enumerate(BYTES) if not {text, chr(byte)} & model["vocab"].keys()]
     if missing:
         raise _refused(files, f"which lacks the byte tokens {name_all(missing)}")
     vocabulary = {
-        number: Token(text, types.get(text, NORMAL), scores.get(text, 0.0))
+        number: Token(text, types.get(text, Kind.NORMAL), scores.get(text, 0.0))
         for text, number in model["vocab"].items()
     }
     return {"model": "llama", "pre": "default"} | _spaces(files, normal, warn), vocabulary

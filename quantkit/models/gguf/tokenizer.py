@@ -13,18 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.models.gguf import pre_tokenizers
-from quantkit.models.gguf.token_models import (
-    COLLAPSE,
-    CONTROL,
-    NORMAL,
-    ROLES,
-    SPACE,
-    UNKNOWN,
-    UNUSED,
-    USER_DEFINED,
-    Merge,
-    from_scores,
-)
+from quantkit.models.gguf.token_models import COLLAPSE, ROLES, SPACE, Kind, Merge, from_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -32,7 +21,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Tokens = dict[int, tuple[str, int]]  # id -> text and type
 Special = dict[str, tuple[int, str]]  # role -> id and text
-ADDED = (UNKNOWN, CONTROL, USER_DEFINED)  # types of tokens that are looked for before a text is cut
+ADDED = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)  # tokens that are looked for before a text is cut
 DEFAULT_IDS = {"bos": 1, "eos": 2, "unk": 0}  # of SentencePiece: what llama.cpp takes for granted
 PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARS = 1024  # of a token that is merged: halving is quadratic
@@ -119,7 +108,7 @@ def _halves(merge: str) -> tuple[str, str]:
 
 def _sentencepiece(keys: Json, tokens: Tokens, special: Special) -> tuple[Json, bool]:
     scores = keys["scores"]
-    merged = {text: scores[k] for k, (text, kind) in tokens.items() if kind == NORMAL}
+    merged = {text: scores[k] for k, (text, kind) in tokens.items() if kind == Kind.NORMAL}
     if any(len(text) > MAX_TOKEN_CHARS for text in merged):
         raise _damaged(f"a token has more than {MAX_TOKEN_CHARS} characters")
     model = _model(tokens, from_scores(merged, merged))
@@ -147,10 +136,10 @@ def _model(tokens: Tokens, merges: list[Merge]) -> Json:
 def _tokens(keys: Json) -> Tokens:
     """Return all tokens except padding. Raises QuantkitError if a text has two ids."""
     texts = keys["tokens"]
-    types = list(keys.get("token_type", [NORMAL] * len(texts)))
+    types = list(keys.get("token_type", [Kind.NORMAL] * len(texts)))
     if len(types) != len(texts) or not all(isinstance(text, str) for text in texts):
         raise _damaged("its tokens are no texts, or not as many as their types")
-    padding = {k for k, kind in enumerate(types) if kind == UNUSED and texts[k].startswith(f"[PAD{k}]")}
+    padding = {k for k, kind in enumerate(types) if kind == Kind.UNUSED and texts[k].startswith(f"[PAD{k}]")}
     tokens = {k: (text, types[k]) for k, text in enumerate(texts) if k not in padding}
     if len({text for text, _ in tokens.values()}) < len(tokens):
         raise _damaged("a token has two ids")
@@ -166,7 +155,7 @@ def _special(keys: Json, texts: Mapping[int, str]) -> Special:
 
 def _added(number: int, text: str, kind: int) -> Json:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": bool(kind != USER_DEFINED)} | flags
+    return {"id": number, "content": text, "special": bool(kind != Kind.USER_DEFINED)} | flags
 
 
 def _post_processor(keys: Json, special: Special, adds_bos: bool) -> Json:
