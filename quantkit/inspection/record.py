@@ -12,15 +12,7 @@ from typing import Any
 from quantkit import layouts
 from quantkit.errors import QuantkitError
 from quantkit.inspection import clients, integrity
-from quantkit.inspection.names import (
-    is_linear,
-    language_stack,
-    of_experts,
-    part_of,
-    split,
-    stack_of,
-    starred,
-)
+from quantkit.inspection.names import is_linear, language_stack, of_experts, part_of, split, stack_of, starred
 from quantkit.inspection.stored import Weight, tokenizer_of, weights_of
 from quantkit.models.files.headers import Contents
 from quantkit.models.files.safetensors_folder import natural
