@@ -95,3 +95,12 @@ def test_the_kernel_is_launched_once_for_a_group_and_once_for_a_run(monkeypatch)
     monkeypatch.setattr(triton_sweep, "run_chain", counted)
     solved("triton", weight, hessian, AffineGrid(4, 128), refine=1)
     assert launched == [(1, 128, 4)] * 2 + [(2, 32, 4)] * 4
+
+
+def test_groups_of_the_same_shape_are_captured_once():
+    """Of three groups: their sweep, the visit of two, and that of the one without a partner."""
+    weight, _, hessian = problem(384, rows=4)
+    with graph.plugged() as graphs:
+        statistics = SiteStatistics(hessian.to(DEVICE))
+        GptqSolver().solve([weight.to(DEVICE)], [AffineGrid(4, 128)], statistics)
+    assert [(key[0], key[1]) for key in graphs.kept] == [("sweep", 4), ("visit", 2), ("visit", 1)]

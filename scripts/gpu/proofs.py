@@ -46,20 +46,22 @@ def one_way(run: Run, way: Callable, size: tuple[int, int], plain: dict) -> dict
 
     grid, found = AffineGrid(4, 128), {}
     weight, statistics = problem(run, *size)
+
+    def solved(refine: int):
+        return GptqSolver(refine=refine, target="own").solve([weight], [grid], statistics)[0]
+
     if not plain:
         with torch.inference_mode():
-            attempt = GptqSolver(target="own").quantize([weight], grid, statistics.hessian)
-        plain |= {"codes": attempt.weight.codes, "lost": attempt.lost[0].sum().item()}
+            first = solved(2)
+        plain |= {"codes": first.weight.codes, "error": first.error}
     with way(), torch.inference_mode():
         for refine in (0, 2):
-            solver = GptqSolver(refine=refine, target="own")
-            work = lambda solver=solver: solver.quantize([weight], grid, statistics.hessian)  # noqa: E731
-            found[f"seconds_refine_{refine}"] = seconds(run, work)
-        attempt = work()
+            found[f"seconds_refine_{refine}"] = seconds(run, lambda refine=refine: solved(refine))
+        last = solved(2)
         if run.device != "cpu":
-            found["launches_per_column"] = launched(work) / size[1]
-    same = (plain["codes"] == attempt.weight.codes).float().mean().item()
-    return found | {"same_codes": same, "loss_ratio": attempt.lost[0].sum().item() / plain["lost"]}
+            found["launches_per_column"] = launched(lambda: solved(2)) / size[1]
+    same = (plain["codes"] == last.weight.codes).float().mean().item()
+    return found | {"same_codes": same, "loss_ratio": last.error / plain["error"]}
 
 
 def launched(work: Callable[[], object]) -> int:

@@ -165,8 +165,8 @@ class Graphs:
 
 
 @contextmanager
-def plugged() -> Iterator[None]:
+def plugged() -> Iterator[Graphs]:
     """`GptqSolver` uses captured groups."""
     graphs = Graphs()
     with mock.patch.multiple(gptq, sweep=graphs.sweep, refine=graphs.refine):
-        yield
+        yield graphs
