@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from quantkit.errors import QuantkitError
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.float8 import MxFp8Grid
 from quantkit.grids.fp4 import Fp4Grid, MxFp4Grid, NvFp4Grid
 from quantkit.grids.grid import Grid
 from quantkit.grids.int8 import Int8Grid
@@ -17,7 +18,7 @@ from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts import Layout
 from quantkit.layouts.bitsandbytes import Int8Layout, Nf4Layout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
+from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, MxFp8, NvFp4Packed
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.gguf.file_types import NO_FEEDBACK
@@ -38,6 +39,7 @@ GRIDS = [
     Nf4Grid(double_quant=False),
     NvFp4Grid(),
     MxFp4Grid(),
+    MxFp8Grid(),
     Int8Grid(IN),
     *(ggml.named(name) for name in ggml.TYPES if name not in NO_FEEDBACK),
 ]
@@ -69,6 +71,8 @@ def layout(grid: Grid, scattered: bool) -> Layout:
         )
     if isinstance(grid, Nf4Grid):
         return Nf4Layout(grid.double_quant)
+    if isinstance(grid, MxFp8Grid):
+        return CompressedTensorsLayout(MxFp8())
     if isinstance(grid, Fp4Grid):
         return CompressedTensorsLayout(NvFp4Packed() if isinstance(grid, NvFp4Grid) else MxFp4Packed())
     return Int8Layout() if isinstance(grid, Int8Grid) else GgmlLayout()

@@ -1,6 +1,8 @@
 """quantkit fp8: the grid against torch's own float8, both layouts there and back, and whole jobs."""
 
 import json
+import math
+from itertools import product
 
 import jobs
 import pytest
@@ -12,11 +14,11 @@ from quantkit.distillation.compressed.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.evaluation.trial import Trial, data_free
-from quantkit.grids.float8 import FLOAT8, Float8Grid, from_float8, nearest, to_float8
+from quantkit.grids.float8 import FLOAT8, Float8Grid, MxFp8Grid, from_float8, nearest, to_float8
 from quantkit.inspection import record
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
-from quantkit.layouts.compressed_tensors.floats import FloatQuantized
+from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp8
 from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.models.files import headers
 from quantkit.models.files.open import open_checkpoint
@@ -99,6 +101,27 @@ def _rounded(found):
     return found.values().view(-1, 128)
 
 
+def test_groups_share_the_power_of_two_by_which_nothing_is_cut_off():
+    """The exponent of the specification, floor(log2(largest)) - 8; one more if the largest exceeds 448."""
+    weight = random_weight()
+    weight[0, :32] = torch.tensor([1.75, 1.7499, -1.75, 0.1] * 8)
+    weight[1, :32] = torch.tensor([1.7499, 1.0, -0.3, 0.1] * 8)
+    found = rtn.quantize(weight, MxFp8Grid())
+    assert found.params.scale[:2, 0].tolist() == [2.0**-7, 2.0**-8]
+    for row, group in product(range(OUT), range(IN // 32)):
+        part = weight[row, group * 32 :][:32]
+        largest = part.abs().max().item()
+        if largest == 0:
+            continue
+        exponent = math.floor(math.log2(largest)) - 8
+        scale = 2.0 ** (exponent + (largest >= 448 * 2.0**exponent))
+        assert found.params.scale[row, group] == scale
+        codes = (part / scale).to(FLOAT8)
+        assert torch.equal(found.codes[row, group * 32 :][:32], codes.view(torch.uint8))
+    with pytest.raises(QuantkitError, match="too far apart to be trained"):
+        found.floats()
+
+
 @pytest.mark.parametrize("rows, columns", [(1, IN), (128, 128)])
 def test_a_search_finds_no_worse_scales(rows, columns):
     weight = random_weight()
@@ -137,6 +160,7 @@ LAYOUTS = {
     "rows": (CompressedTensorsLayout(FloatQuantized()), Float8Grid(IN)),
     "blocks": (CompressedTensorsLayout(FloatQuantized(128)), Float8Grid(128, 128)),
     "static": (CompressedTensorsLayout(FloatQuantized(None, True)), Float8Grid(IN)),
+    "mx": (CompressedTensorsLayout(MxFp8()), MxFp8Grid()),
     "deepseek": (Fp8Layout(), Float8Grid(128, 128, scale_dtype="float32")),
 }
 
@@ -156,9 +180,10 @@ def test_layouts_are_read_as_they_were_written(name):
         found = one.decode(tensors)
         assert found.grid == grid and torch.equal(found.codes, weight.codes)
         assert torch.equal(found.values(), weight.values())
-        refuse_unlike(one, spec.name, tensors)  # what distill demands
-        again = one.with_floats(tensors, {"scale": weight.floats()["scale"] * 2})
-        assert torch.equal(one.decode(again).values(), 2 * weight.values())
+        if name != "mx":
+            refuse_unlike(one, spec.name, tensors)  # what distill demands
+            again = one.with_floats(tensors, {"scale": weight.floats()["scale"] * 2})
+            assert torch.equal(one.decode(again).values(), 2 * weight.values())
         inputs = torch.randn(3, IN, generator=torch.Generator().manual_seed(2)) * 3
         wanted = literal(name, inputs) @ weight.values().T
         assert torch.equal(one.module(tensors, None)(inputs), wanted)
@@ -169,8 +194,11 @@ def test_layouts_are_read_as_they_were_written(name):
 
 def literal(name: str, inputs: torch.Tensor) -> torch.Tensor:
     """Inputs as engines round them."""
-    parts = inputs.view(3, 2, 128) if name in ("blocks", "deepseek") else inputs
+    size = {"blocks": 128, "deepseek": 128, "mx": 32}.get(name, IN)
+    parts = inputs.view(3, -1, size)
     scale = parts.abs().amax(-1, keepdim=True) / 448
+    if name == "mx":
+        scale = 2 ** scale.log2().ceil()
     if name == "static":
         scale = torch.tensor(7 / 448).bfloat16().float()
     return ((parts / scale).clamp(-448, 448).to(FLOAT8).float() * scale).view_as(inputs)
@@ -188,8 +216,20 @@ def test_what_deepseek_s_layout_does_not_hold():
         Fp8Layout().decode(tensors | {"weight_scale_inv": torch.ones(3, 2)})
 
 
+MX_WRONG = (
+    {"layout": "modelopt"}, {"static": True}, {"block": 128}, {"search_scale": True},
+    {"layout": "mlx", "kv_cache": True},
+)  # fmt: skip
+
+
 def test_options_that_make_no_sense():
-    for options in ({"block": 64}, {"block": 128, "static": True}, {"layout": "deepseek", "static": True}):
+    for options in (
+        {"block": 64},
+        {"block": 128, "static": True},
+        {"layout": "deepseek", "static": True},
+        {"layout": "mlx"},
+        *({"format": "mxfp8"} | more for more in MX_WRONG),
+    ):
         with pytest.raises(QuantkitError) as raised:
             fp8.check(fp8.Options(**options))
         assert raised.value.exit_code == USAGE
@@ -198,7 +238,9 @@ def test_options_that_make_no_sense():
 # ---- jobs
 
 
-@pytest.mark.parametrize("options", [{}, {"block": 128}, {"layout": "deepseek"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"block": 128}, {"layout": "deepseek"}, {"format": "mxfp8"}], ids=str
+)
 def test_a_job_rounds_every_linear_to_nearest(options, demo_model, tmp_path):
     """The job itself has run what it wrote, inputs rounded; here are its values."""
     jobs.quantize("fp8", demo_model, tmp_path / "out", options)
@@ -260,7 +302,9 @@ def test_what_was_typed_wrongly_is_told_before_what_is_in_the_way(demo_model, tm
         jobs.prepare("fp8", demo_model, tmp_path / "out")
 
 
-@pytest.mark.parametrize("asked", ["fp8,block=128", "fp4,solver=rtn", "w8a8,solver=rtn,transform=none"])
+@pytest.mark.parametrize(
+    "asked", ["fp8,block=128", "fp8,format=mxfp8", "fp4,solver=rtn", "w8a8,solver=rtn,transform=none"]
+)
 def test_a_trial_with_options_computes_what_the_written_model_does(demo_model, tmp_path, asked):
     method, *settings = asked.split(",")
     options = {

@@ -78,6 +78,11 @@ QWEIGHT = stored(qweight=("I32", [16, 64]), scales=("F16", [1, 64]), qzeros=("I3
             ("mxfp4, groups of 32", (64, 128)),
         ),
         (
+            stored(weight=("F8_E4M3", [64, 128]), weight_scale=("U8", [64, 4])),
+            grouped("mxfp8-quantized", num_bits=8, type="float", group_size=32),
+            ("mxfp8, groups of 32", (64, 128)),
+        ),
+        (
             stored(weight=("F8_E4M3", [64, 128]), weight_scale=("F32", [64, 1])),
             grouped("float-quantized", num_bits=8, type="float", strategy="channel"),
             ("float8, whole rows", (64, 128)),
@@ -302,6 +307,8 @@ LOADS = [
     ({"layout": {"modelopt"}, "form": {"nvfp4"}}, ""),
     (CT | {"form": {"nvfp4"}, "experts": {True}}, ""),
     (CT | {"form": {"mxfp4"}}, "transformers"),
+    (CT | {"form": {"mxfp8"}, "experts": {True}}, ""),
+    (CT | {"form": {"mxfp8"}, "activations": {True}, "bits": {8}, "group_size": {32}}, "transformers"),
     (CT | {"form": {"mxfp4"}, "experts": {True}}, "transformers"),
     ({"layout": {"gguf"}, "form": {"NVFP4"}, "model_type": {"llama"}}, "llama.cpp"),
     ({"layout": {"gguf"}, "form": {"MXFP4"}, "model_type": {"llama"}}, "transformers llama.cpp"),

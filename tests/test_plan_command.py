@@ -229,6 +229,8 @@ def test_a_folder_is_exact(record, tiny_model):
         assert job["disk_bytes"] > 0 and len(job["seconds"]) == 2 and job["basis"]
     plain, both = (found["weights"][name] for name in ("fp4", "fp4a4"))
     assert (plain["bytes"], plain["computes"], both["computes"]) == (both["bytes"] - 84, "16 bit", "fp4")
+    rows, groups = (found["weights"][name] for name in ("fp8", "mxfp8"))
+    assert groups["bytes"] > rows["bytes"] and groups["computes"] == rows["computes"]
     assert found["job"].keys() == {"awq", "fp4", "fp8", "gguf", "gptq", "int8", "nf4", "w8a8"}
 
 

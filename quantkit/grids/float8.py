@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit.grids.fp4 import MX_BLOCK, MxFp4Grid, mx_scale
 from quantkit.grids.grid import Grid, by_rows, fill_rows, matrix
 
 FLOAT8 = torch.float8_e4m3fn
-LARGEST_FLOAT8 = 448.0
+LARGEST_FLOAT8, TOP = 448.0, 8  # the floor of its binary logarithm
 SMALLEST_NORMAL = 2.0**-6  # that is normal: below, levels lie as far apart as there
 NAN, UPPER_EXPONENT = 0x7F, 0x4000  # of a byte without its sign; the first bit of a float16's exponent
 WHOLE = 1 << 31  # more rows than a matrix has: all of them share a scale
@@ -47,6 +48,7 @@ class Float8Grid(Grid):
     scale_dtype: str = "bfloat16"
     scale: float | None = None
     bits = 8
+    label = "float8 e4m3"
 
     @property
     def stored(self) -> torch.dtype:
@@ -184,8 +186,21 @@ class Float8Grid(Grid):
     def describe(self) -> str:
         """Return `float8 e4m3, groups of 768`, or `blocks of 128 × 128` if rows share a scale."""
         if 1 < self.rows < WHOLE:
-            return f"float8 e4m3, blocks of {self.rows} × {self.group_size}"
-        return f"float8 e4m3, groups of {self.group_size}"
+            return f"{self.label}, blocks of {self.rows} × {self.group_size}"
+        return f"{self.label}, groups of {self.group_size}"
+
+
+@dataclass(frozen=True)
+class MxFp8Grid(Float8Grid):
+    """MXFP8: groups of 32 that share a power of two (OCP Microscaling Formats 1.0, section 5.3.1). No
+    search: half the scale cuts the largest weight off, twice the scale adds no precision."""
+
+    group_size: int = MX_BLOCK
+    label = "mxfp8"
+    floats, _stored = MxFp4Grid.floats, MxFp4Grid._storable
+
+    def _scale(self, peak: Tensor) -> Tensor:
+        return mx_scale(peak, TOP)
 
 
 def to_float8(values: Tensor) -> Tensor:

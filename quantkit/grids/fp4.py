@@ -155,7 +155,7 @@ class Fp4Grid(Fp4Levels):
 class MxFp4Grid(Fp4Grid):
     """Groups of 32 weights that share a power of two."""
 
-    group_size = 32
+    group_size = MX_BLOCK
 
     def describe(self) -> str:
         """Return the name in plans."""
@@ -176,12 +176,10 @@ class MxFp4Grid(Fp4Grid):
         exponent = torch.where(largest > 0, exponent, 0)
         steps = torch.tensor([0, -1, 1], device=largest.device)[: 3 if self.search else 1]
         exponents = (exponent + steps[:, None]).clamp_(*MX_LIMITS)
-        return torch.ldexp(torch.ones_like(exponents, dtype=largest.dtype), exponents)
+        return powers_of_two(exponents)
 
     def _storable(self, scale: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(scale)  # mantissa from 1/2 to 1
-        exponent = (exponent - 1 + (mantissa >= 0.75).int()).clamp_(*MX_LIMITS)
-        return torch.ldexp(torch.ones_like(scale), exponent)
+        return mx_scale(scale, 0, 1.5)
 
 
 class Divided(Grid):
@@ -242,6 +240,20 @@ class NvFp4Grid(Divided, Fp4Grid):
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return scales rounded to e4m3 above 0."""
         return {name: self._storable(scale) for name, scale in floats.items()}
+
+
+def mx_scale(largest: Tensor, top: int, limit: float = 1.75) -> Tensor:
+    """Return the powers of two by which `largest` becomes `limit` * 2^top or at least half of that. 1.75 as
+    in compressed-tensors 0.20 `quantization/utils/mxfp_utils.py: generate_mx_scales`."""
+    mantissa, exponent = torch.frexp(largest.float())  # mantissa from 1/2 to 1
+    exponent = (exponent - 1 - top + (mantissa >= limit / 2).int()).clamp_(*MX_LIMITS)
+    scale = powers_of_two(exponent).to(largest.dtype)
+    return torch.where(scale == 0, 1.0, scale)  # float16 has no numbers below 2^-24
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Return 2^exponents, float32."""
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents)
 
 
 def divisor_of(largest: float) -> float:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.layouts import DTYPES, Layout, LinearSpec, Table, Width, spec_of_shape
 from quantkit.layouts._packing import WORD, pack, unpack, words
-from quantkit.layouts.compressed_tensors.floats import MX_BIAS, MxFp4Packed, NvFp4Packed
+from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, MxFp8, NvFp4Packed
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +30,7 @@ NAME = "mlx"
 SWITCH = ".switch_mlp."  # in mlx-lm's names of experts, which it stacks
 EXPERT = re.compile(r"\.experts\.(\d+)\.(?=(gate|up|down)_proj\b)")
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-FLOATS = {"mxfp4": (4, 32), "nvfp4": (4, 16), "mxfp8": (8, 32)}  # bits and group size
-FP4 = {"mxfp4": MxFp4Packed(), "nvfp4": NvFp4Packed()}
+FLOATS = {"mxfp4": MxFp4Packed(), "nvfp4": NvFp4Packed(), "mxfp8": MxFp8()}
 
 
 @dataclass(frozen=True)
@@ -126,9 +125,9 @@ class MlxLayout(Layout):
         import torch
 
         assert weight.column_group is None, "MLX stores no order of columns"
-        if form := FP4.get(self.mode):
+        if form := FLOATS.get(self.mode):
             parts = form.encode(weight)
-            packed = parts["weight_packed"].contiguous().view(torch.uint32)
+            packed = parts[form.CODES[0]].contiguous().view(torch.uint32)
             return {"weight": packed, "scales": parts["weight_scale"].view(torch.uint8)}
         packed = pack(weight.codes.t(), weight.grid.bits).t().contiguous().view(torch.uint32)
         return {"weight": packed, "scales": weight.params.scale, "biases": weight.params.bias}
@@ -145,17 +144,13 @@ class MlxLayout(Layout):
         import torch
 
         from quantkit.grids.biased import BiasedGrid, BiasedParams
-        from quantkit.grids.float8 import Float8Grid, Float8Params
         from quantkit.grids.grid import QuantizedWeight
 
         spec, packed, scales = self.checked_spec(tensors), tensors["weight"], tensors["scales"]
-        if form := FP4.get(self.mode):
-            stored = scales if self.mode == "mxfp4" else scales.view(torch.float8_e4m3fn)
-            parts = {"weight_packed": packed.view(torch.uint8), "weight_scale": stored}
+        if form := FLOATS.get(self.mode):
+            stored = scales.view(torch.float8_e4m3fn) if self.mode == "nvfp4" else scales
+            parts = {form.CODES[0]: packed.view(torch.uint8), "weight_scale": stored}
             return form.decode(parts | {"weight_global_scale": torch.ones(1, device=scales.device)}, spec)
-        if self.mode == "mxfp8":
-            scale = torch.ldexp(torch.ones(scales.shape, device=scales.device), scales.int() - MX_BIAS)
-            return QuantizedWeight(Float8Grid(self.group_size), packed.view(torch.uint8), Float8Params(scale))
         codes = unpack(packed.view(torch.int32).t(), self.bits, spec.in_features).t().contiguous()
         grid = BiasedGrid(self.bits, self.group_size, str(scales.dtype).removeprefix("torch."))
         return QuantizedWeight(grid, codes, BiasedParams(scales, tensors["biases"]))
@@ -185,7 +180,8 @@ def _checked(entry: Mapping[str, Any]) -> dict[str, Any]:
     if mode != "affine" and mode not in FLOATS:
         modes = f"quantkit reads affine, {', '.join(FLOATS)}"
         raise QuantkitError(f"MLX's mode {mode!r} is not supported", modes, UNSUPPORTED)
-    fits = bits in BITS and size in GROUPS if mode == "affine" else (bits, size) == FLOATS[mode]
+    form = FLOATS.get(mode)
+    fits = (bits, size) == (form.BITS, form.GROUP) if form else bits in BITS and size in GROUPS
     wrong = f"quantization says {bits!r} bits in groups of {size!r}, which MLX's {mode} does not have"
     require(fits and type(bits) is type(size) is int, wrong, "download config.json again")
     return {"group_size": size, "bits": bits, "mode": mode}

@@ -32,12 +32,14 @@ CASES = {
     "qwen2 tied": fp8("compressed", "qwen2 tied"),
     "mixtral": fp8("dequantized", "mixtral"),
     "cache": fp8("compressed", kv_cache=True),
+    "mx, compressed": replace(fp8("compressed", format="mxfp8"), dtype="bfloat16"),
+    "mx, dequantized": fp8("dequantized", format="mxfp8", solver="gptq"),
     "deepseek": fp8("fp8", layout="deepseek"),
     "deepseek, exclude": replace(fp8("fp8", layout="deepseek"), exclude=(r"layers\.0\.",)),
 }
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "cache"])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("cache", "mx, compressed")])
 def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch):
     """The same logits; with inputs rounded to e4m3, but where the client gives that up."""
     case, theirs = CASES[name], client[name]
@@ -48,6 +50,14 @@ def test_client_computes_what_quantkit_wrote(name, folders, client, monkeypatch)
             monkeypatch.setattr(layout, "module", lambda *arguments: None)
             monkeypatch.setattr(layout, "values", lambda own, parts: bfloat16(own.decode(parts).values()))
     cases.compare(replace(case, tolerance=1e-4), folders[name], theirs)
+
+
+def test_client_computes_mxfp8_as_quantkit_does(folders, client):
+    """In bfloat16, the only precision in which it rounds inputs."""
+    own = cases.Own(folders["mx, compressed"], torch.bfloat16).logits(cases.IDS)
+    theirs = client["mx, compressed"]
+    cases.inspect_agrees(CASES["mx, compressed"], folders["mx, compressed"], theirs)
+    assert torch.equal(theirs["logits"], own)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -27,7 +27,7 @@ STORED = HERE.parent / "data" / "mlx.safetensors"
 def mlx(
     source: str = "demo", method: str = "gptq", loader: str = "mlx", override: tuple = (), **options
 ) -> Case:
-    groups = {} if method == "fp4" else {"group_size": 64}
+    groups = {} if method in ("fp4", "fp8") else {"group_size": 64}
     return Case({"layout": "mlx"} | groups | options, source, method=method, loader=loader, override=override)
 
 
@@ -43,6 +43,7 @@ CASES = {
     "awq": mlx(method="awq"),
     "mxfp4": mlx(method="fp4", format="mxfp4"),
     "nvfp4": mlx(method="fp4"),
+    "mxfp8": mlx(method="fp8", format="mxfp8"),
     "qwen2": mlx("qwen2", group_size=32),  # biases, float16
     "qwen2 tied": mlx("qwen2 tied", group_size=32),
     "head": mlx("qwen2", group_size=32, head=6),

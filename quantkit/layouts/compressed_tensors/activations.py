@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from quantkit.grids.float8 import FLOAT8, nearest
+from quantkit.grids.float8 import FLOAT8, TOP, nearest
+from quantkit.grids.fp4 import mx_scale
 from quantkit.layouts.compressed_tensors.forms import Numbers
 
 FP4_MAX = 6.0  # of e2m1
@@ -63,6 +64,8 @@ def _ends(numbers: Numbers) -> tuple[float, float]:
 
 def _scale(hidden: Tensor, numbers: Numbers) -> Tensor:
     """Return the scale of each token or group, computed from its largest value."""
+    if numbers.power_of_two:
+        return mx_scale(hidden.abs().amax(-1, keepdim=True), TOP)
     least, most = _ends(numbers)
     scale = hidden.abs().amax(-1, keepdim=True) / ((most - least) / 2)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
@@ -79,9 +82,7 @@ def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
     scales; None for MXFP4."""
     largest = groups.abs().amax(-1, keepdim=True)
     if divisor is None:  # a power of two by which the largest becomes 3.5 to 7, which is cut off at 6
-        mantissa, exponent = torch.frexp(largest.float())
-        exponent = (exponent - 3 + (mantissa >= 0.875).int()).clamp(-126, 127)
-        step = torch.ldexp(torch.ones_like(mantissa), exponent).to(groups.dtype)
+        step = mx_scale(largest, 2)
     else:
         scale = nearest(largest / FP4_MAX * divisor)
         step = torch.where(scale == 0, FP4_EPS, scale) / divisor

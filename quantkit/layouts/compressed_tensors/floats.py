@@ -1,4 +1,4 @@
-"""Forms of 8-bit floats (FP8) and 4-bit floats (MXFP4, NVFP4). Inputs may be rounded to the same floats."""
+"""Forms of floats of 8 bits (FP8, MXFP8) and 4 bits (MXFP4, NVFP4). Inputs may be rounded to the same."""
 
 from __future__ import annotations
 
@@ -136,17 +136,18 @@ class MxFp4Packed(Form):
     NAME, LABEL = "mxfp4-pack-quantized", "mxfp4"
     SUFFIXES = ("weight_packed", "weight_scale")
     CODES = ("weight_packed", "U8")
+    BITS = 4
     GROUP = 32
     STRATEGY = "group"
     SCALE_DTYPE, SCALE = "torch.uint8", "U8"
-    AT_RUN_TIME = (True, None)
+    AT_RUN_TIME = {"dynamic": True, "observer": None}
     floats = ()
 
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> MxFp4Packed | None:
-        """Return the form for 4-bit floats in groups of GROUP; None for other weights."""
-        known = weights.is_fp4 and (weights.strategy, weights.group_size) == (cls.STRATEGY, cls.GROUP)
-        return cls(bool(inputs)) if known else None
+        """Return the form for floats of BITS in groups of GROUP; None for other weights."""
+        numbers = weights.bits, weights.kind, weights.strategy, weights.group_size
+        return cls(bool(inputs)) if numbers == (cls.BITS, "float", cls.STRATEGY, cls.GROUP) else None
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return why rows are not whole groups; None if they are."""
@@ -157,15 +158,15 @@ class MxFp4Packed(Form):
     def tensors(self, spec: LinearSpec) -> Table:
         """Return codes and scales."""
         rows, columns = spec.out_features, spec.in_features
-        scales = self.SCALE, (rows, columns // self.GROUP)
-        return {"weight_packed": ("U8", (rows, columns // 2)), "weight_scale": scales}
+        codes = self.CODES[1], (rows, columns * self.BITS // 8)
+        return {self.CODES[0]: codes, "weight_scale": (self.SCALE, (rows, columns // self.GROUP))}
 
     def sizes(self, tensors: Tensors) -> LinearSpec:
         """Return the shape. Raises QuantkitError if rows are not whole groups."""
-        rows, columns = tensors["weight_packed"].shape
-        spec = spec_of_shape(rows, 2 * columns, Width(4, self.GROUP))
+        rows, columns = tensors[self.CODES[0]].shape
+        spec = spec_of_shape(rows, columns * 8 // self.BITS, Width(self.BITS, self.GROUP))
         if why := self.check(spec):
-            raise damaged(tensors, f"weight_packed is {[rows, columns]}: {why}")
+            raise damaged(tensors, f"{self.CODES[0]} is {[rows, columns]}: {why}")
         return spec
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -182,23 +183,19 @@ class MxFp4Packed(Form):
         """Return codes and scales."""
         import torch
 
-        from quantkit.grids.fp4 import Fp4Params, MxFp4Grid
+        from quantkit.grids.fp4 import Fp4Params, MxFp4Grid, powers_of_two
         from quantkit.grids.grid import QuantizedWeight
 
-        exponent = tensors["weight_scale"].to(torch.int32) - MX_BIAS
-        scale = torch.ldexp(torch.ones(exponent.shape, device=exponent.device), exponent)
+        scale = powers_of_two(tensors["weight_scale"].int() - MX_BIAS)
         return QuantizedWeight(MxFp4Grid(), _codes(tensors), Fp4Params(scale, torch.ones_like(scale)))
 
     def weights(self) -> dict[str, Any]:
         """Return `weights` of the config group."""
-        return described(4, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
+        return described(self.BITS, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
 
     def activations(self) -> dict[str, Any] | None:
         """Return `input_activations` of the config group."""
-        if not self.quantize_inputs:
-            return None
-        numbers = 4, "float", self.STRATEGY, self.GROUP
-        return described(*numbers, *self.AT_RUN_TIME, scale_dtype=self.SCALE_DTYPE)
+        return self.weights() | self.AT_RUN_TIME if self.quantize_inputs else None
 
 
 def _codes(tensors: Tensors) -> Tensor:
@@ -207,6 +204,35 @@ def _codes(tensors: Tensors) -> Tensor:
 
     packed = tensors["weight_packed"]
     return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+@dataclass(frozen=True)
+class MxFp8(MxFp4Packed):
+    """mxfp8-quantized: `weight` float8 e4m3 `[out, in]`, usually with such inputs; scales as in MXFP4."""
+
+    quantize_inputs: bool = True
+    NAME, LABEL = "mxfp8-quantized", "mxfp8"
+    SUFFIXES = ("weight", "weight_scale")
+    CODES = ("weight", "F8_E4M3")
+    BITS = 8
+    no_experts = "no client that was tried reads experts in MXFP8; in --format fp8 transformers does"
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        from quantkit.grids.float8 import FLOAT8
+
+        return {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": self._scales(weight)}
+
+    def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
+        """Return codes and scales."""
+        import torch
+
+        from quantkit.grids.float8 import Float8Params, MxFp8Grid
+        from quantkit.grids.fp4 import powers_of_two
+        from quantkit.grids.grid import QuantizedWeight
+
+        params = Float8Params(powers_of_two(tensors["weight_scale"].int() - MX_BIAS))
+        return QuantizedWeight(MxFp8Grid(), tensors["weight"].view(torch.uint8), params)
 
 
 @dataclass(frozen=True)
@@ -226,7 +252,7 @@ class NvFp4Packed(MxFp4Packed):
     GROUP = 16
     STRATEGY = "tensor_group"
     SCALE_DTYPE, SCALE = "torch.float8_e4m3fn", "F8_E4M3"
-    AT_RUN_TIME = ("local", "static_minmax")
+    AT_RUN_TIME = {"dynamic": "local", "observer": "static_minmax"}
     floats = ("weight_scale",)
     no_experts = "no client that was tried reads experts in NVFP4; in --format mxfp4 transformers does"
 

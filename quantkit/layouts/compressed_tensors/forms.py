@@ -25,7 +25,7 @@ class Numbers:
 
     strategy: what shares a scale. group_size: columns per group, for the strategies `group` and
     `tensor_group` (which adds a scale of the tensor). block: rows and columns, for the strategy `block`.
-    dynamic: scales are computed from the values at run time instead of being stored.
+    dynamic: scales are computed from the values at run time instead of being stored. power_of_two: as MX has.
     """
 
     bits: int
@@ -35,6 +35,7 @@ class Numbers:
     group_size: int | None = None
     block: tuple[int, int] | None = None
     dynamic: bool = False
+    power_of_two: bool = False
 
     @property
     def is_fp4(self) -> bool:

@@ -12,19 +12,19 @@ import re
 from dataclasses import dataclass
 
 from quantkit.errors import RUNTIME, UNSUPPORTED, QuantkitError, compiled, require
-from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp4Packed, NvFp4Packed
+from quantkit.layouts.compressed_tensors.floats import FloatQuantized, MxFp4Packed, MxFp8, NvFp4Packed
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, described
 from quantkit.layouts.compressed_tensors.integers import IntQuantized, PackQuantized
 
 FORMS: dict[str, type[Form]] = {
-    form.NAME: form for form in (PackQuantized, IntQuantized, FloatQuantized, MxFp4Packed, NvFp4Packed)
+    form.NAME: form for form in (PackQuantized, IntQuantized, FloatQuantized, MxFp8, MxFp4Packed, NvFp4Packed)
 }
 CLASSES = ("Linear", "Module")  # of an nn.Linear
 PATTERN = "re:"
 FLOAT8_CACHE = described(8, "float", "tensor")
 CACHE_KEYS = ("num_bits", "type", "strategy", "dynamic")  # of it, those that say what is computed
 MALFORMED, AGAIN = "quantization_config (compressed-tensors) is malformed", "download config.json again"
-PRESETS = "quantkit reads what llm-compressor's presets make: W4A16, W8A16, W8A8, FP8, NVFP4, MXFP4"
+PRESETS = "quantkit reads what llm-compressor's presets make: W4A16, W8A16, W8A8, FP8, MXFP8, NVFP4, MXFP4"
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ def numbers(what: str, entry: object) -> Numbers:
         group_size=size if grouped else None,
         block=tuple(block) if square else None,
         dynamic=dynamic in (True, "local"),
+        power_of_two=entry.get("scale_dtype") == MxFp4Packed.SCALE_DTYPE,
     )
     if what == "activations" and not _computed(found):
         when = f"dynamic {dynamic!r}" + ("" if found.symmetric else ", asymmetric")
