@@ -79,7 +79,7 @@ def seconds(
     moments = 2 * LOWER * TOKENS * (plain + routed * (model.active + 1)) / rate
     # linears that are alone at their site: what their outputs miss, then its products with inputs
     alone = (width**2 if outs[1:] else 2 * outs[0] * width for outs, width in model.sites)
-    drift = 2 * TOKENS / every * sum(alone) / PLAIN
+    drift = 2 * TOKENS / every * sum(alone) * (2 / TENSOR if now else 1 / PLAIN)  # two terms
     weights = sum(sum(outs) * width for outs, width in model.sites)
     inner = sum(sum(outs) * width for outs, width in model.inside)
     passes = 1 + 1 / every + 1 / 8  # the original model's, and the sample of the search

@@ -34,11 +34,22 @@ class Counterpart:
 def _correlate(sums: Tensor | None, short: Tensor, rows: Tensor) -> Tensor:
     """Add `shortᵀ rows` of the first and the second half of a batch to `sums [2, width, in]`."""
     if sums is None:
-        sums = rows.new_zeros(2, short.shape[1], rows.shape[1])
+        sums = short.new_zeros(2, short.shape[1], rows.shape[1])
     half = len(rows) // 2
     for total, part in zip(sums, (slice(0, half), slice(half, None)), strict=True):
-        total.addmm_(short[part].t(), rows[part])
+        if rows.itemsize == 2:
+            total += _product(short[part].t(), rows[part])
+        else:
+            total.addmm_(short[part].t(), rows[part])
     return sums
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Return `left right` in float32 for a float32 and a bfloat16 matrix: `left` becomes a sum of two
+    bfloat16 matrices, which leaves 2^-17 of it, so that tensor cores multiply."""
+    high = left.bfloat16()
+    found = torch.mm(high, right, out_dtype=torch.float32)
+    return found.add_(torch.mm((left - high).bfloat16(), right, out_dtype=torch.float32))
 
 
 class Statistics:
@@ -82,24 +93,28 @@ class Statistics:
             self.fourths += (part.pow(4).sum(0) for part in equal.tensor_split(2))
         if self.magnitude is not None:
             self.magnitude += rows.abs().sum(0)
+        factor = exact if exact.itemsize == 2 and widens(exact.device) else rows
         if counterpart is not None:
-            self._pair(rows, counterpart)
+            self._pair(rows, rows if factor.dtype == torch.float16 else factor, counterpart)
         sums = self.hessian if counterpart is None else self.paired
         if sums is not None:
-            self._add_moments(sums, exact if exact.itemsize == 2 and widens(exact.device) else rows)
+            self._add_moments(sums, factor)
 
-    def _pair(self, rows: Tensor, counterpart: Counterpart) -> None:
-        """Compare a batch with its counterpart in the original model."""
+    def _pair(self, rows: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
+        """Compare a batch with its counterpart in the original model. factor: the batch in the type in which
+        it is multiplied; float16 has too few exponents for the differences."""
         self.paired = torch.zeros_like(self.hessian) if self.paired is None else self.paired
         self.paired_tokens += len(rows)
         drift = counterpart.inputs.reshape(rows.shape).float() - rows
         if counterpart.weight is None:
-            self.drift = _correlate(self.drift, drift, rows)
+            self.drift = _correlate(self.drift, drift, factor)
             return
-        missing = drift @ counterpart.weight.float().t()
+        weight = counterpart.weight.t()
+        narrow = factor.itemsize == 2 and weight.dtype == factor.dtype
+        missing = _product(drift, weight) if narrow else drift @ weight.float()
         if counterpart.missing is not None:
             missing += counterpart.missing.view_as(missing)
-        self.missing = _correlate(self.missing, missing, rows)
+        self.missing = _correlate(self.missing, missing, factor)
 
     def _add_moments(self, sums: Tensor, rows: Tensor) -> None:
         for start in range(0, self.in_features, self.width):
