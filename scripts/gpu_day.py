@@ -281,4 +281,7 @@ def main(given: list[str] | None = None, start=started) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command continues")

@@ -120,6 +120,8 @@ def test_a_card_needs_its_model_among_those_measured(refuse, original, make, tmp
     text = jobs.calibration(tmp_path).calibration
     error, hint = refuse(2, "eval", original, "--text", text, "--card", "out")
     assert error == "--card out is not one of the models" and "out" in hint
+    error, hint = refuse(2, "eval", original, "out", "--text", text, "--card", original)
+    assert "the others are compared with this model" in error
 
 
 def test_a_job_with_eval_writes_its_results(make, original, tmp_path):

@@ -164,10 +164,10 @@ def test_a_job_with_an_embedding_that_died_goes_on(source, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("method", "options", "message"),
     [
-        ("gptq", {"embedding": 4}, "--layout gptq read it in 16 bit, not as --embedding 4 says"),
+        ("gptq", {"embedding": 4}, "--embedding 4: clients of --layout gptq read no packed embedding"),
         ("gptq", {"embedding": 9, "layout": "mlx"}, "--embedding 9: no such width"),
         ("gptq", {"embedding": 7, "layout": "mlx"}, "MLX has 2, 3, 4, 5, 6 or 8 bits"),
-        ("awq", {"head": 4}, "--layout awq read it in 16 bit, not as --head 4 says"),
+        ("awq", {"head": 4}, "--head 4: clients of --layout awq read no packed head"),
     ],
 )
 def test_what_no_client_reads_is_refused(source, tmp_path, method, options, message):

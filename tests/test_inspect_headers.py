@@ -302,6 +302,7 @@ LOADS = [
     ({"layout": {"awq"}, "group_size": {-1}}, "transformers"),
     ({"layout": {"awq"}}, "transformers GPTQModel vLLM AutoAWQ mlx-lm"),
     ({"layout": {"mlx"}, "form": {"mlx"}}, "mlx-lm"),
+    ({"layout": {"modelopt"}, "form": {"float8"}, "group_size": {-1}, "static": {False}}, "vLLM"),
     ({"layout": {"mlx"}, "form": {"mlx"}, "experts": {True}}, "mlx-lm"),
     (CT | {"form": {"nvfp4"}}, "transformers"),
     ({"layout": {"modelopt"}, "form": {"nvfp4"}}, ""),

@@ -32,7 +32,7 @@ OTHERS = {  # all commands except methods: (panel of the help, summary)
     "specdec": (MEASURE, "Measure whether speculative decoding pays, and with which draft model."),
     "generate": (RUN, "Continue a prompt with one or several models, side by side."),
     "chat": (RUN, "Talk to a model in the terminal."),
-    "serve": (RUN, "Start an OpenAI-compatible server with vLLM, llama.cpp or transformers."),
+    "serve": (RUN, "Start an OpenAI-compatible server with vLLM, llama.cpp, transformers or mlx-lm."),
     "inspect": (HOUSEKEEPING, "Show what a checkpoint contains and which clients load it."),
     "convert": (HOUSEKEEPING, "Store the same integers in another layout, without any change of a weight."),
     "push": (HOUSEKEEPING, "Verify a checkpoint and upload it to the hub."),

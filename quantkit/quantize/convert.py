@@ -77,7 +77,8 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
     output = output or Path(f"{base_name(source)}-{f'{FILES[to]}.gguf' if to in FILES else to}")
     checkpoint = open_checkpoint(source)
     stored = quantization_of(checkpoint.raw_config).get("quant_method")
-    what = f"{source} is in the layout {stored}" if checkpoint.quantized else f"{source} is not quantized"
+    kind = "a GGUF file" if checkpoint.folder.is_file() else f"in the layout {stored}"
+    what = f"{source} is {kind}" if checkpoint.quantized else f"{source} is not quantized"
     readable = stored in FROM and checkpoint.folder.is_dir()
     require(readable, what, f"convert reads folders in the layouts {', '.join(FROM)}", UNSUPPORTED)
     what = f"{source} also rounds the inputs of linears, which convert does not keep"

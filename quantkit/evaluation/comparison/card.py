@@ -15,9 +15,12 @@ METRICS = {"perplexity": "ppl.value", "kl_divergence": "kld.mean", "top1_agreeme
 
 
 def check(place: Path, models: Sequence[str]) -> None:
-    """Raise QuantkitError unless `place` is one of the models, in a local folder or file."""
-    there = place.exists() and any(Path(name).exists() and os.path.samefile(name, place) for name in models)
-    require(there, f"--card {place} is not one of the models", f"add {place} to the models", USAGE)
+    """Raise QuantkitError unless `place` is one of the models, in a local folder or file, and not the first
+    of several, which the others are compared with."""
+    same = [place.exists() and Path(name).exists() and os.path.samefile(name, place) for name in models]
+    require(any(same), f"--card {place} is not one of the models", f"add {place} to the models", USAGE)
+    what = f"--card {place}: the others are compared with this model"
+    require(any(same[1:] or same), what, "name a later model of the list", USAGE)
 
 
 def add(record: dict, place: Path) -> None:

@@ -76,7 +76,7 @@ class Skeleton:
         name = next((name for name, module in self.model.named_modules() if module is head), "")
         own = isinstance(head, nn.Linear) and f"{name}.weight" in self.names.stored
         what = f"{self.checkpoint.source} has no head of its own: it multiplies by the embedding"
-        hint = "leave out --head: clients need the embedding in 16 bit, so a packed head would add bytes"
+        hint = "leave out --head: the embedding would stay in 16 bit as well; for mlx-lm use --embedding"
         require(own, what, hint, UNSUPPORTED)
         above, dot, leaf = name.rpartition(".")
         self.names.above_head = above + dot

@@ -206,7 +206,7 @@ def check_outside(layout: Layout, options: Any) -> None:
     for name, bits in found.items():
         check_grid(bits, options.group_size, f"--{name} {bits}")
     for name in sorted(found.keys() - layout.outside):
-        what = f"clients of --layout {options.layout} read it in 16 bit, not as --{name} {found[name]} says"
+        what = f"--{name} {found[name]}: clients of --layout {options.layout} read no packed {name}"
         raise QuantkitError(what, f"leave out --{name}, or use --layout mlx or quantkit gguf", UNSUPPORTED)
 
 
