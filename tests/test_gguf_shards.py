@@ -339,7 +339,7 @@ def test_all_shards_are_one_output(made, source, quantkit, refuse, monkeypatch):
     assert "replaces     the existing output" in done.out
     before = raw(made / named("m", 3)[0])
     done = quantkit(*job[:-3], 1e-4, "-o", "m.gguf", "--overwrite")
-    assert done.code == 0 and "written      m-00001-of-00002.gguf\n" in done.out
+    assert done.code == 0 and "written      m-00001-of-00002.gguf and 1 more\n" in done.out
     assert "llama-server -m m-00001-of-00002.gguf" in done.out
     assert [path.name for path in gguf_shards.existing(made / "m.gguf")] == named("m", 2)
     assert raw(made / named("m", 2)[0]) == before

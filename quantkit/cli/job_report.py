@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from shlex import quote
 
 from rich.console import Console
@@ -58,15 +59,18 @@ def plan_record(job: Job) -> dict:
     }
 
 
+def _whole(paths: Sequence[Path]) -> str:
+    """Return the path of an output, such as `model-00001-of-00003.gguf and 2 more`."""
+    return f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"
+
+
 def print_plans(jobs: Sequence[Job]) -> None:
     """Print the plan of each output, then memory, disk space and settings of the whole run."""
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
         linears = len([row for row in job.specs if not row.kept])
-        paths = job.method.output.paths(job.material)
-        shards = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        facts = {"output": f"{paths[0]}{shards}", **_sizes(job.plan, linears)}
+        facts = {"output": _whole(job.method.output.paths(job.material)), **_sizes(job.plan, linears)}
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
         elif gguf_shards.existing(job.staging.output):
@@ -194,7 +198,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     against_rtn = summary.rtn_error is not None
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
-    facts = {"written": summary.output, **_sizes(summary, summary.linears)}
+    facts = {"written": _whole(gguf_shards.of(Path(summary.output))), **_sizes(summary, summary.linears)}
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:
