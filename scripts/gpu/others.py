@@ -51,11 +51,14 @@ BLACKWELL = 10  # capability from which a device multiplies in 4 bit
 def vllm(run: Run) -> None:
     """Log probabilities against quantkit's own decode, then tokens a second of the same checkpoints."""
     python = environment(run, ".venv-vllm", "vllm", "vllm (with a GPU: pip install vllm)")
+    without = {}
     if run.device == "cpu" or torch.cuda.get_device_capability()[0] < BLACKWELL:
-        kept = [name for name in SERVED if name != "fp4"]
-        run.result["rows"].setdefault("fp4", {"skipped": "the device has no products in 4 bit"})
-    else:
-        kept = list(SERVED)
+        without["fp4"] = "the device has no products in 4 bit"
+    if run.device == "cpu":
+        without["gptq ct 8"] = "vLLM's CPU build has no kernel for integers of 8 bits"
+    for name, why in without.items():
+        run.result["rows"].setdefault(name, {"skipped": why})
+    kept = [name for name in SERVED if name not in without]
     for name in ("original", *kept):
         run.row(name, agrees, run, python, name)
     for name in ("original", *kept):
@@ -85,6 +88,7 @@ def served(run: Run, python: str, name: str, engine: str = "vllm") -> dict:
     """Tokens a second of `quantkit serve`, by users at once."""
     folder = shape(run, MODEL) if name == "original" else written(run, name)
     env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{Path(python).parent}:{os.environ['PATH']}"}
+    env.pop("TORCHDYNAMO_DISABLE", None)  # vLLM does not start without its compiler
     argv = [sys.executable, "-m", "quantkit", "serve", str(folder), "--engine", engine, "--port", "0"]
     argv += ["--device", run.device, "--json", "-q"]
     with (run.work / "serve.log").open("w") as log:
@@ -102,7 +106,7 @@ def served(run: Run, python: str, name: str, engine: str = "vllm") -> dict:
         levels = command("bench", "server", told["url"], *asked)["levels"]
         return {
             "started_seconds": told["proof"]["started_seconds"],
-            "tokens_per_second": {str(one["concurrency"]): one["output_tokens_per_second"] for one in levels},
+            "tokens_per_second": {str(one["users"]): one["output_tokens_per_second"] for one in levels},
         }
     finally:
         server.terminate()
