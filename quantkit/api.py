@@ -58,7 +58,7 @@ def quantize(
     asked = {"resume": resume, "overwrite": overwrite, "revision": revision, "offline": offline}
     with _listening(progress) as listener:
         from quantkit.evaluation import of_job, windows
-        from quantkit.quantize import several
+        from quantkit.quantize.prepare import several
 
         outputs, jobs = several.prepare(choice, listener, trust_remote_code=trust_remote_code, **asked)
         if not jobs:

@@ -137,4 +137,6 @@ class RunOptions:
         "limits of a container or ulimit)",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
-    max_shard_gb: float | None = option(None, "Largest size of a weight file, in GB. (default: 5; GGUF: any)")
+    max_shard_gb: float | None = option(
+        None, "Largest size of a weight file, in GB. (default: 5; GGUF: no limit)"
+    )

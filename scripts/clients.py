@@ -40,6 +40,7 @@ from common import (
     DEMO,
     ROOT,
     Failed,
+    first_record,
     load_client,
     quantkit_logged,
     run_script,
@@ -597,10 +598,7 @@ def served_row(engine: str, command: str, root: Path) -> list[str]:
     log = (root / "serve.log").open("w")
     server = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=root)
     try:
-        text = ""
-        while not text.endswith("\n}\n") and (line := server.stdout.readline()):
-            text += line
-        told = json.loads(text or "{}")
+        told = first_record(server)
         if "url" not in told:
             raise Failed((root / "serve.log").read_text())
         found = ask_server(told, expected)

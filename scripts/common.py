@@ -66,6 +66,14 @@ def quantkit_logged(arguments: list[str], log: Path) -> None:
     run([sys.executable, "-m", "quantkit", *arguments], log, PYTHONPATH=str(ROOT))
 
 
+def first_record(process: subprocess.Popen) -> dict:
+    """The first JSON object that a process prints; {} if it ends without one."""
+    text = ""
+    while not text.endswith("\n}\n") and (line := process.stdout.readline()):
+        text += line
+    return json.loads(text or "{}")
+
+
 def load_client(python: str, jobs: list[dict], ids: list[list[int]], want: str, folder: Path) -> dict:
     """Results by job name of clients/load_client.py; errors of single jobs are among them."""
     request = {"ids": ids, "want": want, "threads": 1, "jobs": jobs}

@@ -39,7 +39,7 @@ def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsy
     assert "model-w4 4." in printed.out and "| model-w4 | " in printed.out
     assert "block 1\nblock 2\n" in printed.out
     assert "gptq to awq with 14 equal linears\n" in printed.out
-    assert "README.md names no base_model | write `base_model: ORG/NAME`" in printed.out
+    assert "README.md names no base_model and no license | write `base_model: ORG/NAME` and" in printed.out
     assert str({"schema": "quantkit.job/3", "finished": True, "output": "./model-nf4"})[1:40] in printed.out
     assert "unknown keys: bitz | did you mean bits?" in printed.out
 

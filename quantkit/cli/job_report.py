@@ -61,7 +61,8 @@ def plan_record(job: Job) -> dict:
 
 def _whole(paths: Sequence[Path]) -> str:
     """Return the path of an output, such as `model-00001-of-00003.gguf and 2 more`."""
-    return f"{paths[0]}{f' and {len(paths) - 1} more' if len(paths) > 1 else ''}"
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{paths[0]}{more}"
 
 
 def print_plans(jobs: Sequence[Job]) -> None:

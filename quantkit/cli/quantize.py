@@ -109,7 +109,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.evaluation import windows as windows_of
             from quantkit.inspection import publish
             from quantkit.models.machine import distributed
-            from quantkit.quantize import several
+            from quantkit.quantize.prepare import several
 
         asked = {key: values[key] for key in REQUEST}
         outputs, jobs = several.prepare(choice, progress, values["dry_run"], **asked)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import DEMO, run_script
+from common import DEMO, first_record, run_script
 from common import run as run_logged
 from gpu.on_device import JOBS, few, made, shape
 from gpu.worker import ROOT, Failed, Run, Skipped, command
@@ -94,10 +94,7 @@ def served(run: Run, python: str, name: str, engine: str = "vllm") -> dict:
     with (run.work / "serve.log").open("w") as log:
         server = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True, env=env, cwd=run.work)
     try:
-        text = ""
-        while not text.endswith("\n}\n") and (line := server.stdout.readline()):
-            text += line
-        told = json.loads(text or "{}")
+        told = first_record(server)
         if "url" not in told:
             raise Failed(" ".join((run.work / "serve.log").read_text().split())[-300:])
         users = "1,2" if run.rehearse else "1,8,32"

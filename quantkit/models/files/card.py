@@ -61,9 +61,9 @@ def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:
 
 def check(head: dict[str, Any], place: Path, hint: str = "") -> None:
     """Raise QuantkitError unless a card's head names base model and licence. place: of the card."""
-    for key, example in NEEDED.items():
-        add = f"{hint}write `{key}: {example}` into its head, between the lines of ---"
-        require(head.get(key), f"{place} names no {key}", add, USAGE)
+    missing = {key: f"`{key}: {example}`" for key, example in NEEDED.items() if not head.get(key)}
+    add = f"{hint}write {' and '.join(missing.values())} into its head, between the lines of ---"
+    require(not missing, f"{place} names no {' and no '.join(missing)}", add, USAGE)
 
 
 def inherited(folder: Path) -> dict[str, str | list[str]]:
