@@ -22,6 +22,7 @@ computes. Written for torch 2.13 (`_setup_privateuseone_for_python_backend` is e
 from __future__ import annotations
 
 import collections
+import itertools
 from contextlib import contextmanager
 
 import torch
@@ -272,7 +273,8 @@ class Operation:
     def __init__(self, func):
         self.name = func.name().removeprefix("aten::")
         self.base = self.name.partition(".")[0]
-        self.instead = {"_to_copy": _to_copy, "copy_": _copy, "mm.dtype": _mm}.get(self.name, None)
+        instead = {"_to_copy": _to_copy, "copy_": _copy, "mm.dtype": _mm, "cumsum": _cumsum}
+        self.instead = instead.get(self.name)
         if torch.Tag.inplace_view in func.tags:
             raise NotImplementedError(f"{self.name} changes a tensor's shape in place: the double cannot")
         plain = self.base.removeprefix("linalg_").rstrip("_").removesuffix("_ex")
@@ -359,6 +361,15 @@ def _mm(left, right, out_dtype):
         DEVICE.touch(tensor, writes=False)
     launch("mm")
     return _far(left.inner.to(out_dtype) @ right.inner.to(out_dtype))
+
+
+def _cumsum(terms, dim, *, dtype=None):
+    """Along the first dimension CUDA adds one after another; torch's sums on a CPU are in float64."""
+    DEVICE.touch(terms, writes=False)
+    launch("cumsum")
+    if dim or dtype:
+        return _far(terms.inner.cumsum(dim, dtype=dtype))
+    return _far(torch.stack(list(itertools.accumulate(terms.inner))))
 
 
 class _Module(backend_registration._DummyBackendModule):

@@ -613,7 +613,7 @@ def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
 @pytest.mark.parametrize(
     "method, most",
     [
-        ("gptq --transform none", 8),
+        ("gptq --transform none", 9),
         ("gptq", 11),
         ("gptq --refine 0, none", 4),
         ("nf4 --solver gptq", 10),
@@ -622,7 +622,8 @@ def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
     ],
 )
 def test_launches_of_a_column(method, most):
-    """At most so many kernels for a column of 512, and no more for a matrix of twice the rows."""
+    """At most so many kernels for a column of 512, and no more for a matrix of twice the rows. (CUDA replays
+    most of them as one.)"""
     import bench_launches
 
     run, _ = bench_launches.METHODS[method]

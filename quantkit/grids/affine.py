@@ -12,6 +12,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from quantkit.grids.grid import each_row
 from quantkit.grids.levels import WholeLevels
 from quantkit.grids.parallel import elements_at_once, for_each
 
@@ -65,8 +66,7 @@ class AffineGrid(WholeLevels):
             rows = SEARCH_SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
             parts = [scale, zero, weight]
             if importance is not None:  # of all rows, or of each matrix
-                roots = importance.sqrt().view(-1, 1, weight.shape[1])
-                parts.append(roots.expand(-1, len(weight) // len(roots), -1).flatten(0, 1))
+                parts.append(each_row(importance.sqrt(), len(weight)))
             for_each(self._search, list(zip(*(part.split(rows) for part in parts), strict=True)))
         return AffineParams(_storable(scale).float(), zero)
 

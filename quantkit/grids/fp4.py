@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.grid import Grid, Params, by_rows
+from quantkit.grids.grid import Grid, Params, by_rows, each_row
 from quantkit.grids.levels import TableLevels
 from quantkit.grids.parallel import elements_at_once, for_each
 
@@ -84,6 +84,7 @@ class Fp4Grid(Fp4Levels):
 
     search: bool = True
     bits = 4
+    many = True
 
     def plain(self) -> Fp4Grid:
         """Return the grid without search: scales fit the largest weight of a group."""
@@ -95,7 +96,8 @@ class Fp4Grid(Fp4Levels):
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Fp4Params:
         """Return scales `[rows]` of `weight [rows, group_size]`; `importance` as in Grid."""
-        return self.fit_columns(weight.t().contiguous(), importance)
+        cost = None if importance is None else each_row(importance, len(weight)).t()
+        return self.fit_columns(weight.t().contiguous(), cost)
 
     def fit_columns(self, columns: Tensor, importance: Tensor | None = None) -> Fp4Params:
         """Return `fit` for groups `columns [group_size, rows]`; `importance` may have this shape too."""

@@ -30,7 +30,8 @@ class Grid:
     (`ggml.iquants.CodeBookGrid`). weighted: round to nearest uses the importance of input columns, like
     llama.cpp's encoders. joint: linears that engines fuse share parameters (`together`). clip: with second
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
-    matrices, with an importance for each, `[matrices, group_size]`.
+    matrices, with an importance for each, `[matrices, group_size]`. waits: `fit` or `refit` waits for the
+    device.
     """
 
     group_size: int
@@ -41,6 +42,7 @@ class Grid:
     joint = False
     clip = False
     many = False
+    waits = False
 
     @property
     def sub_size(self) -> int:
@@ -143,7 +145,7 @@ class Grid:
         return self.decode(codes, params)
 
 
-def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
+def each_of(change: Callable[..., Tensor], first: Params, *others: Params) -> Params:
     """Return parameters in which `change` was applied to the corresponding tensors of all arguments."""
     names = [field.name for field in dataclasses.fields(first)]
     return dataclasses.replace(
@@ -153,22 +155,22 @@ def _each(change: Callable[..., Tensor], first: Params, *others: Params) -> Para
 
 def join(groups: Sequence[Params]) -> Params:
     """Return the parameters of a matrix, from those of its groups in order."""
-    return _each(lambda *parts: torch.stack(parts, 1), *groups)
+    return each_of(lambda *parts: torch.stack(parts, 1), *groups)
 
 
 def stack(matrices: Sequence[Params]) -> Params:
     """Return the parameters of matrices that are concatenated along rows."""
-    return _each(lambda *parts: torch.cat(parts), *matrices)
+    return each_of(lambda *parts: torch.cat(parts), *matrices)
 
 
 def group(params: Params, index: int) -> Params:
     """Return the parameters of one group of a matrix."""
-    return _each(lambda part: part[:, index], params)
+    return each_of(lambda part: part[:, index], params)
 
 
 def rows(params: Params, rows: slice | int) -> Params:
     """Return the parameters of some rows, for a group or a matrix; of one of several matrices."""
-    return _each(lambda part: part[rows], params)
+    return each_of(lambda part: part[rows], params)
 
 
 def regrouped(params: Params, order: Tensor) -> Params:
@@ -179,22 +181,29 @@ def regrouped(params: Params, order: Tensor) -> Params:
         index = order.view(len(order), 1, -1, *[1] * (part.ndim - 2))
         return part.unflatten(0, (len(order), -1)).take_along_dim(index, 2)
 
-    return _each(moved, params)
+    return each_of(moved, params)
 
 
 def select(choice: Tensor, yes: Params, no: Params) -> Params:
     """Return, row by row, the parameters of `yes` if `choice [rows]` is True, else those of `no`."""
-    return _each(lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
+    return each_of(lambda a, b: torch.where(choice.view(-1, *[1] * (a.ndim - 1)), a, b), yes, no)
+
+
+def each_row(importance: Tensor, rows: int) -> Tensor:
+    """Return importance `[group_size]` or `[matrices, group_size]` as `[rows, group_size]`, the rows of one
+    matrix after those of another."""
+    parts = importance.view(-1, 1, importance.shape[-1])
+    return parts.expand(-1, rows // len(parts), -1).flatten(0, 1)
 
 
 def flat(params: Params) -> Params:
     """Return parameters `[out, groups, ...]` as `[out * groups, ...]`: every group becomes a row."""
-    return _each(lambda part: part.flatten(0, 1), params)
+    return each_of(lambda part: part.flatten(0, 1), params)
 
 
 def matrix(params: Params, out_features: int) -> Params:
     """Invert `flat`."""
-    return _each(lambda part: part.unflatten(0, (out_features, -1)), params)
+    return each_of(lambda part: part.unflatten(0, (out_features, -1)), params)
 
 
 def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:

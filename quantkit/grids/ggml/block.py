@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import params as stored
-from quantkit.grids.grid import Grid, by_rows, group, matrix, stack
+from quantkit.grids.grid import Grid, by_rows, each_row, group, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
 
@@ -52,7 +52,7 @@ class BlockGrid(WholeLevels):
     group_size: int
     sub_size: int = 32
     offset: int = 0
-    weighted = True
+    weighted = many = waits = True
     scale_range = 0, 0
 
     def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
@@ -71,11 +71,12 @@ class BlockGrid(WholeLevels):
         """Return codes uint8 `[out, in]` and parameters `[out, in / group_size]` for `weight [out, in]`
         (float32), byte for byte as ggml does (quantize_row_*_ref, and *_impl with importance).
 
-        importance: cost of a squared error in each column, `[in]` or `[out, in]`; llama.cpp's imatrix.
+        importance: cost of a squared error in each column, `[in]`, or `[matrices, in]` for as many matrices
+        of the same shape; llama.cpp's imatrix.
         """
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
         if importance is not None:
-            importance = importance.expand_as(weight)
+            importance = each_row(importance, len(weight))
 
         def encode(part: slice) -> Any:
             blocks = Blocks(

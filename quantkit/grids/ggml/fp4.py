@@ -94,7 +94,7 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
         """Return for every 16 weights the best of the scales around the one that fits the largest weight."""
         grid = NvFp4Grid(divisor=self.together([weight]).divisor)
-        weights = [None] * 4 if importance is None else importance.split(self.sub_size)
+        weights = [None] * 4 if importance is None else importance.split(self.sub_size, -1)
         parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
         found = [grid.fit(*part) for part in parts]
         return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)

@@ -19,7 +19,7 @@ from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
 from quantkit.grids.ggml.params import SubHalves, half
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
-from quantkit.grids.grid import by_rows
+from quantkit.grids.grid import by_rows, each_row
 from quantkit.grids.levels import usable
 
 LARGEST_SCALE = 15
@@ -83,8 +83,8 @@ class CodeBookGrid(BlockGrid):
         the magnitudes, whether or not the vectors are in the book. (With the encoder's own scales, which take
         ten times as long, error feedback reaches the same loss.)"""
         blocks = weight.reshape(-1, self.sub_size).abs()
-        weights = torch.ones_like(blocks[:1]) if importance is None else importance.reshape(-1, self.sub_size)
-        weights = weights.repeat(len(blocks) // len(weights), 1)
+        cost = weight.new_ones(weight.shape[1]) if importance is None else importance
+        weights = each_row(cost, len(weight)).reshape(-1, self.sub_size)
         step = torch.empty_like(blocks[:, 0])
         by_rows(self._steps_of, step, blocks, weights)
         step = step.view(len(weight), -1, self.group_size // self.sub_size)

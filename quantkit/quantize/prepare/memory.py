@@ -26,6 +26,7 @@ SEARCH_VALUES = 1 << 26  # of a range search's temporaries on an accelerator, se
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
 LOGITS = 5  # copies of the logits at a time: as they are, in float32, their softmax and its sums, gradients
 TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, activations and products among them
+REPLAYED = 2 * 128 * 24  # of two groups of a row: what stays of each shape, see solvers/replay.py
 SEARCH = 11  # temporaries of a range search, for each weight that it looks at
 
 
@@ -186,6 +187,8 @@ def peak_memory(
             # of the second moments; errors and codes of two linears
             factors = max(4 * shapes.widest**2, 2 * shapes.widest**2 + 9 * largest)
             solving = max(solving, FLOAT32 * factors + 2 * largest * copied)
+        if "hessian" in needs and accelerated:
+            solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
         if scaled and shapes.streamed:  # what enters each layer of experts, until all of them have come
             experts = map(expert_share.expert_of, shapes.experts)
             elsewhere = shapes.states * len({name.rpartition(".")[0] for name in experts})

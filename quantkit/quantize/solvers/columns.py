@@ -12,7 +12,7 @@ share the launches: `Wt [in, matrices * out]` has the rows of all, and each has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from quantkit.grids.parallel import elements_at_once
 BATCH = 128  # columns between two lazy updates; the paper's B
 RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product: at least, at most
 LONG_RUN = 128
+LONGEST = 512  # columns whose choice is replayed on an accelerator
 RUN_TEMPORARIES = 4  # of the size of a run
 
 
@@ -44,8 +45,8 @@ def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> Tensor:
 class Chosen:
     """The choice for the columns of a site, or of several in turn, in the solver's order.
 
-    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`; for a later column, `Σ E_k U_kj` over the columns added
-    so far. params: of each group. lost: `e H eᵀ` of every row with the damped H, `[out]`.
+    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`. params: of each group. lost: `e H eᵀ` of every row with
+    the damped H, `[out]`.
     """
 
     codes: Tensor
@@ -55,19 +56,15 @@ class Chosen:
 
 
 class Columns:
-    """State of the sweep over columns `Wt [in, (matrices *) out]`; U `[(matrices,) in, in]` and D
-    `[(matrices,) in]` with `H = U diag(D) Uᵀ`.
+    """Chooses the columns of `Wt [in, (matrices *) out]`, a part of `span` columns at a time; U `[(matrices,)
+    in, in]` with `H = U diag(D) Uᵀ`.
 
     Buffers of a run are allocated once, and so are views of them.
     """
 
-    def __init__(self, Wt: Tensor, U: Tensor, D: Tensor, grid: Grid):
-        self.Wt, self.U, self.D, self.grid = Wt, U, D, grid
-        codes = torch.empty(Wt.shape, dtype=torch.uint8, device=Wt.device)
-        self.chosen = Chosen(codes, torch.zeros_like(Wt), [], Wt.new_zeros(Wt.shape[1]))
-        self.known = [0] * len(Wt)  # number of columns whose errors each has added
-        size = grid.group_size
-        self.span = max(size, BATCH // size * size)  # updated at once: whole groups, or parts of one
+    def __init__(self, Wt: Tensor, U: Tensor, grid: Grid):
+        self.grid, size = grid, grid.group_size
+        self.span = max(size, BATCH // size * size)  # whole groups
         rows = parts(Wt, U).shape[-1]  # of one matrix: its results do not depend on the others
         self.width = min(max(elements_at_once(Wt.device, RUN_TEMPORARIES) // rows, RUN), LONG_RUN)
         self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
@@ -79,32 +76,46 @@ class Columns:
             products = [(ideal[:, k, None].baddbmm_, feed[:, k, None, :k], before[:, :k]) for k in every]
         self.views = list(zip(every, self.ideal, self.levels, products, strict=True))
 
+    def solve(
+        self, E: Tensor, codes: Tensor, lost: Tensor, Wt: Tensor, U: Tensor, D: Tensor, fixed: Sequence
+    ) -> list:
+        """Choose the columns of a part, `Wt [columns, (matrices *) out]`; return its groups' parameters.
+
+        E: `Σ E_k U_kj` over all earlier parts, becomes the errors. codes: uint8, are written. lost: `[out]`,
+        grows by the part's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`. fixed: the
+        groups' parameters; empty: they are fitted when the sweep reaches the group.
+        """
+        self.E, self.codes, self.lost, self.Wt, self.U, self.D = E, codes, lost, Wt, U, D
+        self.known = [0] * len(Wt)  # number of columns of the part whose errors each has added
+        found, size = [], self.grid.group_size
+        for start in range(0, len(Wt), size):
+            group = slice(start, start + size)
+            self.update(group)
+            params = fixed[len(found)] if fixed else self.grid.fit(self.free(group).t(), D[..., group])
+            found.append(self.choose(group, params, refit=not fixed))
+        return found
+
     def update(self, columns: slice) -> None:
-        """Add the errors of all earlier columns to these columns; at the beginning of a batch, to the whole
-        batch (section 3.3, step 2)."""
+        """Add the errors of the part's earlier columns to these columns; at the beginning of a batch, to the
+        whole batch (section 3.3, step 2)."""
         low, high = columns.start, columns.stop
-        first = low // self.span * self.span
-        if (low - first) % BATCH == 0:
-            high = max(high, min(low + BATCH, first + self.span, len(self.Wt)))
+        if low % BATCH == 0:
+            high = max(high, min(low + BATCH, len(self.Wt)))
         since = self.known[low]
         if since < low:
-            E = self.chosen.E
-            add_product(E[low:high], self.U[..., since:low, low:high].mT, E[since:low])
+            add_product(self.E[low:high], self.U[..., since:low, low:high].mT, self.E[since:low])
         self.known[low:high] = [low] * (high - low)
 
     def free(self, columns: slice) -> Tensor:
         """Return the best values of `columns` without rounding to the grid, given the errors before them."""
-        Wt = self.Wt[columns]
-        if not columns.start:
-            return Wt
-        own = self.U[..., columns, columns]
+        Wt, own = self.Wt[columns], self.U[..., columns, columns]
         identity = torch.eye(len(Wt), device=own.device)
         inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
-        return add_product(Wt.clone(), inverse.mT, self.chosen.E[columns])
+        return add_product(Wt.clone(), inverse.mT, self.E[columns])
 
-    def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Choose codes and parameters of a group's columns. With `refit`, each sub-block after the first gets
-        new parameters, fitted to its columns with the errors of earlier columns added."""
+    def choose(self, group: slice, params: Any, refit: bool) -> Any:
+        """Choose the codes of a group's columns; return its parameters. With `refit`, each sub-block after
+        the first gets new parameters, fitted to its columns with the errors of earlier columns added."""
         size = self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -112,14 +123,14 @@ class Columns:
                 self.update(part)
                 params = self.grid.refit(self.free(part), params, k, self.D[..., part])
             self._choose(part, *(found[k] for found in self.grid.steps(params)))
-        self.chosen.params.append(params)
+        return params
 
     def _choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
         """Choose codes, errors and loss of `columns` that share `step` and `low [out]`."""
         for run in self._runs(columns):
             self.update(run)
-            U, chosen, size = self.U[..., run, run], self.chosen, run.stop - run.start
-            ideal, levels, E = self.ideal[:size], self.levels[:size], chosen.E[run]
+            U, size = self.U[..., run, run], run.stop - run.start
+            ideal, levels, E = self.ideal[:size], self.levels[:size], self.E[run]
             self.feed[..., :size, :size].copy_(U.mT)
             raised = self.Wt[run] + low
             add_product(ideal.copy_(E), U.mT, raised).div_(step)
@@ -128,10 +139,10 @@ class Columns:
                 if k:
                     add(*factors, alpha=-1)
                 snap(column, level)
-            self.grid.codes(levels, chosen.codes[run])
+            self.grid.codes(levels, self.codes[run])
             torch.addcmul(raised, levels, step, value=-1, out=E)
             squares = ideal.sub_(levels).mul_(step).square_()
-            add_product(chosen.lost[None], self.D[..., None, run], squares)
+            add_product(self.lost[None], self.D[..., None, run], squares)
 
     def _runs(self, columns: slice) -> Iterator[slice]:
         """Yield parts of `columns` that have at most `width` columns and lie in one batch."""

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -40,8 +41,9 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, regrouped, stack
 from quantkit.grids.grid import rows as rows_of
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, measured, row_losses, rtn, vectors
-from quantkit.quantize.solvers.columns import Chosen, Columns
+from quantkit.quantize.solvers.columns import LONGEST, Chosen, Columns, add_product
 from quantkit.quantize.solvers.refine import refine
+from quantkit.quantize.solvers.replay import Replays
 
 DAMP_RETRIES = 5
 Target = Literal["own", "original"]
@@ -62,6 +64,10 @@ class GptqSolver:
     act_order: str = "group"
     refine: int = 2
     target: Target = "original"
+
+    @cached_property
+    def _replays(self) -> Replays:
+        return Replays()
 
     @property
     def needs(self) -> frozenset[str]:
@@ -87,7 +93,8 @@ class GptqSolver:
         like experts', are one batch. (A CPU adds up products of few rows, or an odd number, differently.)"""
         weights, grids, statistics = zip(*sites, strict=True)
         kinds = {(*own, *(w.shape for w in each)) for own, each in zip(grids, weights, strict=True)}
-        able = all(grid.many for grid in grids[0]) and not any(one.curvatures for one in statistics)
+        able = all(grid.many and grid.sub_size == grid.group_size for grid in grids[0])
+        able = able and not any(one.curvatures for one in statistics)
         found = []
         if able and len(kinds) == 1 < len(sites):
             stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
@@ -128,14 +135,17 @@ class GptqSolver:
         damping += diagonal.mean(-1)
         Wt = picked((torch.cat(weights, -2) if weights[1:] else weights[0]).mT, order)
         Wt = Wt.movedim(-2, 0).flatten(1)
-        fixed = None
+        fixed = []
         if grid.spans_matrix:
             params = stack([grid.fit_matrix(weight) for weight in weights])
             fixed = [group(params, k) for k in places(order, grid).tolist()]
-        chosen = sweep(Wt, *unit_upper(A), grid, fixed)
+        chosen = sweep(Wt, *unit_upper(A), grid, fixed, self._replays)
         if self.refine:
             del A
-            (refine if grid.vector_size == 1 else vectors.refine)(Wt, chosen, grid, H, self.refine)
+            if grid.vector_size == 1:
+                refine(Wt, chosen, grid, H, self.refine, self._replays)
+            else:
+                vectors.refine(Wt, chosen, grid, H, self.refine)
         found = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, chosen.E.square_().sum(0)]).view(2, len(found), -1)
         lost[1] *= damping[..., None]
@@ -157,20 +167,31 @@ def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
     return A.div_(pivots[..., None, :]), pivots.square()
 
 
-def sweep(Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: list | None = None) -> Chosen:
+def sweep(
+    Wt: Tensor, U: Tensor, D: Tensor, grid: Grid, fixed: Sequence = (), replays: Replays | None = None
+) -> Chosen:
     """Quantize the columns of W, rows of `Wt [in, out]`, in order with error feedback through U and D.
 
-    fixed: the parameters of each group; None: fitted when the sweep reaches the group, with the pivots D as
+    fixed: the parameters of each group; empty: fitted when the sweep reaches the group, with the pivots D as
     importance. D is the cost of a rounding error in column j after later columns compensate. (With the
     diagonal of H the KL divergence of the bundled model is 5 percent higher, 2 after refinement.)
     """
-    columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, D, grid)
-    for start in range(0, len(Wt), grid.group_size):
-        span = slice(start, start + grid.group_size)
-        columns.update(span)
-        params = fixed[start // grid.group_size] if fixed else grid.fit(columns.free(span).t(), D[..., span])
-        columns.choose(span, params, refit=not fixed)
-    return columns.chosen
+    columns = (Columns if grid.vector_size == 1 else vectors.Vectors)(Wt, U, grid)
+    codes = torch.empty(Wt.shape, dtype=torch.uint8, device=Wt.device)
+    chosen = Chosen(codes, torch.zeros_like(Wt), [], Wt.new_zeros(Wt.shape[1]))
+    for low in range(0, len(Wt), columns.span):
+        part = slice(low, min(low + columns.span, len(Wt)))
+        E = chosen.E[part]
+        if low:
+            add_product(E, U[..., :low, part].mT, chosen.E[:low])
+        given = Wt[part], U[..., part, part], D[..., part]
+        own = fixed[low // grid.group_size : part.stop // grid.group_size]
+        changed = E, codes[part], chosen.lost
+        if replays is None or len(E) > LONGEST or grid.vector_size > 1 or (grid.waits and not fixed):
+            chosen.params += columns.solve(*changed, *given, own)
+        else:
+            chosen.params += replays(columns.solve, ("sweep", grid), changed, given, own)
+    return chosen
 
 
 def picked(rows: Tensor, order: Tensor) -> Tensor:

@@ -15,16 +15,21 @@ rounding.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
-from quantkit.quantize.solvers.columns import RUN, Chosen, parts
+from quantkit.quantize.solvers.columns import LONGEST, RUN, Chosen, parts
+from quantkit.quantize.solvers.replay import Replays
 
 TINY = torch.finfo(torch.float32).tiny
 
 
-def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int) -> None:
+def refine(
+    Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int, replays: Replays | None = None
+) -> None:
     """Improve codes and parameters for `Wt [in, out]` in place, with the same grid and number of bytes.
 
     hessian: `[in, in]`, or `[matrices, in, in]` for `Wt [in, matrices * out]`; damped, in the same column
@@ -35,50 +40,64 @@ def refine(Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int)
     curvature = hessian.diagonal(dim1=-2, dim2=-1).clone()
     hessian.div_(curvature[..., None])  # row j is what column j goes by
     hessian, curvature = hessian.view(-1, *hessian.shape[-2:]), curvature.view(-1, len(Wt))
-    pairs = (len(chosen.params) + 1) // 2
+    size, count = grid.group_size, len(chosen.params)
+    pairs = (count + 1) // 2
+    # views [matrices, groups, group_size, out]
+    views = [parts(x, hessian).unflatten(1, (-1, size)) for x in (chosen.E, chosen.codes, Wt)]
+    visit = _Visit(grid)
     for _ in range(cycles):
         for k in range(pairs):
-            groups = range(k, len(chosen.params), pairs)
-            _Visit(Wt, chosen, grid, hessian, curvature, groups).improve()
+            where = slice(k, count, pairs)
+            E, codes, own = (view[:, where] for view in views)
+            rows = hessian.unflatten(1, (-1, size))[:, where]
+            residual = rows.flatten(1, 2) @ parts(chosen.E, hessian)  # r_j / H_jj
+            given = (
+                own,
+                residual.view(-1, *own.shape[2:]),
+                rows.unflatten(3, (-1, size))[:, :, :, where].contiguous(),
+                curvature.unflatten(1, (-1, 1, size))[:, where].flatten(0, 1),
+            )
+            changed, params = (E, codes, chosen.lost), chosen.params[where]
+            if replays is None or size > LONGEST:
+                chosen.params[where] = visit.improve(*changed, *given, params)
+            else:
+                chosen.params[where] = replays(visit.improve, ("visit", grid), changed, given, params)
 
 
 class _Visit:
-    """One or two groups of every matrix; all tensors are `[matrices * groups, group_size, out]`."""
+    """Improves one or two groups of every matrix; tensors are `[matrices * groups, group_size, out]`."""
 
-    def __init__(
-        self, Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, curvature: Tensor, groups: range
-    ):
-        self.grid, self.chosen, self.groups = grid, chosen, groups
-        self.places = len(hessian), len(groups)
-        size, where = grid.group_size, slice(groups.start, None, groups.step)
-        # views [matrices, groups, group_size, out]
-        own = (parts(x, hessian).unflatten(1, (-1, size))[:, where] for x in (Wt, chosen.E, chosen.codes))
-        self.Wt, self.E, self.codes = own
-        rows = hessian.unflatten(1, (-1, size))[:, where]
-        residual = rows.flatten(1, 2) @ parts(chosen.E, hessian)  # r_j / H_jj
-        self.residual = residual.view(-1, *self.Wt.shape[2:])
-        # [matrices, groups, size, groups, size], and what columns of the same group are to each other
-        self.hessian = rows.unflatten(3, (-1, size))[:, :, :, where].contiguous()
-        self.own = self.hessian.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
-        self.curvature = curvature.unflatten(1, (-1, 1, size))[:, where].flatten(0, 1)
-        self.levels = grid.levels(self.codes.flatten(0, 1))
-        self.step, self.low = self._steps([chosen.params[k] for k in groups])
+    def __init__(self, grid: Grid):
+        self.grid = grid
 
-    def improve(self) -> None:
-        """Choose columns, then scales, again; keep them in the rows where they lower the loss."""
-        before, residual = torch.sub(self.Wt, self.E).flatten(0, 1), self.residual.clone()
+    def improve(
+        self, E: Tensor, codes: Tensor, lost: Tensor,
+        Wt: Tensor, residual: Tensor, hessian: Tensor, curvature: Tensor, params: Sequence,
+    ) -> list:  # fmt: skip
+        """Choose columns, then scales, again; keep them in the rows where they lower the loss.
+
+        E, codes, Wt: `[matrices, groups, group_size, out]`. lost: `[matrices * out]`. hessian: `[matrices,
+        groups, size, groups, size]`, residual: rows of both are divided by `curvature [matrices * groups, 1,
+        size]`. Changes E, codes, lost and residual in place; returns new parameters.
+        """
+        self.places, self.params, size = E.shape[:2], params, E.shape[2]
+        self.residual, self.hessian, self.curvature = residual, hessian, curvature
+        # what columns of the same group are to each other
+        self.own = hessian.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+        self.levels = self.grid.levels(codes.flatten(0, 1))
+        self.step, self.low = self._steps(params)
+        before, residual = torch.sub(Wt, E).flatten(0, 1), residual.clone()
         self._descend()
-        values, params = self._rescaled()
+        values, scaled = self._rescaled()
         moved = values.sub_(before)
         change = -self._weigh(moved, residual.add_(self.residual)).unflatten(0, self.places).sum(1)
-        keep, chosen = (change <= 0)[:, None, None], self.chosen  # not a number stays out
-        chosen.lost += torch.where(keep[:, 0, 0], change, 0.0).flatten()
-        self.E.sub_(moved.unflatten(0, self.places).mul_(keep))
-        codes = torch.empty_like(self.codes)
-        self.grid.codes(self.levels.unflatten(0, self.places), codes)
-        self.codes.copy_(torch.where(keep, codes, self.codes))
-        for k, found in zip(self.groups, params, strict=True):
-            chosen.params[k] = select(keep.flatten(), found, chosen.params[k])
+        keep = (change <= 0)[:, None, None]  # not a number stays out
+        lost += torch.where(keep[:, 0, 0], change, 0.0).flatten()
+        E.sub_(moved.unflatten(0, self.places).mul_(keep))
+        found = torch.empty_like(codes)
+        self.grid.codes(self.levels.unflatten(0, self.places), found)
+        codes.copy_(torch.where(keep, found, codes))
+        return [select(keep.flatten(), new, old) for new, old in zip(scaled, params, strict=True)]
 
     def _descend(self) -> None:
         """Choose each column's best level again, one after another; changes `levels` and `residual`."""
@@ -95,7 +114,7 @@ class _Visit:
             for column, level, others in zip(*columns, strict=True):
                 self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
             moved = torch.sub(levels, old).mul_(step)
-            if len(self.groups) == 2:
+            if self.places[1] == 2:
                 keep = self._agreed(run, moved)[:, None]
                 torch.where(keep, levels, old, out=levels)
                 moved.mul_(keep)
@@ -124,13 +143,13 @@ class _Visit:
         power = self._weigh(values, self.own @ values)
         factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
         factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
-        found = zip(self.groups, factor.unflatten(0, self.places).unbind(1), strict=True)
-        params = [self.grid.scaled(self.chosen.params[k], part.flatten()) for k, part in found]
+        found = zip(self.params, factor.unflatten(0, self.places).unbind(1), strict=True)
+        params = [self.grid.scaled(own, part.flatten()) for own, part in found]
         scaled = self._values(*self._steps(params))
         self._follow(slice(None), values.neg_().add_(scaled))
         return scaled, params
 
-    def _steps(self, params: list) -> tuple[Tensor, Tensor]:
+    def _steps(self, params: Sequence) -> tuple[Tensor, Tensor]:
         """Return step and low, `[matrices * groups, sub-blocks, out]`."""
         found = map(torch.stack, zip(*map(self.grid.steps, params), strict=True))
         step, low = (x.unflatten(2, (self.places[0], -1)).movedim(2, 0).flatten(0, 1) for x in found)

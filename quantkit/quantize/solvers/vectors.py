@@ -22,9 +22,9 @@ REACH = 2  # scales on either side of the fitted one that are tried; 1 loses 1 t
 class Vectors(Columns):
     """Columns of a grid whose codes stand for vectors of several columns."""
 
-    def choose(self, group: slice, params: Any, refit: bool) -> None:
-        """Choose codes and parameters of a group's columns. Each sub-block gets, of the scales around the
-        fitted one, the scale with the least loss, given the errors of earlier columns."""
+    def choose(self, group: slice, params: Any, refit: bool) -> Any:
+        """Choose the codes of a group's columns; return its parameters. Each sub-block gets, of the scales
+        around the fitted one, the scale with the least loss, given the errors of earlier columns."""
         grid, size = self.grid, self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
@@ -36,15 +36,15 @@ class Vectors(Columns):
             params = grid.chosen(candidates, best)
             index = best.expand(1, size, -1)
             levels, E = (x.gather(0, index)[0] for x in (levels, E))
-            self.chosen.E[part] = E
-            self.chosen.lost += lost.gather(0, best[None])[0]
-            self.grid.codes(levels, self.chosen.codes[part])
-        self.chosen.params.append(params)
+            self.E[part] = E
+            self.lost += lost.gather(0, best[None])[0]
+            self.grid.codes(levels, self.codes[part])
+        return params
 
     def _swept(self, part: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return levels and errors `[candidates, columns, out]` for each of `steps`, and the losses."""
         count, rows = steps.shape
-        W, fed = self.Wt[part], self.chosen.E[part]
+        W, fed = self.Wt[part], self.E[part]
         levels = W.new_empty(len(W), count, rows)
         E, lost = torch.empty_like(levels), torch.zeros_like(steps)
         U, D = self.U[part, part], self.D[part]

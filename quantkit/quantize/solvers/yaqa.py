@@ -105,7 +105,7 @@ class YaqaSolver(GptqSolver):
         B, _ = factorize(G, self.output_damp)
         if A is None or B is None:
             return None
-        fixed = None
+        fixed = []
         if grid.spans_matrix:
             params = rows_of(grid.fit_matrix(weight), rows)
             fixed = [group(params, k) for k in places(order, grid).tolist()]
@@ -128,7 +128,7 @@ def feedback(
     D: Tensor,
     B: Tensor,
     grid: Grid,
-    fixed: list | None = None,
+    fixed: Sequence = (),
     refined: Callable[[Tensor, Chosen], None] | None = None,
 ) -> Chosen:
     """Quantize `Wt [in, out]` by blocks of rows of W, each with a target that compensates for the errors of
@@ -141,8 +141,7 @@ def feedback(
         mixed = torch.linalg.solve_triangular(B[rows, rows], B[:start, rows], upper=True, left=False)
         shift = E[:, :start] @ mixed
         target = Wt[:, rows] + shift
-        own = [rows_of(params, rows) for params in fixed] if fixed else None
-        parts.append(sweep(target, U, D, grid, own))
+        parts.append(sweep(target, U, D, grid, [rows_of(params, rows) for params in fixed]))
         if refined:
             refined(target, parts[-1])
         torch.sub(parts[-1].E, shift, out=E[:, rows])

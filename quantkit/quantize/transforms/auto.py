@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from quantkit.grids.parallel import elements_at_once
 from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
@@ -31,6 +32,7 @@ EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # 0.98 for rows the KL divergence of the demo model is 2 percent higher in 3 bits and 5 in 2.
 ENOUGH = {1: 0.98, 2: 0.85}
 SAMPLED_ROWS = 1024  # of a fold that are looked at
+TEMPORARIES = 8  # of the size of a weight: groups looked at together
 FLOOR = 1e-3  # of the mean column: smaller ones count as this large
 
 
@@ -85,10 +87,14 @@ class FedReader(Reader):
         """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with ranges fitted as the solver does."""
         scaled = self.weight if scale is None else self.weight * scale
         pivots = self.pivots if scale is None else self.pivots / scale.square()
-        total = scaled.new_zeros(len(scaled))
-        for start in range(0, scaled.shape[1], self.grid.group_size):
-            span = slice(start, start + self.grid.group_size)
-            part = scaled[:, span].contiguous()
-            missed = self.grid.nearest(part.clone(), self.grid.fit(part, pivots[span])).sub_(part)
-            total += missed.square_() @ pivots[span]
+        rows, size = len(scaled), self.grid.group_size
+        groups, costs = scaled.unflatten(1, (-1, size)).transpose(0, 1), pivots.view(-1, size)
+        at_once = elements_at_once(scaled.device, TEMPORARIES) // (rows * size) if self.grid.many else 1
+        at_once = max(1, at_once)
+        total = scaled.new_zeros(rows)
+        for part, cost in zip(groups.split(at_once), costs.split(at_once), strict=True):
+            part = part.flatten(0, 1).contiguous()
+            missed = self.grid.nearest(part.clone(), self.grid.fit(part, cost.squeeze(0))).sub_(part)
+            for one, own in zip(missed.square_().split(rows), cost, strict=True):
+                total.addmv_(one, own)
         return self.counted(total)

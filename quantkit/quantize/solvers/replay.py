@@ -1,0 +1,79 @@
+"""Run a function again and again on tensors of the same shapes: on CUDA as one launch.
+
+A column of error feedback takes a GPU less time than the launches of its kernels take the host. So the second
+call with the same shapes is recorded as a CUDA graph, and later calls only replay the graph. A graph works on
+fixed addresses: arguments are copied to them, and results are copied back. Results are the same bit for bit.
+Other accelerators copy in the same way and run the function itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.grids.grid import each_of
+from quantkit.models.machine.device import is_accelerator
+
+KEPT = 24  # functions for which addresses and graphs are kept; the one not called for longest is dropped
+
+
+class Replays:
+    """Calls functions, `function(*changed, *given, params)`, which change the tensors `changed` in place and
+    return new parameters. They must not wait for the device or depend on values that `key` does not name."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, _Replay] = {}
+        self._pool = None  # memory that graphs share: only one runs at a time
+
+    def __call__(
+        self,
+        function: Callable[..., list],
+        key: Hashable,
+        changed: Sequence[Tensor],
+        given: Sequence[Tensor],
+        params: Sequence[Any] = (),
+    ) -> list:
+        """Return what `function` returns. key: all that sets it apart from other functions, but shapes."""
+        tensors = [*changed, *given]
+        if not is_accelerator(tensors[0].device):
+            return function(*tensors, params)
+        key = (key, tensors[0].device, len(params), *(tensor.shape for tensor in tensors))
+        if tensors[0].device.type == "cuda" and self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        replay = self._kept.pop(key, None) or _Replay(function, tensors, params)
+        self._kept[key] = replay
+        if len(self._kept) > KEPT:
+            del self._kept[next(iter(self._kept))]
+        found = replay(tensors, params, self._pool)
+        for tensor, result in zip(changed, replay.tensors, strict=False):
+            tensor.copy_(result)
+        return found
+
+
+class _Replay:
+    """A function with arguments at fixed addresses."""
+
+    def __init__(self, function: Callable[..., list], tensors: Sequence[Tensor], params: Sequence[Any]):
+        self.function, self.calls = function, 0
+        self.tensors = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors]
+        self.params = [each_of(torch.clone, each) for each in params]
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self, tensors: Sequence[Tensor], params: Sequence[Any], pool: Any) -> list:
+        for own, tensor in zip(self.tensors, tensors, strict=True):
+            own.copy_(tensor)
+        for own, given in zip(self.params, params, strict=True):
+            each_of(Tensor.copy_, own, given)
+        self.calls += 1
+        if self.calls == 2 and pool is not None:  # the first call loads kernels and fills caches of constants
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = self.function(*self.tensors, self.params)
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.result = self.function(*self.tensors, self.params)
+        return [each_of(torch.clone, each) for each in self.result]
