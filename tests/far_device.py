@@ -8,10 +8,10 @@ Tensors of device `far` hold a CPU tensor inside and compute with it, so values 
 - streams know of each other's work only if they wait for it: touching what another stream has not finished
   raises. One stream's work is in order.
 
-`DEVICE.launches` counts the operations that start a kernel (views, metadata and empty tensors do not),
-`DEVICE.syncs` those for whose result the host has to wait. `DEVICE.float64 = False` refuses double precision,
-as Apple's mps does; `DEVICE.streams = False` has no streams, as mps has none; `DEVICE.strict_products`
-refuses products of matrices that torch may round to TF32.
+`DEVICE.launches` counts the operations that start a kernel (views, metadata and empty tensors do not) and,
+as `from host`, copies to the device; `DEVICE.syncs` those for whose result the host has to wait.
+`DEVICE.float64 = False` refuses double precision, as Apple's mps does; `DEVICE.streams = False` has no
+streams, as mps has none; `DEVICE.strict_products` refuses products of matrices that torch may round to TF32.
 
 Not proven by it: generators on the device, backward passes, torch.compile, several devices, what a kernel
 computes. Written for torch 2.13 (`_setup_privateuseone_for_python_backend` is experimental).
@@ -333,7 +333,7 @@ def _to_copy(
         DEVICE.arrive()
         return content
     DEVICE.read_host(tensor)
-    launch("_to_copy")
+    launch("from host")
     return _far(torch.ops.aten._to_copy(tensor, dtype=dtype, memory_format=memory_format))
 
 
@@ -341,7 +341,7 @@ def _copy(into, source, non_blocking=False):
     for tensor, writes in ((source, False), (into, True)):
         if isinstance(tensor, Far):
             DEVICE.touch(tensor, writes)
-    launch("copy_")
+    launch("copy_" if isinstance(source, Far) else "from host")
     if isinstance(into, Far):
         if not isinstance(source, Far):
             DEVICE.read_host(source)

@@ -16,7 +16,9 @@ from quantkit.auto import sensitivities
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.distillation.compressed.student import Student
 from quantkit.grids.affine import AffineGrid
-from quantkit.grids.ggml import named
+from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
+from quantkit.grids.ggml import TYPES, named
+from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.ggml.blocks import encode_rows, pack
@@ -632,6 +634,36 @@ def test_launches_of_a_column(method, most):
         many, as_many_waits, _ = bench_launches.count(run, 64, 512)
     assert many <= few + 32 and few <= most * 512
     assert waits == as_many_waits
+
+
+GRIDS = [*map(named, TYPES), AffineGrid(4, 128), Nf4Grid(), MxFp4Grid(), NvFp4Grid(divisor=1.0)]
+
+
+@double_only
+@pytest.mark.parametrize("grid", [each for each in GRIDS if each.vector_size == 1], ids=str)
+def test_parameters_are_fitted_without_a_wait_or_a_copy(grid):
+    """With the values of the CPU. Only constants are copied, once; CUDA captures all else as a graph."""
+    generator, size = torch.Generator().manual_seed(0), grid.sub_size
+    weight = torch.randn(64, grid.group_size, generator=generator)
+    weight[0], weight[1], weight[2], weight[3] = 0, weight[1].sign(), weight[2] * 1e-20, weight[3].relu()
+    importance = torch.rand(grid.group_size, generator=generator)
+    grid = grid.together([weight])
+
+    def work(weight, importance) -> dict[str, torch.Tensor]:
+        params = grid.fit(weight, importance)
+        for k, part in enumerate(weight.split(size, 1)[1:], 1):
+            params = grid.refit(part.t(), params, k, importance[k * size : (k + 1) * size])
+        return vars(params)
+
+    with present():
+        for _ in range(2):
+            parts = weight.to(NAME), importance.to(NAME)
+            DEVICE.launches.clear()
+            DEVICE.syncs.clear()
+            found = work(*parts)
+        assert not DEVICE.syncs and not DEVICE.launches["from host"]
+        for name, wanted in work(weight, importance).items():
+            assert torch.equal(found[name].cpu(), wanted), name
 
 
 @double_only

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, Params, by_rows, each_row
-from quantkit.grids.levels import TableLevels
+from quantkit.grids.levels import TableLevels, constant
 from quantkit.grids.parallel import elements_at_once, for_each
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -176,7 +176,7 @@ class MxFp4Grid(Fp4Grid):
         search, also half and twice that scale."""
         exponent = torch.frexp(largest).exponent - 3  # floor(log2) - 2
         exponent = torch.where(largest > 0, exponent, 0)
-        steps = torch.tensor([0, -1, 1], device=largest.device)[: 3 if self.search else 1]
+        steps = constant((0, -1, 1) if self.search else (0,), largest.device, torch.int16)
         exponents = (exponent + steps[:, None]).clamp_(*MX_LIMITS)
         return powers_of_two(exponents)
 
@@ -224,7 +224,7 @@ class NvFp4Grid(Divided, Fp4Grid):
     def _candidates(self, largest: Tensor) -> Tensor:
         first = self._storable(largest / LARGEST_FP4).to(FLOAT8).view(torch.uint8).short()
         around = range(-CODES_BELOW, CODES_ABOVE + 1) if self.search else range(1)
-        steps = torch.tensor(sorted(around, key=abs), dtype=torch.int16, device=largest.device)
+        steps = constant(tuple(sorted(around, key=abs)), largest.device, torch.int16)
         codes = (first + steps[:, None]).clamp_(1, 0x7E)  # in e4m3 larger codes are larger numbers
         return codes.to(torch.uint8).view(FLOAT8).float()
 

@@ -30,8 +30,8 @@ class Grid:
     (`ggml.iquants.CodeBookGrid`). weighted: round to nearest uses the importance of input columns, like
     llama.cpp's encoders. joint: linears that engines fuse share parameters (`together`). clip: with second
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
-    matrices, with an importance for each, `[matrices, group_size]`. waits: `fit` or `refit` waits for the
-    device.
+    matrices, with an importance for each, `[matrices, group_size]`. Only with spans_matrix or
+    vector_size > 1 may `fit` and `refit` wait for the device.
     """
 
     group_size: int
@@ -42,7 +42,6 @@ class Grid:
     joint = False
     clip = False
     many = False
-    waits = False
 
     @property
     def sub_size(self) -> int:

@@ -50,7 +50,7 @@ class TableLevels(Grid):
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes."""
-        return torch.take(_ascending(self.level_table, codes.device), codes.long())
+        return torch.take(constant(self.level_table, codes.device), codes.long())
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
         """Write the codes of levels into `out`."""
@@ -62,8 +62,9 @@ class TableLevels(Grid):
 
 
 @cache
-def _ascending(table: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(table).to(device)
+def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers as a tensor, which is copied to a device only once."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 @cache
@@ -76,4 +77,4 @@ def _nearest_codes(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 @cache
 def _nearest_levels(table: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.take(_ascending(table, device), _nearest_codes(table, device).long())
+    return torch.take(constant(table, device), _nearest_codes(table, device).long())

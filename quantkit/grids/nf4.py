@@ -58,7 +58,7 @@ class NestedParams:
     @property
     def absmax(self) -> Tensor:
         """The decoded absmax."""
-        values = dynamic_map().to(self.code.device).index_select(0, self.code.flatten().int())
+        values = dynamic_map(self.code.device).index_select(0, self.code.flatten().int())
         return values.view(self.code.shape) * self.nested + self.offset
 
 
@@ -172,7 +172,7 @@ def table() -> Tensor:
 
 
 @cache
-def dynamic_map() -> Tensor:
+def dynamic_map(device: torch.device | None = None) -> Tensor:
     """Return the 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
 
     Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary; the remaining bits
@@ -183,7 +183,7 @@ def dynamic_map() -> Tensor:
         edges = torch.linspace(0.1, 1, 2**exponent + 1)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
         values += middles.tolist() + (-middles).tolist()
-    return torch.tensor(sorted(values))
+    return torch.tensor(sorted(values), device=device)
 
 
 def _nearest_dynamic(scaled: Tensor) -> Tensor:

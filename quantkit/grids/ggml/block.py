@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from quantkit.grids.levels import WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
 
 SPAN = 1  # neighbours of a scale on either side that `refit` tries
+Encoded = Iterator[Any]  # parameters of each ggml block, then codes `[group_size, blocks]`
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,11 @@ class BlockGrid(WholeLevels):
     group_size: int
     sub_size: int = 32
     offset: int = 0
-    weighted = many = waits = True
+    weighted = many = True
     scale_range = 0, 0
 
-    def _encode(self, blocks: Blocks) -> tuple[Any, Tensor]:
-        """Return the parameters of each ggml block, and codes `[group_size, blocks]`."""
+    def _encode(self, blocks: Blocks) -> Encoded:
+        """Yield parameters without waiting for the device; then codes, computed only if asked for."""
         raise NotImplementedError
 
     def _level(self, codes: Tensor) -> Tensor:
@@ -75,6 +76,10 @@ class BlockGrid(WholeLevels):
         of the same shape; llama.cpp's imatrix.
         """
         codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+        return codes, self._parameters(weight, importance, codes)
+
+    def _parameters(self, weight: Tensor, importance: Tensor | None, codes: Tensor | None = None) -> Any:
+        """Return the parameters of `quantize`; write into `codes` if they are given."""
         if importance is not None:
             importance = each_row(importance, len(weight))
 
@@ -84,11 +89,13 @@ class BlockGrid(WholeLevels):
                 None if importance is None else self._columns(importance[part]),
                 weight.shape[1] // self.group_size,
             )
-            params, chosen = self._encode(blocks)
-            codes[part].view(-1, self.group_size).copy_(chosen.to(torch.uint8).t())
+            found = self._encode(blocks)
+            params = next(found)
+            if codes is not None:
+                codes[part].view(-1, self.group_size).copy_(next(found).to(torch.uint8).t())
             return params
 
-        return codes, matrix(stack(by_chunks(encode, weight)), len(weight))
+        return matrix(stack(by_chunks(encode, weight)), len(weight))
 
     def _columns(self, weight: Tensor) -> Tensor:
         return weight.reshape(-1, self.group_size).t().contiguous()
@@ -100,7 +107,7 @@ class BlockGrid(WholeLevels):
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
         """Return parameters `[out, groups]` for `weight [out, in]`."""
-        return self.quantize(weight, importance)[1]
+        return self._parameters(weight, importance)
 
     def describe(self) -> str:
         """Return `Q4_K, blocks of 256`."""

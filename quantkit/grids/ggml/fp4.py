@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids import fp4
 from quantkit.grids.fp4 import E4M3_MIN, FLOAT8, Fp4Levels, MxFp4Grid, NvFp4Grid
-from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.params import Scale
 from quantkit.grids.levels import usable
 
@@ -77,12 +77,13 @@ class Mxfp4Blocks(Fp4Blocks):
         found = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
         return Scale(found.scale * HALF)
 
-    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         largest = blocks.x.abs().amax(0)  # C rounds the logarithm before it takes the whole number below
         wide = largest.double() if largest.device.type == "cpu" else largest
         exponent = wide.log2().float().floor().nan_to_num_(neginf=0.0).to(torch.int32) - 3
         d = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 2.0**-128)
-        return Scale(d), _codes(blocks.x, d)
+        yield Scale(d)
+        yield _codes(blocks.x, d)
 
 
 @dataclass(frozen=True)
@@ -122,13 +123,12 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
         limits = E4M3_MIN, fp4.E4M3_MAX
         return {name: scales.clamp(*limits).to(FLOAT8).float() for name, scales in floats.items()}
 
-    def _encode(self, blocks: Blocks) -> tuple[E4m3Scales, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         scale = _ue4m3(x.abs().amax(0) * self.divisor / fp4.LARGEST_FP4)
-        codes = _codes(x * self.divisor, torch.where(scale == 0, torch.inf, scale * HALF))
-        divisor = torch.full((n,), self.divisor, device=x.device)
-        return E4m3Scales(scale.view(-1, n).t(), divisor), join(codes, n)
+        yield E4m3Scales(scale.view(-1, n).t(), torch.full((n,), self.divisor, device=x.device))
+        yield join(_codes(x * self.divisor, torch.where(scale == 0, torch.inf, scale * HALF)), n)
 
 
 def _codes(x: Tensor, d: Tensor) -> Tensor:

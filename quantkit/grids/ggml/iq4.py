@@ -7,11 +7,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.params import Scale, SubScales, half
 from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, total
-from quantkit.grids.levels import TableLevels, usable
+from quantkit.grids.levels import TableLevels, constant, usable
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 BLOCK = 32
@@ -19,24 +19,23 @@ TRIES = 7
 
 
 @cache
-def _codes_by_half() -> Tensor:
+def _codes_by_half(device: torch.device) -> Tensor:
     """Return the code of the nearest value for each `floor(2 x)` from -256 to 255: midpoints are multiples of
     1/2 and round up."""
     values = torch.tensor(VALUES)
     twice = torch.arange(-256, 256)
-    return torch.bucketize(twice, values[1:] + values[:-1], right=True).to(torch.float32)
+    return torch.bucketize(twice, values[1:] + values[:-1], right=True).to(device, torch.float32)
 
 
 def nearest_codes(x: Tensor) -> Tensor:
     """Return the codes (float32) of the nearest of VALUES; changes `x`. NaN gets the last code, as in C."""
     halves = x.mul_(2).floor_().clamp_(-256, 255).add_(256).nan_to_num_(nan=511.0).to(torch.int32)
-    return _codes_by_half().to(x.device).index_select(0, halves.flatten()).view(x.shape)
+    return _codes_by_half(x.device).index_select(0, halves.flatten()).view(x.shape)
 
 
 def levels(codes: Tensor) -> Tensor:
     """Return the VALUES of codes, float32."""
-    values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)
-    return values.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+    return constant(VALUES, codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
 def search(x: Tensor, weights: Tensor) -> Tensor:
@@ -85,9 +84,10 @@ class TableGrid(TableLevels, BlockGrid):
 class Iq4NlGrid(TableGrid):
     """IQ4_NL: 32 weights share one scale."""
 
-    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         d = search(blocks.x, self._weights(blocks))
-        return Scale(half(d)), nearest_codes(blocks.x * inverse(d))
+        yield Scale(half(d))
+        yield nearest_codes(blocks.x * inverse(d))
 
 
 class Iq4XsGrid(TableGrid):
@@ -95,14 +95,14 @@ class Iq4XsGrid(TableGrid):
 
     scale_range = -32, 31
 
-    def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x = split(blocks.x, BLOCK)
         scale = search(x, split(self._weights(blocks), BLOCK)).view(-1, n)
         d = extreme(scale) / -32
         scales = (scale * inverse(d)).round_().clamp_(-32, 31).add_(0.0)
-        codes = nearest_codes(x * inverse((d * scales).flatten()))
-        return SubScales(half(d), scales.t()), join(codes, n)
+        yield SubScales(half(d), scales.t())
+        yield join(nearest_codes(x * inverse((d * scales).flatten())), n)
 
 
 GRIDS = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import codebook
-from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.codebook import CodeBook, nearest_neighbour
 from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
@@ -149,7 +149,7 @@ class CodeBookGrid(BlockGrid):
 
         return by_rows(work, codes, weight, usable(params.steps()[0]))
 
-    def _encode(self, blocks: Blocks) -> tuple[SubHalves, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x, weights = split(blocks.x, self.sub_size), split(self._weights(blocks), self.sub_size)
         negative = x < 0
@@ -162,7 +162,8 @@ class CodeBookGrid(BlockGrid):
         d = scale.amax(0) / (2 * LARGEST_SCALE + 1)
         factor = finite(over(1, d))
         scales = (scale * factor).sub_(1).mul_(0.5).round_().clamp_(0, LARGEST_SCALE).add_(0.0)
-        return SubHalves(half(d * self.search.fudge), scales.t()), join(digits.mul_(2).add_(negative), n)
+        yield SubHalves(half(d * self.search.fudge), scales.t())
+        yield join(digits.mul_(2).add_(negative), n)
 
     def _weights(self, blocks: Blocks) -> Tensor:
         """Return error weights: x²; with importance, times the root of x² plus the mean square."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks, join, split
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.params import SubScales, SubScalesAndMins, half
 from quantkit.grids.ggml.search import (
     EPSILON,
@@ -54,7 +55,7 @@ class MinGrid(BlockGrid):
     def scale_range(self) -> tuple[int, int]:
         return 0, self.scale_max
 
-    def _encode(self, blocks: Blocks) -> tuple[SubScalesAndMins, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None:
@@ -69,16 +70,17 @@ class MinGrid(BlockGrid):
         if blocks.importance is None:
             (d, scales), (dmin, mins) = self._multiples(scale), self._multiples(low)
         else:
-            share = total(weights).view(-1, n)
-            d, scales = make_qp(scale, share, self.scale_max)
-            dmin, mins = make_qp(low, share, self.scale_max)
+            share = total(weights).view(-1, n).repeat(1, 2)
+            both = make_qp(torch.cat([scale, low], 1), share, self.scale_max)
+            (d, dmin), (scales, mins) = (part.split(n, -1) for part in both)
         d, dmin = half(d), half(dmin)
+        yield SubScalesAndMins(d, dmin, scales.t(), mins.t())
         step = (d * scales).flatten()
         codes = (x + (dmin * mins).flatten()).div_(step).round_().clamp_(0, nmax)
         zero = (step == 0).nonzero()[:, 0]
         if len(zero):  # every code has the same value there: C keeps what the search had
             codes[:, zero] = make_qkx(x[:, zero], weights[:, zero], nmax, plan, codes=True)[2]
-        return SubScalesAndMins(d, dmin, scales.t(), mins.t()), join(codes, n)
+        yield join(codes, n)
 
     def _own_weights(self, x: Tensor) -> Tensor:
         """Return error weights without importance: |x|, plus the sub-block's RMS except in Q2_K."""
@@ -98,18 +100,17 @@ class MinGrid(BlockGrid):
 class SignedGrid(BlockGrid):
     """Q3_K and Q6_K: signed scales, no mins."""
 
-    def _finish(
-        self, x: Tensor, d: Tensor, scales: Tensor, searched: Callable[[Tensor], Tensor]
-    ) -> tuple[SubScales, Tensor]:
-        """Return parameters, and codes rounded with them as stored. Columns whose step is 0 keep the codes of
+    def _finish(self, x: Tensor, d: Tensor, scales: Tensor, searched: Callable[[Tensor], Tensor]) -> Encoded:
+        """Yield parameters, then codes rounded with them as stored. Columns whose step is 0 keep the codes of
         the search, `searched(columns)`, as in C."""
         d = half(d)
+        yield SubScales(d, scales.t())
         step = (d * scales).flatten()
         codes = (x / step).round_().clamp_(-self.offset, self.offset - 1).add_(self.offset)
         zero = (step == 0).nonzero()[:, 0]
         if len(zero):
             codes[:, zero] = searched(zero)
-        return SubScales(d, scales.t()), join(codes, len(d))
+        yield join(codes, len(d))
 
     def _make_qx(self, x: Tensor, weights: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the scale of every column, and a function that returns the search's codes of columns."""
@@ -133,7 +134,7 @@ class Q3KGrid(SignedGrid):
 
     scale_range = -32, 31
 
-    def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         if blocks.importance is None:
@@ -141,12 +142,13 @@ class Q3KGrid(SignedGrid):
             d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
             empty = largest == 0
             d, scales = d.masked_fill(empty, 0), scales.masked_fill(empty, -32)
-            return self._finish(x, d, scales, lambda columns: codes[:, columns])
+            yield from self._finish(x, d, scales, lambda columns: codes[:, columns])
+            return
         weights = error_weights(blocks.x, blocks.importance, mean_square(blocks.x, 2))
         weights = split(weights, self.sub_size)
         scale, searched = self._make_qx(x, weights)
         d, scales = make_qx(scale.view(-1, n), total(weights).view(-1, n), 32, codes=True)
-        return self._finish(x, d, scales.sub_(32), searched)
+        yield from self._finish(x, d, scales.sub_(32), searched)
 
 
 class Q6KGrid(SignedGrid):
@@ -154,15 +156,16 @@ class Q6KGrid(SignedGrid):
 
     scale_range = -128, 127
 
-    def _encode(self, blocks: Blocks) -> tuple[SubScales, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
         x = split(blocks.x, self.sub_size)
         weights = x * x if blocks.importance is None else split(blocks.importance, self.sub_size)
         scale, searched = self._make_qx(x, weights)
         d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
         empty = largest.abs() < EPSILON
-        params, codes = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
-        return params, clear(codes, empty)
+        found = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
+        yield next(found)
+        yield clear(next(found), empty)
 
 
 GRIDS = {

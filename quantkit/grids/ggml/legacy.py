@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.grids.ggml.block import BlockGrid, Blocks
+from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, inverse, lowest, make_qkx, make_qx, total
@@ -40,30 +40,30 @@ def halves_away(x: Tensor) -> Tensor:
 class ScaleGrid(BlockGrid):
     """Q4_0, Q5_0: `d * (code - offset)`. d has the sign that gives the largest weight the lowest code."""
 
-    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         if blocks.importance is None:
             d = extreme(blocks.x) / -self.offset
+            yield Scale(half(d))
             codes = scaled(blocks.x, d, -torch.inf).add_(self.offset + 0.5)
-            codes.clamp_(0, 2 * self.offset - 1).trunc_()
+            yield codes.clamp_(0, 2 * self.offset - 1).trunc_()
         else:
             d, codes = make_qx(blocks.x, row_weights(blocks), self.offset, codes=True)
-        return Scale(half(d)), codes
+            yield from (Scale(half(d)), codes)
 
 
 class ScaleAndMinGrid(BlockGrid):
     """Q4_1, Q5_1: `d * code + m`."""
 
-    def _encode(self, blocks: Blocks) -> tuple[ScaleAndMin, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         x, levels = blocks.x, 2**self.bits - 1
         if blocks.importance is None:
             m = lowest(x)
             d = (x.amax(0) - m).add_(0.0) / levels  # never -0
-            codes = scaled(x - m, d, -torch.inf).add_(0.5).clamp_(0, levels).trunc_()
+            yield ScaleAndMin(half(d), half(m))
+            yield scaled(x - m, d, -torch.inf).add_(0.5).clamp_(0, levels).trunc_()
         else:
-            weights = row_weights(blocks)
-            d, low, codes = make_qkx(x, weights, levels, WITH_IMPORTANCE, codes=True)
-            m = -low
-        return ScaleAndMin(half(d), half(m)), codes
+            d, low, codes = make_qkx(x, row_weights(blocks), levels, WITH_IMPORTANCE, codes=True)
+            yield from (ScaleAndMin(half(d), half(-low)), codes)
 
 
 class Q8Grid(BlockGrid):
@@ -71,9 +71,10 @@ class Q8Grid(BlockGrid):
 
     weighted = False
 
-    def _encode(self, blocks: Blocks) -> tuple[Scale, Tensor]:
+    def _encode(self, blocks: Blocks) -> Encoded:
         d = blocks.x.abs().amax(0) / 127
-        return Scale(half(d)), halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
+        yield Scale(half(d))
+        yield halves_away(scaled(blocks.x, d, 0.0)).add_(self.offset)
 
 
 GRIDS = {

@@ -62,6 +62,8 @@ def times(a: float, b: float) -> float:
 
 def extreme(x: Tensor) -> Tensor:
     """Return the value of largest magnitude in each column; of equal magnitudes the first."""
+    if x.device.type != "cpu":
+        return x.gather(0, x.abs().argmax(0, keepdim=True))[0].add_(0.0)  # never -0
     high, low = x.amax(0), x.amin(0)
     found = torch.where(high > -low, high, low).add_(0.0)  # never -0
     tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
@@ -70,6 +72,8 @@ def extreme(x: Tensor) -> Tensor:
 
 def lowest(x: Tensor) -> Tensor:
     """Return the smallest value of each column; of 0 and -0 the first."""
+    if x.device.type != "cpu":
+        return x.min(0).values
     found = x.amin(0)
     return _first_of_equals(x, found, (found == 0).nonzero()[:, 0])
 
@@ -199,10 +203,8 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor,
 
 def clear(code: Tensor, columns: Tensor) -> Tensor:
     """Return `code` with 0 in some columns, `[groups]` bool. Usually there are none, so a check first saves a
-    pass."""
-    if columns.any():
-        code[:, columns] = 0
-    return code
+    pass on a CPU; on an accelerator, the check would wait."""
+    return code.masked_fill_(columns, 0) if columns.device.type != "cpu" or columns.any() else code
 
 
 def make_q3(x: Tensor, nmax: int) -> tuple[Tensor, Tensor]:
@@ -247,12 +249,16 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     squares_positive: a move requires a positive `Σ w l²` of the other codes before it, not only after it.
     """
     weighted = weights * x
-    parts = [x, weights, weighted, code, total(weighted * code), total(weights * code * code)]
+    sum_lx, sum_l2 = total(weighted * code), total(weights * code * code)
+    parts = [x, weights, weighted, code, sum_lx, sum_l2]
     if squares_positive:
         code.remainder_(256)
     kept = []  # of groups that change no more: for them a further round would change nothing, either
     for _ in range(ROUNDS):
-        changed = _choose_again(*parts, bounds, squares_positive).nonzero()[:, 0]
+        changed = _choose_again(*parts, bounds, squares_positive)
+        if changed.device.type != "cpu":
+            continue  # all groups: their selection would wait for the device
+        changed = changed.nonzero()[:, 0]
         kept.append((parts, changed))
         if not len(changed):
             break
@@ -260,7 +266,6 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     for (outer, changed), (inner, _) in reversed(list(zip(kept, kept[1:], strict=False))):
         for k in (3, 4, 5):  # code and its sums
             outer[k][..., changed] = inner[k]
-    sum_lx, sum_l2 = kept[0][0][4:]
     return torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
 
 
@@ -276,9 +281,9 @@ def _choose_again(
 ) -> Tensor:
     """Run one round; change `code`, `Σ w x l` and `Σ w l²` in place. Returns which groups changed."""
     changed = torch.zeros_like(sum_lx, dtype=torch.bool)
-    for x_i, w_i, wx_i, l_i in zip(x, weights, weighted, code, strict=True):
-        rest_lx = sum_lx - wx_i * l_i
-        rest_l2 = sum_l2 - (w_i * l_i).mul_(l_i)
+    own = weighted * code, (weights * code).mul_(code)
+    for x_i, w_i, wx_i, l_i, lx_i, l2_i in zip(x, weights, weighted, code, *own, strict=True):
+        rest_lx, rest_l2 = sum_lx - lx_i, sum_l2 - l2_i
         new = (x_i * rest_l2).div_(rest_lx).round_().clamp_(*bounds)
         new_lx = (wx_i * new).add_(rest_lx)
         new_l2 = (w_i * new).mul_(new).add_(rest_l2)

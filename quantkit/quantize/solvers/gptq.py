@@ -187,7 +187,7 @@ def sweep(
         given = Wt[part], U[..., part, part], D[..., part]
         own = fixed[low // grid.group_size : part.stop // grid.group_size]
         changed = E, codes[part], chosen.lost
-        if replays is None or len(E) > LONGEST or grid.vector_size > 1 or (grid.waits and not fixed):
+        if replays is None or len(E) > LONGEST or grid.vector_size > 1:
             chosen.params += columns.solve(*changed, *given, own)
         else:
             chosen.params += replays(columns.solve, ("sweep", grid), changed, given, own)
