@@ -15,6 +15,7 @@ from quantkit.auto import job as budget_job
 from quantkit.auto import sensitivities
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.distillation.compressed.student import Student
+from quantkit.grids import parallel
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import TYPES, named
@@ -664,6 +665,16 @@ def test_parameters_are_fitted_without_a_wait_or_a_copy(grid):
         assert not DEVICE.syncs and not DEVICE.launches["from host"]
         for name, wanted in work(weight, importance).items():
             assert torch.equal(found[name].cpu(), wanted), name
+
+
+def test_pieces_stay_in_one_thread(monkeypatch):
+    """Another thread has another stream, and a CUDA graph would not record its work."""
+    monkeypatch.setattr(parallel, "WHOLE", 1 << 10)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(parallel, "_pool", None)
+    with present():
+        for grid in (AffineGrid(4, 128), MxFp4Grid(), named("Q4_0")):
+            grid.fit(torch.ones(4096, grid.group_size, device=NAME))
 
 
 @double_only

@@ -36,10 +36,12 @@ def elements_at_once(device: torch.device, temporaries: int = 1) -> int:
 
 def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
     """Run `work(*piece)` for every piece, in any order. After an exception no further piece is started, and
-    the first exception is raised."""
+    the first exception is raised. Pieces on an accelerator stay in the caller's thread: another thread has
+    another stream, and a CUDA graph would not record its work."""
     inference = torch.is_inference_mode_enabled()
     threads = min(torch.get_num_threads(), len(pieces))
-    if threads < 2 or getattr(_worker, "busy", False):
+    alone = threads < 2 or getattr(_worker, "busy", False)
+    if alone or any(isinstance(part, Tensor) and not part.is_cpu for part in pieces[0]):
         for piece in pieces:
             work(*piece)
         return
@@ -68,10 +70,10 @@ def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
     parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     found: list = [None] * len(parts)
 
-    def put(place: int) -> None:
+    def put(place: int, _: Tensor) -> None:
         found[place] = work(parts[place])
 
-    for_each(put, [(place,) for place in range(len(parts))])
+    for_each(put, [(place, weight) for place in range(len(parts))])
     return found
 
 
