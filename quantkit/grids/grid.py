@@ -32,6 +32,8 @@ class Grid:
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
     matrices, with an importance for each, `[matrices, group_size]`. Only with spans_matrix or
     vector_size > 1 may `fit` and `refit` wait for the device.
+    matrices, with an importance for each, `[matrices, group_size]`. waits: `fit` or `refit` waits for the
+    device. limits: of the levels; None if `snap` does more than round or look up.
     """
 
     group_size: int
@@ -42,6 +44,7 @@ class Grid:
     joint = False
     clip = False
     many = False
+    limits: tuple[int, int] | None = None
 
     @property
     def sub_size(self) -> int:
@@ -96,6 +99,10 @@ class Grid:
     def snap(self, target: Tensor, out: Tensor) -> None:
         """Write the level nearest to each `target` into `out`; does not wait for the device."""
         raise NotImplementedError
+
+    def level_places(self, device: torch.device) -> Tensor | None:
+        """Return the table in which `snap` looks targets up, rounded towards zero; None if it only rounds."""
+        return None
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes of any shape, float32."""

@@ -22,9 +22,13 @@ class WholeLevels(Grid):
 
     first_code = 0
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        return self.first_code, 2**self.bits - 1
+
     def snap(self, target: Tensor, out: Tensor) -> None:
         """Write the nearest levels into `out`; ties go to even."""
-        torch.round(target, out=out).clamp_(self.first_code, 2**self.bits - 1)
+        torch.round(target, out=out).clamp_(*self.limits)
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes."""
@@ -44,9 +48,17 @@ class TableLevels(Grid):
 
     level_table: tuple[float, ...]
 
+    @property
+    def limits(self) -> tuple[int, int]:
+        return int(self.level_table[0]), int(self.level_table[-1])
+
+    def level_places(self, device: torch.device) -> Tensor:
+        """Return the nearest level of each interval."""
+        return _nearest_levels(self.level_table, device)
+
     def snap(self, target: Tensor, out: Tensor) -> None:
         """Write the nearest levels into `out`."""
-        torch.take(_nearest_levels(self.level_table, target.device), self._places(target), out=out)
+        torch.take(self.level_places(target.device), self._places(target), out=out)
 
     def levels(self, codes: Tensor) -> Tensor:
         """Return the levels of codes."""
@@ -58,7 +70,7 @@ class TableLevels(Grid):
 
     def _places(self, target: Tensor) -> Tensor:
         """Return indices of the intervals, rounded towards zero; negative ones count from the end."""
-        return target.long().clamp_(int(self.level_table[0]), int(self.level_table[-1]))
+        return target.long().clamp_(*self.limits)
 
 
 @cache

@@ -12,13 +12,17 @@ share the launches: `Wt [in, matrices * out]` has the rows of all, and each has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
 
@@ -32,6 +36,31 @@ RUN_TEMPORARIES = 4  # of the size of a run
 def parts(rows: Tensor, factor: Tensor) -> Tensor:
     """Return `rows [columns, matrices * out]` as `[matrices, columns, out]` if every matrix has a factor."""
     return rows if factor.ndim == 2 else rows.unflatten(1, (len(factor), -1)).movedim(1, 0)
+
+
+def three(matrices: Tensor) -> Tensor:
+    """Return `[matrices, …, …]`, of one matrix as well."""
+    return matrices if matrices.ndim == 3 else matrices[None]
+
+
+def chain_for(device: torch.device, grid: Grid) -> Callable[..., None] | None:
+    """Return the kernel that chooses a run of columns at once (`chain.py`); None if there is none."""
+    return _kernel(device) if device.type == "cuda" and grid.limits else None
+
+
+@cache
+def _kernel(device: torch.device) -> Callable[..., None] | None:
+    """Return the kernel if it can be compiled here; else None, with a warning."""
+    if find_spec("triton") is None:
+        return None
+    from quantkit.quantize.solvers.chain import chain
+
+    try:
+        chain(*torch.zeros(3, 1, 16, 16, device=device), AffineGrid(4, 16))
+    except Exception as error:  # no C compiler, most often
+        warnings.warn(f"Triton cannot compile, error feedback will take longer: {error}", stacklevel=2)
+        return None
+    return chain
 
 
 def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> Tensor:
@@ -63,7 +92,7 @@ class Columns:
     """
 
     def __init__(self, Wt: Tensor, U: Tensor, grid: Grid):
-        self.grid, size = grid, grid.group_size
+        self.grid, self.chain, size = grid, chain_for(Wt.device, grid), grid.group_size
         self.span = max(size, BATCH // size * size)  # whole groups
         rows = parts(Wt, U).shape[-1]  # of one matrix: its results do not depend on the others
         self.width = min(max(elements_at_once(Wt.device, RUN_TEMPORARIES) // rows, RUN), LONG_RUN)
@@ -131,18 +160,26 @@ class Columns:
             self.update(run)
             U, size = self.U[..., run, run], run.stop - run.start
             ideal, levels, E = self.ideal[:size], self.levels[:size], self.E[run]
-            self.feed[..., :size, :size].copy_(U.mT)
             raised = self.Wt[run] + low
             add_product(ideal.copy_(E), U.mT, raised).div_(step)
-            snap = self.grid.snap
-            for k, column, level, (add, *factors) in self.views[:size]:
-                if k:
-                    add(*factors, alpha=-1)
-                snap(column, level)
+            if self.chain:
+                own = (three(parts(x, U)) for x in (ideal, levels.zero_()))
+                self.chain(*own, three(U).contiguous(), self.grid)
+            else:
+                self._one_by_one(U)
             self.grid.codes(levels, self.codes[run])
             torch.addcmul(raised, levels, step, value=-1, out=E)
             squares = ideal.sub_(levels).mul_(step).square_()
             add_product(self.lost[None], self.D[..., None, run], squares)
+
+    def _one_by_one(self, U: Tensor) -> None:
+        """Choose the levels of a run's columns, given their ideals before any other column moved."""
+        size, snap = U.shape[-1], self.grid.snap
+        self.feed[..., :size, :size].copy_(U.mT)
+        for k, column, level, (add, *factors) in self.views[:size]:
+            if k:
+                add(*factors, alpha=-1)
+            snap(column, level)
 
     def _runs(self, columns: slice) -> Iterator[slice]:
         """Yield parts of `columns` that have at most `width` columns and lie in one batch."""

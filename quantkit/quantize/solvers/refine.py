@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
-from quantkit.quantize.solvers.columns import LONGEST, RUN, Chosen, parts
+from quantkit.quantize.solvers.columns import LONGEST, RUN, Chosen, chain_for, parts
 from quantkit.quantize.solvers.replay import Replays
 
 TINY = torch.finfo(torch.float32).tiny
@@ -101,7 +101,7 @@ class _Visit:
 
     def _descend(self) -> None:
         """Choose each column's best level again, one after another; changes `levels` and `residual`."""
-        feed = self.own.clone()
+        chain, feed = chain_for(self.own.device, self.grid), self.own.clone()
         feed.diagonal(dim1=1, dim2=2).zero_()
         size, sub = self.levels.shape[1], self.grid.sub_size
         low = 0
@@ -109,10 +109,14 @@ class _Visit:
             high = min(low + RUN, (low // sub + 1) * sub)
             run, step = slice(low, high), self.step[:, low // sub, None]
             levels, old = self.levels[:, run], self.levels[:, run].clone()
-            ideal = torch.baddbmm(self.residual[:, run] / step, self.own[:, run, run], levels)
-            columns = (part.split(1, 1) for part in (ideal, levels, feed[:, run, run]))
-            for column, level, others in zip(*columns, strict=True):
-                self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
+            ideal = self.residual[:, run] / step
+            if chain:
+                chain(ideal.add_(levels), levels, self.own[:, run, run].mT.contiguous(), self.grid)
+            else:
+                ideal.baddbmm_(self.own[:, run, run], levels)
+                columns = (part.split(1, 1) for part in (ideal, levels, feed[:, run, run]))
+                for column, level, others in zip(*columns, strict=True):
+                    self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
             moved = torch.sub(levels, old).mul_(step)
             if self.places[1] == 2:
                 keep = self._agreed(run, moved)[:, None]

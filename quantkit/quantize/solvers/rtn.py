@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, flat, join, select
 from quantkit.grids.grid import rows as rows_of
-from quantkit.grids.parallel import by_chunks
+from quantkit.grids.parallel import by_chunks, elements_at_once
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss, measured
 
 
@@ -96,6 +96,7 @@ def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
     return Solved(plain, plain_error, plain_error, notes=clipping(plain))
 
 
+TEMPORARIES = 8  # of the size of the groups that are searched together
 SHRINKS = tuple(1 - k / 20 for k in range(10))  # 1.00, 0.95 … 0.55 of a group's largest weight
 
 
@@ -104,21 +105,27 @@ def clipped_ranges(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
 
     The full range is the first candidate; of equal candidates the first wins.
     """
-    groups = []
-    for start in range(0, weight.shape[1], grid.group_size):
-        span = slice(start, start + grid.group_size)
-        groups.append(_search(weight[:, span].contiguous(), grid, hessian[span, span].contiguous()))
-    return join(groups)
+    rows, size = len(weight), grid.group_size
+    at_once = max(1, elements_at_once(weight.device, TEMPORARIES) // (rows * size))
+    groups = weight.unflatten(1, (-1, size)).transpose(0, 1).split(at_once)
+    own = hessian.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
+    found = []
+    for group, moments in zip(groups, own.permute(2, 0, 1).split(at_once), strict=True):
+        best = _search(group.contiguous(), grid, moments.contiguous())
+        found += [rows_of(best, slice(start, start + rows)) for start in range(0, len(group) * rows, rows)]
+    return join(found)
 
 
 def _search(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
-    largest = weight.abs().amax(1, keepdim=True)
+    """Return the parameters `[groups * rows]` of groups `weight [groups, rows, group_size]` with their blocks
+    of the Hessian, `[groups, group_size, group_size]`."""
+    largest = weight.abs().amax(2, keepdim=True)
     best = best_loss = None
     for shrink in SHRINKS:
         bound = largest * shrink
-        params = grid.fit(torch.clamp(weight, -bound, bound))
-        delta = grid.nearest(weight.clone(), params).sub_(weight)
-        losses = (delta @ hessian).mul_(delta).sum(1)
+        params = grid.fit(torch.clamp(weight, -bound, bound).flatten(0, 1))
+        delta = grid.nearest(weight.flatten(0, 1).clone(), params).view_as(weight).sub_(weight)
+        losses = (delta @ hessian).mul_(delta).sum(2).flatten()
         if best is None:
             best, best_loss = params, losses
             continue
