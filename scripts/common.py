@@ -161,7 +161,8 @@ def random_model(
         (folder / "config.json").write_text(json.dumps(config))
         for name in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(DEMO / name, folder / name)
-        index.write_text(json.dumps({"weight_map": places}))
+        metadata = {"total_size": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}
+        index.write_text(json.dumps({"metadata": metadata, "weight_map": places}))  # transformers reads both
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

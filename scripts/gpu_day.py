@@ -48,7 +48,7 @@ STAGES = (
     Stage(
         "blocks", 300, "jobs on two blocks of Llama-3-8B's shapes: seconds by phase, memory against the plan"
     ),
-    Stage("sweep", 120, "GPTQ's sweep as it is, as captured graph and as Triton kernel"),
+    Stage("sweep", 120, "GPTQ with and without its graphs and its kernel"),
     Stage("tests", 240, "the tests of an accelerator on the real device"),
     Stage("large", 300, "the same jobs on one block of a 70B model and of a mixture"),
     Stage("vllm", 420, "vLLM with its kernels on what was written: log probabilities, tokens a second"),

@@ -117,18 +117,23 @@ PEERS = {  # row: environment, package, its name for clients-setup.sh, job
         ".venv-peers/llmcompressor",
         "llmcompressor",
         "llmcompressor",
-        {"method": "gptq"},
+        {"method": "gptq", "batch_size": 8},
     ),
-    "GPTQModel gptq": (".venv-clients", "gptqmodel", "clients", {"method": "gptq"}),
+    "GPTQModel gptq": (".venv-clients", "gptqmodel", "clients", {"method": "gptq", "batch_size": 8}),
     "quantkit gptq": ("", "quantkit", "", {"method": "gptq"}),
     "quantkit gptq unscaled": ("", "quantkit", "", {"method": "gptq", "options": {"transform": "none"}}),
     "llm-compressor awq": (
         ".venv-peers/llmcompressor",
         "llmcompressor",
         "llmcompressor",
-        {"method": "awq", "sym": False},
+        {"method": "awq", "sym": False, "batch_size": 8},
     ),
-    "GPTQModel awq": (".venv-clients", "gptqmodel", "clients", {"method": "awq", "sym": False}),
+    "GPTQModel awq": (
+        ".venv-clients",
+        "gptqmodel",
+        "clients",
+        {"method": "awq", "sym": False, "batch_size": 8},
+    ),
     "quantkit awq": ("", "quantkit", "", {"method": "awq", "sym": False}),
 }
 

@@ -1,11 +1,13 @@
-"""Stages of scripts/gpu_day about the experiments of scripts/sweep, and the tests. Functions of a `Run`."""
+"""Stages of scripts/gpu_day about the solver's fast paths, and the tests. Functions of a `Run`."""
 
 from __future__ import annotations
 
 import importlib.util
 import xml.etree.ElementTree as xml
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from unittest import mock
 
 import torch
 from accelerator import NAME
@@ -14,68 +16,67 @@ from gpu.worker import ROOT, Run, Skipped
 
 # sweep
 
+WAYS = {  # what is switched off
+    "plain": ("replays", "kernel"), "replayed": ("kernel",), "kernel": ("replays",), "both": (),
+}  # fmt: skip
+
 
 def sweep(run: Run) -> None:
-    """GPTQ as it is, captured and as a kernel: seconds, launches and whether they choose the same."""
-    shapes = [(4, 256)] if run.rehearse else [(4096, 4096), (28672, 4096), (4096, 14336)]
-    for rows, columns in shapes:
+    """GPTQ with and without replays and the kernel: seconds, launches and whether they choose the same."""
+    for size in [(4, 256)] if run.rehearse else [(4096, 4096), (28672, 4096), (4096, 14336)]:
         plain: dict = {}
-        for name, way in ways(run):
-            run.row(f"{name}, {rows} x {columns}", one_way, run, way, (rows, columns), plain)
+        for name in WAYS:
+            run.row(f"{name}, {size[0]} x {size[1]}", one_way, run, name, size, plain)
 
 
-def ways(run: Run) -> list[tuple[str, Callable]]:
-    from sweep import graph, interpreter
+@contextmanager
+def without(parts: tuple[str, ...]) -> Iterator[None]:
+    """The solver does without these parts."""
+    from quantkit.quantize.solvers import columns
+    from quantkit.quantize.solvers.gptq import GptqSolver
 
-    found = [("plain", nullcontext), ("graph", graph.plugged)]
-    if why := interpreter.unavailable(run.device):
-
-        def absent():
-            raise Skipped(why)
-
-        return [*found, ("triton", absent)]
-    from sweep import triton_sweep as kernel
-
-    tried = [(4, 4)] if run.rehearse else [(rows, warps) for warps in kernel.WARPS for rows in kernel.BLOCKS]
-    return found + [(f"triton {b} rows {w} warps", lambda b=b, w=w: kernel.plugged(b, w)) for b, w in tried]
+    with ExitStack() as stack:
+        if "replays" in parts:
+            stack.enter_context(mock.patch.object(GptqSolver, "_replays", None))
+        if "kernel" in parts:
+            stack.enter_context(mock.patch.object(columns, "_kernel", lambda device: None))
+        yield
 
 
-def one_way(run: Run, way: Callable, size: tuple[int, int], plain: dict) -> dict:
+def one_way(run: Run, way: str, size: tuple[int, int], plain: dict) -> dict:
     from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.solvers.gptq import GptqSolver
 
     grid, found = AffineGrid(4, 128), {}
     weight, statistics = problem(run, *size)
-
-    def solved(refine: int):
-        return GptqSolver(refine=refine, target="own").solve([weight], [grid], statistics)[0]
-
-    if not plain:
-        with torch.inference_mode():
-            first = solved(2)
-        plain |= {"codes": first.weight.codes, "error": first.error}
-    with way(), torch.inference_mode():
+    with without(WAYS[way]), torch.inference_mode():
         for refine in (0, 2):
-            found[f"seconds_refine_{refine}"] = seconds(run, lambda refine=refine: solved(refine))
-        last = solved(2)
+            solver = GptqSolver(refine=refine, target="own")
+            solve = partial(solver.solve, [weight], [grid], statistics)
+            solve()  # records what is replayed
+            found[f"seconds_refine_{refine}"] = seconds(run, solve)
+        (last,) = solve()
         if run.device != "cpu":
-            found["launches_per_column"] = launched(lambda: solved(2)) / size[1]
+            found["launches_per_column"] = launched(solve) / size[1]
+    if not plain:
+        plain |= {"codes": last.weight.codes, "error": last.error}
     same = (plain["codes"] == last.weight.codes).float().mean().item()
     return found | {"same_codes": same, "loss_ratio": last.error / plain["error"]}
 
 
 def launched(work: Callable[[], object]) -> int:
-    """Return how many kernels ran on the device, copies included, a graph's as well."""
+    """Return how often the host launched a kernel, a copy or a graph."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as seen:
         work()
         torch.cuda.synchronize()
-    return sum(1 for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    started = ("cudaLaunch", "cuLaunch", "cudaMemcpyAsync", "cudaGraphLaunch", "cudaMemsetAsync")
+    return sum(event.count for event in seen.key_averages() if event.key.startswith(started))
 
 
 # tests
 
-FILES = ("test_accelerator.py", "test_bench.py", "test_sweep_experiments.py")
+FILES = ("test_accelerator.py", "test_bench.py", "test_chain.py")
 
 
 def tests(run: Run) -> None:

@@ -111,9 +111,6 @@ def main(given: list[str] | None = None) -> int:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # quantkit may not be installed
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": ":".join(paths)}
     os.environ.setdefault("QUANTKIT_DEVICE", "far" if run.rehearse else run.device)
-    from sweep import interpreter
-
-    interpreter.unavailable(run.device)  # before torch imports triton
     from gpu import on_device, others, proofs
 
     (stage,) = (getattr(room, args.stage) for room in (on_device, proofs, others) if args.stage in vars(room))

@@ -43,7 +43,8 @@ class Job:
     libraries: str = ""  # a prebuilt llama.cpp's folder
     threads: int = 1
     calibration: str | None = None  # the text the tokens were cut from, for quantkit; None: the shipped one
-    device: str = "cpu"  # of gptqmodel, llmcompressor and quantkit; the others are measured on a CPU alone
+    batch_size: int = 1  # sequences a forward pass, of gptqmodel and llmcompressor: their default
+    device: str = "cpu"  # of autoround, gptqmodel, llmcompressor and quantkit; the others: on a CPU alone
 
     @property
     def dtype(self):
@@ -71,14 +72,31 @@ def cpu_seconds() -> float:
 class Clock:
     """Wall and CPU seconds of named phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.phases: dict[str, dict[str, float]] = {}
+        self.device = device
+
+    def ready(self) -> None:
+        """Make the device's context and its libraries' handles before time is taken; call it after a tool is
+        imported, since some set the allocator up as they are."""
+        if self.device != "cpu":
+            import torch
+
+            torch.linalg.cholesky(torch.eye(64, device=self.device) @ torch.eye(64, device=self.device))
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         wall, cpu = time.perf_counter(), cpu_seconds()
         yield
+        if self.device != "cpu":
+            import torch
+
+            torch.cuda.synchronize()
         self.phases[phase] = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
+        if self.device != "cpu":  # so far: what `save` takes is not the quantization's
+            self.phases[phase]["device_bytes"] = torch.cuda.max_memory_allocated()
 
 
 # The tools. Each returns versions that no package's metadata has under these names.
@@ -114,6 +132,7 @@ def autoround(job: Job, clock: Clock) -> dict[str, str]:
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    clock.ready()
     with clock("load"):
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=job.dtype)
         tokenizer = AutoTokenizer.from_pretrained(job.model)
@@ -129,7 +148,7 @@ def autoround(job: Job, clock: Clock) -> dict[str, str]:
             dataset=[{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows],
             nsamples=rows.shape[0],
             seqlen=rows.shape[1],
-            device_map="cpu",
+            device_map=job.device,
             enable_torch_compile=False,
         )
         rounder.quantize()
@@ -159,7 +178,8 @@ def bitsandbytes(job: Job, clock: Clock) -> None:
 
 def gptqmodel(job: Job, clock: Clock) -> None:
     """GPTQ and AWQ."""
-    os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # on two cores its own choice is zero: it refuses
+    if (os.cpu_count() or 1) < 4:
+        os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its own choice is too few: it refuses
     from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.quantization import AWQConfig, GPTAQConfig, GPTQConfig
 
@@ -170,13 +190,14 @@ def gptqmodel(job: Job, clock: Clock) -> None:
         shared |= {"desc_act": True} if job.desc_act else {}
         shared |= {"gptaq": GPTAQConfig(device=job.device)} if job.gptaq else {}
         config = GPTQConfig(mse=job.mse, **shared)
+    clock.ready()
     with clock("load"):  # its AWQ layer takes 16 bit alone
         model = GPTQModel.load(job.model, config, dtype="auto" if job.method == "awq" else job.dtype)
     rows = job.masked_rows()
     # its choice for AWQ wants CUDA, to pack; what is searched and solved does not depend on it
     backend = BACKEND.AWQ_TORCH if job.method == "awq" and job.device == "cpu" else BACKEND.AUTO
     with clock("quantize"):
-        model.quantize(rows, batch_size=1, backend=backend)
+        model.quantize(rows, batch_size=job.batch_size, backend=backend)
     with clock("save"):
         model.save(job.out)
 
@@ -237,6 +258,7 @@ def llmcompressor(job: Job, clock: Clock) -> None:
             GPTQModifier(scheme="W8A8", **named),
         ],
     }
+    clock.ready()
     with clock("load"):
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype="auto")
         rows = job.masked_rows()
@@ -248,6 +270,7 @@ def llmcompressor(job: Job, clock: Clock) -> None:
             "max_seq_length": len(rows[0]["input_ids"]),
             "num_calibration_samples": len(rows),
             "shuffle_calibration_samples": False,
+            "batch_size": job.batch_size,
         }
     scheme = lambda: [QuantizationModifier(scheme=job.method, **named)]  # noqa: E731
     with clock("quantize"):
@@ -279,6 +302,7 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
     calibration.load = lambda *arguments: tokens  # cut already, as the peers are given theirs
     run = RunOptions(threads=job.threads, device=job.device)
     request = requests.Request(job.model, job.method, kind(**chosen), text, run, output=Path(job.out))
+    clock.ready()
     with clock("load"):
         prepared = requests.prepare(request, Progress())
     finish = loop.finish.finish
@@ -305,7 +329,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path, metavar="JOB.json")
     path = parser.parse_args().job
-    job, clock = Job(**json.loads(path.read_text())), Clock()
+    job = Job(**json.loads(path.read_text()))
+    clock = Clock(job.device)
     os.environ["OMP_NUM_THREADS"] = str(job.threads)  # before anything else is imported
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -323,7 +348,7 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     result = {"phases": clock.phases, "peak_bytes": peak, "versions": found}
     if job.device != "cpu":
-        result["device_bytes"] = torch.cuda.max_memory_allocated()
+        result["device_bytes"] = clock.phases["quantize"]["device_bytes"]
     path.with_suffix(".result.json").write_text(json.dumps(result, indent=2) + "\n")
 
 
