@@ -8,12 +8,14 @@ Other accelerators copy in the same way and run the function itself.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import first_line
 from quantkit.grids.grid import each_of
 from quantkit.models.machine.device import is_accelerator
 
@@ -69,11 +71,22 @@ class _Replay:
             each_of(Tensor.copy_, own, given)
         self.calls += 1
         if self.calls == 2 and pool is not None:  # the first call loads kernels and fills caches of constants
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.result = self.function(*self.tensors, self.params)
+            self._record(pool)
         if self.graph:
             self.graph.replay()
         else:
             self.result = self.function(*self.tensors, self.params)
         return [each_of(torch.clone, each) for each in self.result]
+
+    def _record(self, pool: Any) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.result = self.function(*self.tensors, self.params)
+            self.graph = graph
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(
+                f"error feedback will take longer: no CUDA graph, {first_line(error)}", stacklevel=2
+            )

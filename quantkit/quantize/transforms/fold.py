@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -108,10 +109,12 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
     for name, module in linears:
         if module.out_features == width:
             yield Producer(name, identity)
-    for name, _ in linears:
-        rows = Following(probe, place, name, before).rows()
+    followed = [Following(probe, place, name, before) for name, _ in linears]
+    # one look at each, before any is looked through: v and up are whole, q, k and gate take hundreds of looks
+    for following in sorted(followed, key=lambda each: not isinstance(each.whole, Tensor)):
+        rows = following.rows()
         if rows is not None:
-            yield Producer(name, rows)
+            yield Producer(following.name, rows)
 
 
 def prove(probe: Probe, producer: Producer, before: Observation) -> Fold | None:
@@ -212,9 +215,9 @@ class Following:
         """
         out_features = self.probe.block.get_submodule(self.name).out_features
         granule = math.gcd(out_features, GRANULES[out_features > LARGE])
-        everything = torch.arange(out_features, device=self.before.output.device)
-        if self._response(everything) is _UNMOVED:
+        if self.whole is _UNMOVED:
             return None
+        everything = torch.arange(out_features, device=self.before.output.device)
         rows = torch.cat(list(self._proportional(everything, granule)) or [everything[:0]])
         if not len(rows):
             return None
@@ -230,6 +233,12 @@ class Following:
             if isinstance(response, Tensor):
                 numbers |= response.long() << bit
         return rows[numbers] if int(numbers.max()) < len(rows) else None
+
+    @cached_property
+    def whole(self):
+        """Response to doubling the linear's whole output."""
+        out_features = self.probe.block.get_submodule(self.name).out_features
+        return self._response(torch.arange(out_features, device=self.before.output.device))
 
     @property
     def _entering(self) -> Tensor:
