@@ -73,7 +73,7 @@ class Experts(nn.Module):
         """Return the output for `hidden [tokens, hidden]`, given each token's experts and weights
         `[tokens, k]`."""
         hidden = self.entering(hidden)
-        chosen = [torch.where(top_k_index == expert) for expert in range(self.count)]
+        chosen = self._chosen(top_k_index)
         inner = torch.cat([self.inner(expert, hidden[rows]) for expert, (rows, _) in enumerate(chosen)])
         # the list is gone: batches may wait at the next line
         inner = self.between(inner).split([len(rows) for rows, _ in chosen])
@@ -87,7 +87,15 @@ class Experts(nn.Module):
 
     def routed(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
         """Return which rows of the input go to each expert."""
-        return Routed(hidden, [torch.where(top_k_index == expert)[0] for expert in range(self.count)])
+        return Routed(hidden, [rows for rows, _ in self._chosen(top_k_index)])
+
+    def _chosen(self, top_k_index: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return the rows and places in `top_k_index [tokens, k]` of each expert. The device is waited for
+        once, not for each expert."""
+        flat, k = top_k_index.flatten(), top_k_index.shape[1]
+        counts = torch.bincount(flat, minlength=self.count)[: self.count].tolist()
+        order = torch.argsort(flat, stable=True)[: sum(counts)]
+        return list(zip((order // k).split(counts), (order % k).split(counts), strict=True))
 
     def alone(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of one expert for all of `hidden [tokens, hidden]`, without the router."""
