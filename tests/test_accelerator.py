@@ -17,8 +17,10 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.distillation.compressed.student import Student
 from quantkit.grids import parallel
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.float8 import Float8Grid
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import TYPES, named
+from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
@@ -33,7 +35,7 @@ from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import rtn
+from quantkit.quantize.solvers import SiteStatistics, replay, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
 
@@ -808,3 +810,35 @@ def test_columns_of_compressed_tensors_are_grouped_there(order):
     with present():
         found = layout.decode({name: tensor.to(NAME) for name, tensor in stored.items()}).values()
         assert found.device.type == torch.device(NAME).type and torch.equal(found.cpu(), wanted)
+
+
+@double_only
+@pytest.mark.parametrize(
+    "name", ["4", "3 asym", "nf4", "nf4 single", "mxfp4", "nvfp4", "int8", "fp8", "Q4_K", "Q6_K", "IQ4_XS"]
+)
+def test_what_is_replayed_waits_for_nothing(monkeypatch, name):
+    """From the second call on, as a CUDA graph demands: nothing comes from the host, nothing is asked for."""
+    grids = {
+        "4": AffineGrid(4, 64), "3 asym": AffineGrid(3, 64, False), "int8": Int8Grid(256), "nf4": Nf4Grid(),
+        "fp8": Float8Grid(256), "nf4 single": Nf4Grid(False), "mxfp4": MxFp4Grid(), "nvfp4": NvFp4Grid(),
+    }  # fmt: skip
+    import bench_launches
+
+    weight, statistics = bench_launches.problem(24, 256, device=CPU)
+    grid = (grids.get(name) or named(name)).together([weight])
+    called = []
+
+    def call(self, tensors, params, pool):
+        before = DEVICE.syncs.total(), DEVICE.launches["from host"]
+        found = plain(self, tensors, params, pool)
+        if self.calls > 1:
+            called.append((DEVICE.syncs.total(), DEVICE.launches["from host"]) == before)
+        return found
+
+    plain = replay._Replay.__call__
+    monkeypatch.setattr(replay._Replay, "__call__", call)
+    with present():
+        solver = GptqSolver()
+        for _ in range(2):
+            solver.solve([weight.to("far")], [grid], SiteStatistics(statistics.hessian.to("far")))
+    assert called and all(called)

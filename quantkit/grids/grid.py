@@ -31,9 +31,8 @@ class Grid:
     llama.cpp's encoders. joint: linears that engines fuse share parameters (`together`). clip: with second
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
     matrices, with an importance for each, `[matrices, group_size]`. Only with spans_matrix or
-    vector_size > 1 may `fit` and `refit` wait for the device.
-    matrices, with an importance for each, `[matrices, group_size]`. waits: `fit` or `refit` waits for the
-    device. limits: of the levels; None if `snap` does more than round or look up.
+    vector_size > 1 may `fit` and `refit` wait for the device. limits: of the levels; None if `snap` does more
+    than round or look up.
     """
 
     group_size: int

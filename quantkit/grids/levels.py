@@ -76,7 +76,7 @@ class TableLevels(Grid):
 @cache
 def constant(numbers: tuple[float, ...], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return numbers as a tensor, which is copied to a device only once."""
-    return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype).to(device)
 
 
 @cache

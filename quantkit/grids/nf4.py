@@ -183,7 +183,7 @@ def dynamic_map(device: torch.device | None = None) -> Tensor:
         edges = torch.linspace(0.1, 1, 2**exponent + 1)
         middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
         values += middles.tolist() + (-middles).tolist()
-    return torch.tensor(sorted(values), device=device)
+    return torch.tensor(sorted(values)).to(device)
 
 
 def _nearest_dynamic(scaled: Tensor) -> Tensor:
@@ -202,10 +202,13 @@ def _inverse(absmax: Tensor) -> Tensor:
 def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
     """Return codes, uint8, of the values nearest to `scaled` of any shape; ties go to the lower value.
 
-    Most are found by the upper bits of the number. The few that these leave open are found by a binary
-    search.
+    On a CPU most are found by the upper bits of the number. The few that these leave open, and all on an
+    accelerator, are found by a binary search.
     """
-    known, midpoints = (part.to(scaled.device) for part in _by_upper_bits(values))
+    midpoints = _midpoints(values, scaled.device)
+    if scaled.device.type != "cpu":
+        return torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
+    known = _by_upper_bits(values)
     flat = scaled.flatten()
     index = (flat.view(torch.int32) >> (32 - UPPER)).bitwise_and_((1 << UPPER) - 1)
     codes = known.index_select(0, index)
@@ -218,16 +221,22 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
 
 
 @cache
-def _by_upper_bits(values: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-    """Return the code of all float32 with the same upper UPPER bits, int16 `[2 ** UPPER]`, plus DOUBT if they
-    have several codes; and the midpoints."""
+def _midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return the means of neighbours."""
     ascending = torch.tensor(values)
-    midpoints = (ascending[1:] + ascending[:-1]) / 2
+    return ((ascending[1:] + ascending[:-1]) / 2).to(device)
+
+
+@cache
+def _by_upper_bits(values: tuple[float, ...]) -> Tensor:
+    """Return the code of all float32 with the same upper UPPER bits, int16 `[2 ** UPPER]`, plus DOUBT if they
+    have several codes."""
+    midpoints = _midpoints(values, torch.device("cpu"))
     lower = 32 - UPPER
     start = torch.arange(1 << UPPER, dtype=torch.int64) << lower
     ends = torch.stack([start, start + (1 << lower) - 1]).to(torch.uint32).view(torch.float32)
     first, last = torch.bucketize(ends.nan_to_num(0.0), midpoints).to(torch.int16)
-    return torch.where(first == last, first, first | DOUBT), midpoints
+    return torch.where(first == last, first, first | DOUBT)
 
 
 @cache

@@ -29,7 +29,6 @@ from quantkit.grids.parallel import elements_at_once
 BATCH = 128  # columns between two lazy updates; the paper's B
 RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product: at least, at most
 LONG_RUN = 128
-LONGEST = 512  # columns whose choice is replayed on an accelerator
 RUN_TEMPORARIES = 4  # of the size of a run
 
 

@@ -41,7 +41,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, regrouped, stack
 from quantkit.grids.grid import rows as rows_of
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, measured, row_losses, rtn, vectors
-from quantkit.quantize.solvers.columns import LONGEST, Chosen, Columns, add_product
+from quantkit.quantize.solvers.columns import Chosen, Columns, add_product
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.replay import Replays
 
@@ -187,7 +187,7 @@ def sweep(
         given = Wt[part], U[..., part, part], D[..., part]
         own = fixed[low // grid.group_size : part.stop // grid.group_size]
         changed = E, codes[part], chosen.lost
-        if replays is None or len(E) > LONGEST or grid.vector_size > 1:
+        if replays is None or grid.vector_size > 1:
             chosen.params += columns.solve(*changed, *given, own)
         else:
             chosen.params += replays(columns.solve, ("sweep", grid), changed, given, own)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
-from quantkit.quantize.solvers.columns import LONGEST, RUN, Chosen, chain_for, parts
+from quantkit.quantize.solvers.columns import RUN, Chosen, chain_for, parts
 from quantkit.quantize.solvers.replay import Replays
 
 TINY = torch.finfo(torch.float32).tiny
@@ -58,7 +58,7 @@ def refine(
                 curvature.unflatten(1, (-1, 1, size))[:, where].flatten(0, 1),
             )
             changed, params = (E, codes, chosen.lost), chosen.params[where]
-            if replays is None or size > LONGEST:
+            if replays is None:
                 chosen.params[where] = visit.improve(*changed, *given, params)
             else:
                 chosen.params[where] = replays(visit.improve, ("visit", grid), changed, given, params)

@@ -19,6 +19,7 @@ from quantkit.errors import first_line
 from quantkit.grids.grid import each_of
 from quantkit.models.machine.device import is_accelerator
 
+LARGEST = 1 << 23  # elements of the first tensor; above, kernels take longer than their launches
 KEPT = 24  # functions for which addresses and graphs are kept; the one not called for longest is dropped
 
 
@@ -40,7 +41,7 @@ class Replays:
     ) -> list:
         """Return what `function` returns. key: all that sets it apart from other functions, but shapes."""
         tensors = [*changed, *given]
-        if not is_accelerator(tensors[0].device):
+        if not is_accelerator(tensors[0].device) or tensors[0].numel() > LARGEST:
             return function(*tensors, params)
         key = (key, tensors[0].device, len(params), *(tensor.shape for tensor in tensors))
         if tensors[0].device.type == "cuda" and self._pool is None:
