@@ -161,8 +161,9 @@ TINY = {
 }
 JOBS = {
     "gptq": "gptq", "gptq unscaled": "gptq --transform none", "awq": "awq", "gguf": "gguf -t Q4_K_M",
-    "nf4": "nf4", "fp8": "fp8", "fp4": "fp4 --activations", "nf4 gptq": "nf4 --solver gptq",
-    "gptq ct": "gptq --layout compressed-tensors", "gptq 2048": "gptq --seqlen 2048", "w8a8": "w8a8",
+    "nf4": "nf4", "nf4 gptq": "nf4 --solver gptq", "fp8": "fp8", "fp4": "fp4",
+    "fp4 inputs": "fp4 --activations", "gptq ct": "gptq --layout compressed-tensors", "w8a8": "w8a8",
+    "gptq 2048": "gptq --seqlen 2048",
     "gptq ct 8": "gptq --layout compressed-tensors --bits 8", "mxfp4": "fp4 --format mxfp4",
 }  # fmt: skip
 LARGE = ("gptq", "gguf", "nf4", "fp8", "awq", "mxfp4")

@@ -44,7 +44,7 @@ def environment(run: Run, name: str, package: str, setup: str) -> str:
 
 # vllm
 
-SERVED = ("gptq", "awq", "gptq ct", "gptq ct 8", "fp8", "w8a8", "fp4")
+SERVED = ("gptq", "awq", "gptq ct", "gptq ct 8", "fp8", "w8a8", "fp4", "fp4 inputs")
 BLACKWELL = 10  # capability from which a device multiplies in 4 bit
 
 
@@ -53,9 +53,10 @@ def vllm(run: Run) -> None:
     python = environment(run, ".venv-vllm", "vllm", "vllm (with a GPU: pip install vllm)")
     without = {}
     if run.device == "cpu" or torch.cuda.get_device_capability()[0] < BLACKWELL:
-        without["fp4"] = "the device has no products in 4 bit"
+        without["fp4 inputs"] = "the device has no products in 4 bit"
     if run.device == "cpu":
         without["gptq ct 8"] = "vLLM's CPU build has no kernel for integers of 8 bits"
+        without["fp4"] = "vLLM's CPU build has no kernel for 4-bit floats"
     for name, why in without.items():
         run.result["rows"].setdefault(name, {"skipped": why})
     kept = [name for name in SERVED if name not in without]
