@@ -20,7 +20,7 @@ from quantkit.auto.solving import KEPT_IN
 from quantkit.auto.units import Preset, Unit, nbytes, usual
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
 from quantkit.models.machine.device import free_memory
@@ -192,9 +192,8 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     request.options.check()
     space = ENGINES[request.options.engine]
     if not request.options.sym:
-        if not space.zero_points:
-            what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
-            raise QuantkitError(what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
+        what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
+        require(space.zero_points, what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
     output = request.output or Path(_name(request, space))
     one_file = space.method == "gguf"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.capacity.question import Question
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.options import option, parse_tokens, size_bytes
 from quantkit.quantize.methods import composing
 
@@ -89,9 +89,8 @@ class AutoOptions:
                 what = f"--{name.replace('_', '-')} {value:g} is invalid"
                 raise QuantkitError(what, "choose a positive number", USAGE)
         for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
-            if getattr(self, name) not in names:
-                what = f"--{name} {getattr(self, name)} is not supported by auto"
-                raise QuantkitError(what, f"choose {' or '.join(names)}", USAGE)
+            what = f"--{name} {getattr(self, name)} is not supported by auto"
+            require(getattr(self, name) in names, what, f"choose {' or '.join(names)}", USAGE)
         if self.max_size is not None:
             size_bytes(self.max_size, "--max-size")
 

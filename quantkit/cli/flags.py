@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
-from quantkit.errors import NOT_FOUND, QuantkitError
+from quantkit.errors import NOT_FOUND, require
 from quantkit.quantize.prepare import recipe
 
 
@@ -155,9 +155,8 @@ def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -
 
 def check_text(text: Path | None) -> None:
     """Raise QuantkitError if the text of --eval is given but is not a file."""
-    if text and not text.is_file():
-        hint = "check the path given to --eval"
-        raise QuantkitError(f"text {text} cannot be read: no such file", hint, NOT_FOUND)
+    what = f"text {text} cannot be read: no such file"
+    require(not text or text.is_file(), what, "check the path given to --eval", NOT_FOUND)
 
 
 def typed(context: typer.Context, values: dict[str, Any]) -> dict[str, Any]:

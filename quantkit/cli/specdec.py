@@ -32,11 +32,9 @@ DRAFTS = Annotated[
 def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **values: Any) -> None:
     """Run `quantkit specdec`."""
     from quantkit.cli.progress import listener, uncollected
-    from quantkit.errors import USAGE, QuantkitError
+    from quantkit.errors import USAGE, require
 
-    if not drafts:
-        hint = f"for example: quantkit specdec {target} prompt-lookup"
-        raise QuantkitError("no DRAFT is given", hint, USAGE)
+    require(drafts, "no DRAFT is given", f"for example: quantkit specdec {target} prompt-lookup", USAGE)
     settings, quiet = flags.options(Settings, values), values["quiet"]
     settings.check()
     with listener(quiet) as progress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.options import option
 
 
@@ -41,6 +41,5 @@ class DistillOptions:
 
 
 def _check(name: str, value: object, fits: object, hint: str) -> None:
-    if not fits:
-        shown = f"{value:g}" if isinstance(value, float) else value
-        raise QuantkitError(f"--{name.replace('_', '-')} {shown} is invalid", hint, USAGE)
+    shown = f"{value:g}" if isinstance(value, float) else value
+    require(fits, f"--{name.replace('_', '-')} {shown} is invalid", hint, USAGE)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, spec_of_shape
 from quantkit.layouts._packing import no_whole_words, pack, unpack, words
 
@@ -132,12 +132,9 @@ def detect(config: dict) -> AwqLayout | None:
     version = str(config.get("version") or config.get("checkpoint_format") or config.get("format") or "gemm")
     bits = config.get("bits", config.get("w_bit"))
     group_size = config.get("group_size", config.get("q_group_size"))
-    if version.lower() != "gemm" or bits != BITS:
-        raise QuantkitError(
-            f"awq version {version!r} of {bits} bits is not supported",
-            hint="quantkit reads version gemm of 4 bits; convert others with the tool that wrote them",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"awq version {version!r} of {bits} bits is not supported"
+    hint = "quantkit reads version gemm of 4 bits; convert others with the tool that wrote them"
+    require(version.lower() == "gemm" and bits == BITS, what, hint, UNSUPPORTED)
     again = "download config.json again"
     require(type(group_size) is int, "quantization_config says no group_size", again)
     require(group_size, "quantization_config says groups of 0", again)

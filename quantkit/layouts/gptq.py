@@ -189,12 +189,9 @@ def detect(config: dict) -> GptqLayout | None:
         return None
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     words = config.get("pack_dtype", "int32")
-    if form not in FORMATS.values() or words != "int32":
-        raise QuantkitError(
-            f"gptq checkpoint_format {form!r} in {words} words is not supported",
-            hint=f"quantkit reads {', '.join(FORMATS.values())} in int32 words",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"gptq checkpoint_format {form!r} in {words} words is not supported"
+    hint = f"quantkit reads {', '.join(FORMATS.values())} in int32 words"
+    require(form in FORMATS.values() and words == "int32", what, hint, UNSUPPORTED)
     lacking = [key for key in ("bits", "group_size") if not isinstance(config.get(key), int)]
     again = "download config.json again"
     require(not lacking, f"quantization_config says no {' and no '.join(lacking)}", again)

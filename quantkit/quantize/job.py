@@ -255,12 +255,8 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     if bits := getattr(request.options, "embedding", 0):
         specs.append(linears.embedding(skeleton, method.make_grid, method.layout, bits))
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
-    if outside:
-        raise QuantkitError(
-            f"modules besides the blocks' linears are quantized: {name_all(sorted(outside))}",
-            hint="start from the original checkpoint",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"modules besides the blocks' linears are quantized: {name_all(sorted(outside))}"
+    require(not outside, what, "start from the original checkpoint", UNSUPPORTED)
     if all(row.kept for row in specs):
         raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
     return replace(method, layout=method.layout.of_job(specs)), specs
@@ -270,11 +266,8 @@ def _check_ranks(method: Method) -> None:
     """Raise QuantkitError for a job that several processes cannot share."""
     if distributed.count() == 1:
         return
-    if not method.needs:
-        message = (
-            f"{method.name} without calibration has nothing that {distributed.count()} processes could share"
-        )
-        raise QuantkitError(message, ALONE, UNSUPPORTED)
+    what = f"{method.name} without calibration has nothing that {distributed.count()} processes could share"
+    require(method.needs, what, ALONE, UNSUPPORTED)
     if "curvature" in method.needs:
         message = f"--solver yaqa does not run as several processes, but {distributed.count()} were started"
         raise QuantkitError(message, "use --solver gptq, or start it without torchrun", UNSUPPORTED)

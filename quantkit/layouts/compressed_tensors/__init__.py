@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import require
 from quantkit.layouts import (
     Layout,
     LinearSpec,
@@ -266,9 +266,7 @@ def detect(config: dict) -> CompressedTensorsLayout | None:
     """Return the layout that a stored `quantization_config` describes; None if it is another layout's."""
     if config.get("quant_method") != NAME:
         return None
-    if (status := config.get("quantization_status", "compressed")) != "compressed":
-        raise QuantkitError(
-            f"compressed-tensors: quantization_status {status!r}: the weights are not stored compressed",
-            hint="save it compressed, as llm-compressor does by default",
-        )
+    status = config.get("quantization_status", "compressed")
+    what = f"compressed-tensors: quantization_status {status!r}: the weights are not stored compressed"
+    require(status == "compressed", what, "save it compressed, as llm-compressor does by default")
     return CompressedTensorsLayout(targets=schemes.parse(config))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import LinearSpec, Table, Width, damaged, spec_of_shape
 from quantkit.layouts._packing import column_groups
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
@@ -113,12 +113,9 @@ def _input_scale(peak: Tensor | None, most: float, dtype: Any) -> Tensor:
     """
     import torch
 
-    if peak is None:
-        raise QuantkitError(
-            "static scales need inputs, and no calibration text enters one of these linears",
-            "leave out --static, or keep such linears in 16 bit with --exclude",
-            UNSUPPORTED,
-        )
+    what = "static scales need inputs, and no calibration text enters one of these linears"
+    hint = "leave out --static, or keep such linears in 16 bit with --exclude"
+    require(peak is not None, what, hint, UNSUPPORTED)
     stored = (peak.float() / most).to(dtype).view(1)
     return torch.where(stored == 0, torch.finfo(dtype).eps, stored)
 

@@ -172,9 +172,8 @@ def _parse(cursor: _Cursor) -> Header:
     if bytes(cursor.data[start:4]) != MAGIC:
         raise _broken(path, "it does not begin with GGUF")
     (version,) = cursor.unpack("<I")
-    if version not in (2, 3):
-        why = "is big-endian" if version & 0xFFFF == 0 else f"has GGUF version {version}"
-        raise QuantkitError(f"{path} {why}", "quantkit reads versions 2 and 3, little-endian", UNSUPPORTED)
+    why = "is big-endian" if version & 0xFFFF == 0 else f"has GGUF version {version}"
+    require(version in (2, 3), f"{path} {why}", "quantkit reads versions 2 and 3, little-endian", UNSUPPORTED)
     tensors, pairs = cursor.unpack("<QQ")
     for count, words in ((tensors, "tensors"), (pairs, "keys")):
         if count > MAX_ENTRIES:
@@ -206,12 +205,8 @@ def _info(cursor: _Cursor) -> TensorInfo:
         raise _broken(cursor.path, f"{name} has {count} dimensions")
     shape = cursor.unpack(f"<{count}Q")[::-1]
     code, offset = cursor.unpack("<IQ")
-    if code not in TYPES:
-        raise QuantkitError(
-            f"{name} of {cursor.path} has type {code}, which is unknown",
-            hint="a newer gguf package may know it: pip install -U gguf",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{name} of {cursor.path} has type {code}, which is unknown"
+    require(code in TYPES, what, "a newer gguf package may know it: pip install -U gguf", UNSUPPORTED)
     type = TYPES[code]
     try:
         nbytes = tensor_bytes(type, shape)

@@ -64,19 +64,11 @@ def local(source: str) -> Path | None:
         return path
     if path.is_file() and is_gguf(path):
         return path
-    if path.exists():
-        raise QuantkitError(
-            f"{source} is a file",
-            hint="give the folder that holds config.json, or a GGUF file",
-            exit_code=NOT_FOUND,
-        )
+    what = f"{source} is a file"
+    require(not path.exists(), what, "give the folder that holds config.json, or a GGUF file", NOT_FOUND)
     require(not source.endswith(".gguf"), f"no such file: {source}", "check the path", NOT_FOUND)
-    if not is_id(source):
-        raise QuantkitError(
-            f"no such folder: {source}",
-            hint="give a local checkpoint folder, or a hub id of the form OWNER/NAME",
-            exit_code=NOT_FOUND,
-        )
+    hint = "give a local checkpoint folder, or a hub id of the form OWNER/NAME"
+    require(is_id(source), f"no such folder: {source}", hint, NOT_FOUND)
     return None
 
 

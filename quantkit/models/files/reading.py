@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit import layouts
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.grids.fp4 import MX_BLOCK, decode_mxfp4
 from quantkit.models.files.safetensors_folder import TensorInfo
 
@@ -98,11 +98,9 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         base = name.removesuffix("_blocks")
         blocks, scales = found.pop(name), found.pop(f"{base}_scales", None)
         fits = scales and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, MX_BLOCK // 2)
-        if not fits or {blocks.dtype, scales.dtype} != {"U8"}:
-            shape = list(scales.shape) if scales else "absent"
-            raise QuantkitError(
-                f"{name} is {blocks.dtype} {list(blocks.shape)}, {base}_scales {shape}", "download it again"
-            )
+        shape = list(scales.shape) if scales else "absent"
+        what = f"{name} is {blocks.dtype} {list(blocks.shape)}, {base}_scales {shape}"
+        require(fits and {blocks.dtype, scales.dtype} == {"U8"}, what, "download it again")
         experts, rows, groups, _ = blocks.shape
         shape = experts, groups * MX_BLOCK, rows
         nbytes = 4 * blocks.nbytes  # two codes a byte, two bytes a value

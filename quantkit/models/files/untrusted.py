@@ -148,9 +148,8 @@ def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
     odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > most.get(name, SIZES)]
     odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
     odd += _routed(config)
-    if odd:
-        stored = f", and {tensors:,} tensors are stored" if tensors else ""
-        raise QuantkitError(f"config.json says {name_all(odd, 3)}{stored}", AGAIN, UNSUPPORTED)
+    stored = f", and {tensors:,} tensors are stored" if tensors else ""
+    require(not odd, f"config.json says {name_all(odd, 3)}{stored}", AGAIN, UNSUPPORTED)
 
 
 def _routed(config: Mapping[str, Any]) -> Iterator[str]:

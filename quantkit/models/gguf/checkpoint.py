@@ -229,9 +229,8 @@ def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str
         name, shape = place
         if name not in stored:
             continue
-        if stored[name].dtype != "F32" or stored[name].shape != shape:
-            wrong = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
-            raise QuantkitError(wrong, "download the file again")
+        what = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
+        require(stored[name].dtype == "F32" and stored[name].shape == shape, what, "download the file again")
         found[name] = _decode(stored[name], shape)
     return found
 
@@ -261,12 +260,8 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
     absent = [name for name in expected if name not in stored]
     require(not absent, f"{path} lacks {name_all(absent)}", "it holds no whole model; download it again")
     unknown = [name for name in stored if name not in expected and name not in factors]
-    if unknown:
-        raise QuantkitError(
-            f"{path} holds unknown tensors: {name_all(unknown)}",
-            hint="quantkit reads plain language models of the architectures that it writes",
-            exit_code=UNSUPPORTED,
-        )
+    hint = "quantkit reads plain language models of the architectures that it writes"
+    require(not unknown, f"{path} holds unknown tensors: {name_all(unknown)}", hint, UNSUPPORTED)
     odd = [
         f"{name} is {list(stored[name].shape)} instead of {list(target.shape)}"
         for name, target in expected.items()
@@ -278,12 +273,8 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
         for name, target in expected.items()
         if stored[name].dtype in NO_WEIGHTS or (len(target.shape) == 1 and stored[name].dtype not in PLAIN)
     ]
-    if types:
-        raise QuantkitError(
-            f"{path} holds weights of unknown types: {name_all(types)}",
-            hint="convert the model again",
-            exit_code=UNSUPPORTED,
-        )
+    what = f"{path} holds weights of unknown types: {name_all(types)}"
+    require(not types, what, "convert the model again", UNSUPPORTED)
 
 
 def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -87,9 +87,8 @@ def read(path: Path) -> Imatrix:
         raise QuantkitError(
             f"importance matrix {path} cannot be read: {error.strerror}", HINT, NOT_FOUND
         ) from error
-    if magic != gguf_file.MAGIC:
-        convert = f"if it is an older .dat file: llama-imatrix --in-file {path} -o NEW.gguf; else {HINT}"
-        raise QuantkitError(f"{path} is not an importance matrix in GGUF", convert, USAGE)
+    hint = f"if it is an older .dat file: llama-imatrix --in-file {path} -o NEW.gguf; else {HINT}"
+    require(magic == gguf_file.MAGIC, f"{path} is not an importance matrix in GGUF", hint, USAGE)
     imatrix = _read_gguf(path)
     for name, sums in imatrix.sums.items():
         counts = imatrix.counts[name]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import require
 from quantkit.grids.grid import is_finite
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import widens
@@ -212,11 +212,9 @@ def _mirror(lower: Tensor) -> None:
 def refuse_not_finite(statistics: SiteStatistics, linear: str, dtype: str) -> None:
     """Raise QuantkitError naming `linear` if its inputs overflowed in `dtype`."""
     parts = [getattr(statistics, field.name) for field in fields(statistics)]
-    if not all(is_finite(part) for part in parts if isinstance(part, Tensor)):
-        raise QuantkitError(
-            f"activations entering {linear} are not finite in {dtype}",
-            hint="try --dtype float32; if that fails too, the checkpoint itself overflows",
-        )
+    what = f"activations entering {linear} are not finite in {dtype}"
+    hint = "try --dtype float32; if that fails too, the checkpoint itself overflows"
+    require(all(is_finite(part) for part in parts if isinstance(part, Tensor)), what, hint)
 
 
 def gather(

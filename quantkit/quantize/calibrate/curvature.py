@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line
+from quantkit.errors import RESOURCES, UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.backward import chunk_tokens, through_block, through_head
@@ -189,11 +189,8 @@ def _stored(name: str, sums: Statistics) -> Tensor:
     """Return G with mean diagonal 1 in float16, whose rounding errors are far below the damping."""
     found = sums.finish().hessian
     mean = found.diagonal().mean()
-    if not torch.isfinite(found).all():
-        raise QuantkitError(
-            f"gradients at the outputs of {name} are not finite",
-            hint="try --dtype float32, or --solver gptq, which needs none",
-        )
+    what = f"gradients at the outputs of {name} are not finite"
+    require(torch.isfinite(found).all(), what, "try --dtype float32, or --solver gptq, which needs none")
     found = found.div_(mean) if mean > 0 else found.fill_diagonal_(1.0)
     return found.half().cpu()
 

@@ -192,12 +192,8 @@ def check_grid(bits: int, group_size: int, where: str = "") -> None:
     """Raise QuantkitError for bits or group sizes that no layout has. where: the flag that set them, if not
     --bits or --group-size."""
     require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
-    if group_size != -1 and group_size < 8:
-        raise QuantkitError(
-            f"{where or f'--group-size {group_size}'} is invalid",
-            "choose groups of -1, 16, 32, 64 or 128",
-            USAGE,
-        )
+    what = f"{where or f'--group-size {group_size}'} is invalid"
+    require(group_size == -1 or group_size >= 8, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
 
 
 def check_outside(layout: Layout, options: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.awq import AwqLayout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
@@ -76,10 +76,8 @@ def check(options: Options) -> None:
         hint = "add --layout compressed-tensors, which holds 2 to 8, or --layout mlx"
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
     check_outside(layout(options), options)
-    if options.candidates < 2:
-        raise QuantkitError(
-            f"--candidates {options.candidates} leaves nothing to search", "choose 2 or more", USAGE
-        )
+    what = f"--candidates {options.candidates} leaves nothing to search"
+    require(options.candidates >= 2, what, "choose 2 or more", USAGE)
     composing.check(options)
 
 

@@ -138,9 +138,8 @@ def each(options: Options, output: Path | None, model: str) -> list[tuple[Option
     """Return options and output path of every requested file. `output` is a folder if it exists as one or if
     several files are requested; names inside are derived as without `output`."""
     names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
-    if len(names) > 1 and output and output.suffix == ".gguf":
-        what = f"--output {output} is one file, {len(names)} are requested"
-        raise QuantkitError(what, "give a folder", USAGE)
+    what = f"--output {output} is one file, {len(names)} are requested"
+    require(len(names) < 2 or not output or output.suffix != ".gguf", what, "give a folder", USAGE)
     inside = output and (len(names) > 1 or output.is_dir())
     single = [dataclasses.replace(options, type=(name,)) for name in names]
     return [(one, output / f"{model}-{suffix(one)}" if inside else output) for one in single]
@@ -154,9 +153,8 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     from quantkit.models.skeleton.names import copied_modules
     from quantkit.quantize.outputs.gguf import GgufOutput
 
-    if skeleton is None:
-        hint = "write it with quantkit gguf, then evaluate that file"
-        raise QuantkitError("gguf cannot be tried in memory", hint, USAGE)
+    what = "gguf cannot be tried in memory"
+    require(skeleton is not None, what, "write it with quantkit gguf, then evaluate that file", USAGE)
     file_type = stored_as(options)
     checkpoint = skeleton.checkpoint
     targets = tensors.of_checkpoint(checkpoint)
@@ -280,7 +278,6 @@ def chosen_types(
         names, hint = {target.name for target in targets}, f"is {options.like} a file of another model?"
         unfit += [f"{name} (not in the model)" for name in like if name not in names]
         unfit += [f"{name} (not in {options.like})" for name in names if name not in like]
-    if unfit and (options.strict or like):
-        what = f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}"
-        raise QuantkitError(what, hint, UNSUPPORTED)
+    what = f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}"
+    require(not unfit or not (options.strict or like), what, hint, UNSUPPORTED)
     return choices

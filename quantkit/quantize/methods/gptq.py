@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from quantkit.errors import USAGE, QuantkitError, one_of
+from quantkit.errors import USAGE, QuantkitError, one_of, require
 from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
@@ -90,12 +90,9 @@ def check(options: Options) -> None:
     only = f"--layout {options.layout} does not hold"
     if options.act_order == "full":
         raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
-    if options.checkpoint_format != "gptq":
-        raise QuantkitError(
-            f"{only} --checkpoint-format {options.checkpoint_format}",
-            "leave it out: zero points of 0 are no trouble there; or use --layout gptq",
-            USAGE,
-        )
+    what = f"{only} --checkpoint-format {options.checkpoint_format}"
+    hint = "leave it out: zero points of 0 are no trouble there; or use --layout gptq"
+    require(options.checkpoint_format == "gptq", what, hint, USAGE)
 
 
 def width(options: Options, in_features: int, override: Override | None = None) -> Width:

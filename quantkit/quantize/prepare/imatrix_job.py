@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf import imatrix, tensors
@@ -71,12 +71,8 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
     distributed.broadcast(lambda: _check_output(output, checkpoint, request.overwrite))
-    if checkpoint.quantized:
-        raise QuantkitError(
-            f"{request.source} is quantized already",
-            hint="an importance matrix is made from the original checkpoint: give that one",
-            exit_code=UNSUPPORTED,
-        )
+    hint = "an importance matrix is made from the original checkpoint: give that one"
+    require(not checkpoint.quantized, f"{request.source} is quantized already", hint, UNSUPPORTED)
     skeleton = open_skeleton(checkpoint, request.run)
     targets = tensors.of_checkpoint(skeleton.checkpoint)  # which has experts one by one
     stored = {name: target.name for target in targets for name in target.stored if target.part is None}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, count, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, count, name_all, require
 from quantkit.layouts import Layout, LinearSpec, fusions
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
@@ -90,12 +90,8 @@ def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
 def parse_override(text: str) -> Override:
     """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
     parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
-    if not parts:
-        raise QuantkitError(
-            f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size",
-            hint=r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'",
-            exit_code=USAGE,
-        )
+    what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
+    require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
     pattern, bits, group_size = parts.groups()
     found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
     return Override(text, found, int(bits), None if group_size is None else int(group_size))

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.errors import RESOURCES, USAGE, QuantkitError, count
+from quantkit.errors import RESOURCES, USAGE, QuantkitError, count, require
 from quantkit.layouts import LinearSpec
 from quantkit.models.machine import distributed, memory
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
@@ -139,12 +139,8 @@ def check_disk(folder: Path, need: int) -> None:
     """Raise QuantkitError (exit code 5) unless `need` bytes fit on the disk of `folder`."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    if need > free:
-        raise QuantkitError(
-            f"{folder} needs about {size(need)} of disk, {size(free)} are free",
-            hint="free some space or choose another --output",
-            exit_code=RESOURCES,
-        )
+    what = f"{folder} needs about {size(need)} of disk, {size(free)} are free"
+    require(need <= free, what, "free some space or choose another --output", RESOURCES)
 
 
 @dataclass(frozen=True)

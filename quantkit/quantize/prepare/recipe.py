@@ -190,9 +190,8 @@ def _checked(origin: str, values: Mapping[str, Any], known: dict[str, Key]) -> d
         key = known[name]
         if isinstance(value, str | Path):
             value = Path(value) if Path in (key.kind, *get_args(key.kind)) else str(value)
-        if not _fits(value, key.kind):
-            message = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
-            raise QuantkitError(message, key.help, USAGE)
+        what = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
+        require(_fits(value, key.kind), what, key.help, USAGE)
         value = tuple(value) if isinstance(value, list) else value
         found[name] = float(value) if key.kind is float else value
     return found
@@ -243,10 +242,8 @@ def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Cho
     known = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
     flags = {key: typed[name] for key in known if (name := key.rpartition(".")[2]) in typed}
     values = recipe.values | _settings(recipe.method, settings, known) | flags
-    if values.get("model") is None:
-        raise QuantkitError(
-            f"{recipe.name} has no model", f"give it: quantkit run {recipe.name} MODEL", USAGE
-        )
+    what = f"{recipe.name} has no model"
+    require(values.get("model") is not None, what, f"give it: quantkit run {recipe.name} MODEL", USAGE)
 
     def fill(section: str, kind: type) -> Any:
         names = [option.name for option in dataclasses.fields(kind)]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, name_all
+from quantkit.errors import UNSUPPORTED, name_all, require
 from quantkit.models.machine import distributed
 from quantkit.options import CalibrationOptions, RunOptions
 
@@ -65,9 +65,7 @@ def check_equal(fingerprint: dict) -> None:
         mine |= {"GPU": torch.cuda.get_device_name()}
     first, *others = distributed.all_gather(mine)
     for rank, other in enumerate(others, 1):
-        if different := differences(first, other):
-            raise QuantkitError(
-                f"rank {rank} has another job than rank 0; different: {name_all(different)}",
-                "use equal machines, with the same files, options and versions",
-                UNSUPPORTED,
-            )
+        different = differences(first, other)
+        what = f"rank {rank} has another job than rank 0; different: {name_all(different)}"
+        hint = "use equal machines, with the same files, options and versions"
+        require(not different, what, hint, UNSUPPORTED)

@@ -22,7 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.errors import RESOURCES, RUNTIME, USAGE, DamagedError, QuantkitError, full_disk, name_all
+from quantkit.errors import (
+    RESOURCES,
+    RUNTIME,
+    USAGE,
+    DamagedError,
+    QuantkitError,
+    full_disk,
+    name_all,
+    require,
+)
 from quantkit.models.files import gguf_shards, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
@@ -56,12 +65,9 @@ class Staging(StagedBlocks):
     def stored_fingerprint(self) -> dict | None:
         """Return the fingerprint of the staged job; None if it is absent or has no sha256 of the source."""
         stored = self._fingerprint()
-        if stored and not _runs(stored.get("execution")):
-            raise QuantkitError(
-                f"{self.folder / 'fingerprint.json'} is damaged: its execution is invalid",
-                "start again with --overwrite",
-                USAGE,
-            )
+        what = f"{self.folder / 'fingerprint.json'} is damaged: its execution is invalid"
+        hint = "start again with --overwrite"
+        require(not stored or _runs(stored.get("execution")), what, hint, USAGE)
         return stored if stored and stored["source_sha256"] else None
 
     def _fingerprint(self) -> dict | None:
@@ -84,12 +90,9 @@ class Staging(StagedBlocks):
         may_replace.check_place(self.output)
         may_replace.check(self.output, self.one_file, overwrite)
         may_replace.check_staged(self.folder, lambda: self._fingerprint() is not None)
-        if self.folder.exists() and not (resume or overwrite):
-            raise QuantkitError(
-                f"{self.folder} holds an unfinished job",
-                hint="continue it with --resume, or start again with --overwrite",
-                exit_code=USAGE,
-            )
+        what = f"{self.folder} holds an unfinished job"
+        hint = "continue it with --resume, or start again with --overwrite"
+        require(resume or overwrite or not self.folder.exists(), what, hint, USAGE)
 
     @contextmanager
     def opened(self, fingerprint: dict, resume: bool, lasting: bool = True) -> Iterator[None]:
@@ -121,12 +124,9 @@ class Staging(StagedBlocks):
     def _open(self, fingerprint: dict, resume: bool) -> None:
         stored = self.stored_fingerprint() if resume else None
         different = differences(stored, fingerprint) if stored else []
-        if different:
-            raise QuantkitError(
-                f"{self.folder} holds another job; different: {name_all(different)}",
-                hint="repeat the options of the first run, or start again with --overwrite",
-                exit_code=USAGE,
-            )
+        what = f"{self.folder} holds another job; different: {name_all(different)}"
+        hint = "repeat the options of the first run, or start again with --overwrite"
+        require(not different, what, hint, USAGE)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not stored:

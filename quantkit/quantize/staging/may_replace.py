@@ -89,9 +89,8 @@ def check(output: Path, one_file: bool, overwrite: bool) -> None:
                 lost = ORIGINAL
         else:
             lost = _lost(path)
-        if lost:
-            hint = f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only"
-            raise QuantkitError(f"{path} {lost}: it would be lost", hint, USAGE)
+        hint = f"move it away, or {ELSEWHERE}; --overwrite replaces quantized models only"
+        require(not lost, f"{path} {lost}: it would be lost", hint, USAGE)
 
 
 def check_new(outputs: Sequence[Path]) -> None:
@@ -167,12 +166,8 @@ def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
         foreign = sorted(name for name in names if not any(fnmatch(name, pattern) for pattern in STAGED))
         if names <= {"lock", "fingerprint.json.tmp"} or (is_ours() and not foreign):
             return
-        if foreign and is_ours():
-            raise QuantkitError(
-                f"{folder} holds files that no job writes, which would be lost: {name_all(foreign)}",
-                f"move them away, or {ELSEWHERE}",
-                USAGE,
-            )
+        what = f"{folder} holds files that no job writes, which would be lost: {name_all(foreign)}"
+        require(not (foreign and is_ours()), what, f"move them away, or {ELSEWHERE}", USAGE)
     raise QuantkitError(
         f"{folder} is not an unfinished job, but the job needs this folder",
         f"move it away, or {ELSEWHERE}",

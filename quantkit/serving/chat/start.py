@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
 from quantkit.models import kv_types
@@ -54,9 +54,8 @@ def start(
         made_for = made_for if isinstance(made_for, int) else None
         known = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
     else:
-        if kv_dtype is not None:
-            hint = "leave out --kv-dtype: the cache has the precision of --dtype"
-            raise QuantkitError("--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
+        hint = "leave out --kv-dtype: the cache has the precision of --dtype"
+        require(kv_dtype is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
         checkpoint = open_checkpoint(source, revision, offline, trust_remote_code)
         stored, made_for = checkpoint.tokenizer.chat_template, checkpoint.context
         if note:
@@ -68,9 +67,8 @@ def start(
     if settings.template:
         with opened(settings.template, "--template", "check the path") as file:
             given = file.read()
-    if not (settings.raw or given or stored):
-        hint = "add --template FILE, or --raw to continue text without roles"
-        raise QuantkitError(f"{source} has no chat template", hint, USAGE)
+    hint = "add --template FILE, or --raw to continue text without roles"
+    require(settings.raw or given or stored, f"{source} has no chat template", hint, USAGE)
     context = settings.ctx or min(made_for or CONTEXT, CONTEXT)
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")

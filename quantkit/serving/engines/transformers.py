@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantkit.errors import RESOURCES, QuantkitError, first_line
+from quantkit.errors import RESOURCES, first_line, require
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, synchronize
@@ -75,12 +75,8 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     if not checkpoint.folder.is_dir():
         return None, "transformers decodes GGUF files"
     need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
-    if need > free:
-        raise QuantkitError(
-            f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free",
-            "choose another --device, or fewer bits",
-            RESOURCES,
-        )
+    what = f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free"
+    require(need <= free, what, "choose another --device, or fewer bits", RESOURCES)
     logging.getLogger(CHATTY).setLevel(logging.ERROR)
     with warnings.catch_warnings():  # about progress bars
         warnings.simplefilter("ignore", UserWarning)

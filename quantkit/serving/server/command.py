@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, require
 from quantkit.models import kv_types
 from quantkit.serving.server.settings import Settings
 from quantkit.serving.server.sizing import Room
@@ -78,9 +78,8 @@ def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
 def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
     """Return the command for `llama-server` if it is on the PATH, else for the xllamacpp wheel's server.
     --ctx-size is the context of all sequences together."""
-    if settings.dtype != "auto":
-        hint = "leave out --dtype"
-        raise QuantkitError("llama.cpp computes in the types of the file", hint, UNSUPPORTED)
+    what = "llama.cpp computes in the types of the file"
+    require(settings.dtype == "auto", what, "leave out --dtype", UNSUPPORTED)
     program = shutil.which("llama-server")
     argv = [program] if program else [sys.executable, "-m", LLAMA_SERVER]
     argv += ["--model", model, "--alias", name, "--host", settings.host, "--port", str(settings.port)]
@@ -146,10 +145,9 @@ def _visible(settings: Settings) -> dict[str, str]:
 def _cache_type(engine: str, precision: str) -> str:
     """Return the engine's name for a precision of the KV cache. Raises QuantkitError (exit code 4)."""
     own = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
-    if not own[precision]:
-        known = ", ".join(name for name, kind in own.items() if kind)
-        hint = f"--kv-dtype: one of {known}"
-        raise QuantkitError(f"{engine} keeps no cache in {precision}", hint, UNSUPPORTED)
+    known = ", ".join(name for name, kind in own.items() if kind)
+    what = f"{engine} keeps no cache in {precision}"
+    require(own[precision], what, f"--kv-dtype: one of {known}", UNSUPPORTED)
     return own[precision]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from quantkit.capacity import source as sources
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.inspection import record
 from quantkit.models.files import gguf_shards, hub
 from quantkit.models.files.headers import open_contents
@@ -94,9 +94,8 @@ def prepare(
     if problems := described["integrity"]["problems"]:
         hint = "the checkpoint is incomplete or damaged: see quantkit inspect"
         raise QuantkitError(problems[0], hint)
-    if described["tokenizer"] is None:
-        hint = "put the tokenizer's files next to the weights: a server takes text"
-        raise QuantkitError(f"{model} has no tokenizer", hint, UNSUPPORTED)
+    hint = "put the tokenizer's files next to the weights: a server takes text"
+    require(described["tokenizer"] is not None, f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(described, settings.engine, device=settings.device)
     make, *usual = SERVERS[offer.engine]
     listen.phase("checking the memory")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-from quantkit.errors import USAGE, QuantkitError, one_of
+from quantkit.errors import USAGE, one_of, require
 from quantkit.serving.bench.settings import Settings
 
 NAMES = ("auto", "transformers", "llama.cpp")
@@ -58,7 +58,6 @@ def find(engine: str) -> ModuleType:
 def names(settings: Settings) -> tuple[str, ...]:
     """Return the engines named by --engine. Raises QuantkitError for an unknown one."""
     found = settings.names("engine")
-    if "vllm" in found:
-        hint = "quantkit serve ./model --engine vllm, then quantkit bench server http://127.0.0.1:8000"
-        raise QuantkitError("bench measures vLLM as a server", hint, USAGE)
+    hint = "quantkit serve ./model --engine vllm, then quantkit bench server http://127.0.0.1:8000"
+    require("vllm" not in found, "bench measures vLLM as a server", hint, USAGE)
     return tuple(one_of(name, NAMES, f"no engine {name!r}") for name in found)
