@@ -39,11 +39,9 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
         if fixed_bytes is not None:
             given = megabytes(budget + fixed_bytes)
             smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
-        raise QuantkitError(
-            f"{given} is too small; the smallest possible result is {smallest}",
-            "raise the budget (with --gpu: give less --ctx or --batch), or choose another --engine",
-            UNSUPPORTED,
-        )
+        what = f"{given} is too small; the smallest possible result is {smallest}"
+        hint = "raise the budget (with --gpu: give less --ctx or --batch), or choose another --engine"
+        raise QuantkitError(what, hint, UNSUPPORTED)
 
 
 def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str, str]:

@@ -125,11 +125,9 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
     try:
         shapes = meta.shapes(config)
     except Unsupported as error:
-        raise QuantkitError(
-            f"parameters of {settings.model_type} cannot be computed from config.json alone: {error}",
-            hint="give a folder or hub id with safetensors, or only --params 70B or 671B-A37B",
-            exit_code=UNSUPPORTED,
-        ) from error
+        what = f"parameters of {settings.model_type} cannot be computed from config.json alone: {error}"
+        hint = "give a folder or hub id with safetensors, or only --params 70B or 671B-A37B"
+        raise QuantkitError(what, hint, UNSUPPORTED) from error
     element = DTYPE_BYTES[settings.stored_dtype]
     entries = [Tensor(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
     found, settings = parameters.from_headers(entries, settings, exact=False)

@@ -28,11 +28,8 @@ def command(
         _show(found, quiet)
     broken = [row for subject in ("needed", "machine") for row in found[subject] if row.ok is False]
     if broken:
-        raise QuantkitError(
-            f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}",
-            hint="; ".join(row.note for row in broken),
-            found=record,
-        )
+        what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
+        raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
     if as_json:
         print(json.dumps(record, indent=2))
 

@@ -181,11 +181,9 @@ def resumable(
                 message = f"{word}; {' and '.join(map(str, finished))} finished"
                 raise QuantkitError(message, "measure with: quantkit eval", asked[0]) from error
             there = [folder for folder in folders if folder.exists()]
-            raise QuantkitError(
-                f"{word}; {'no ' * begun()}{kept()} kept in {there[0]}" if there else word,
-                f"continue with: {_again()}" if there or finished else f"begin again with: {_typed()}",
-                asked[0],
-            ) from error
+            what = f"{word}; {'no ' * begun()}{kept()} kept in {there[0]}" if there else word
+            hint = f"continue with: {_again()}" if there or finished else f"begin again with: {_typed()}"
+            raise QuantkitError(what, hint, asked[0]) from error
 
 
 @contextmanager

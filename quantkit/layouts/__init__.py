@@ -271,11 +271,8 @@ def detect(config: dict) -> Layout | None:
     for module in modules():
         if (layout := module.detect(stored)) is not None:
             return layout
-    raise QuantkitError(
-        f"quantization {stored.get('quant_method', stored)!r} is not supported",
-        hint=f"quantkit reads: {', '.join(available()).replace('_', '-')}",
-        exit_code=UNSUPPORTED,
-    )
+    what = f"quantization {stored.get('quant_method', stored)!r} is not supported"
+    raise QuantkitError(what, f"quantkit reads: {', '.join(available()).replace('_', '-')}", UNSUPPORTED)
 
 
 def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -301,20 +298,15 @@ def naming_errors(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[
         if "memory" in str(error):
             raise
         found = ", ".join(f"{part} {str(t.dtype)[6:]} {list(t.shape)}" for part, t in tensors.items())
-        raise QuantkitError(
-            f"tensors of {linear} do not fit its layout: {found}",
-            "download the checkpoint again",
-            UNSUPPORTED,
-        ) from error
+        what = f"tensors of {linear} do not fit its layout: {found}"
+        raise QuantkitError(what, "download the checkpoint again", UNSUPPORTED) from error
 
 
 def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
     """Return the error for a linear with invalid stored tensors."""
     linear = getattr(tensors, "linear", "")
-    return QuantkitError(
-        f"{linear}: {why}" if linear else why,
-        "the file is damaged, or config.json belongs to another checkpoint: download both again",
-    )
+    hint = "the file is damaged, or config.json belongs to another checkpoint: download both again"
+    return QuantkitError(f"{linear}: {why}" if linear else why, hint)
 
 
 def stored_as(part: Any) -> tuple[str, tuple[int, ...]]:

@@ -52,11 +52,8 @@ class ChatTemplate:
         try:
             template = self.tokenizer.get_chat_template(self._given)
         except ValueError as error:
-            raise QuantkitError(
-                "the model has no chat template",
-                hint="put its chat_template.jinja into its folder, or give plain text, without --chat",
-                exit_code=USAGE,
-            ) from error
+            hint = "put its chat_template.jinja into its folder, or give plain text, without --chat"
+            raise QuantkitError("the model has no chat template", hint, USAGE) from error
         if self.sha256 is None:
             self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
@@ -65,17 +62,13 @@ class ChatTemplate:
                 _at_a_fixed_date(template, self._today), messages, self.tokenizer.special_tokens_map, answer
             )
         except template_worker.Failed as error:
-            raise QuantkitError(
-                f"{conversation.where} does not fit the model's chat template: {error}",
-                hint="leave such rows out, or give their text under another column",
-                exit_code=USAGE,
-            ) from error
+            what = f"{conversation.where} does not fit the model's chat template: {error}"
+            hint = "leave such rows out, or give their text under another column"
+            raise QuantkitError(what, hint, USAGE) from error
         except template_worker.Runaway as error:
-            raise QuantkitError(
-                f"the model's chat template was stopped: {error}",
-                hint="do not trust it; give plain text, without --chat",
-                exit_code=UNSUPPORTED,
-            ) from error
+            what = f"the model's chat template was stopped: {error}"
+            hint = "do not trust it; give plain text, without --chat"
+            raise QuantkitError(what, hint, UNSUPPORTED) from error
 
 
 def _at_a_fixed_date(template: str, today: datetime.date) -> str:
@@ -94,8 +87,5 @@ def _message(message: Any, where: str) -> dict:
             role = message["from"]
             return {"role": SHAREGPT_ROLES.get(role, role), "content": message["value"]}
     has = ", ".join(message) if isinstance(message, dict) else type(message).__name__
-    raise QuantkitError(
-        f"{where} holds a message without role and content (it has: {has})",
-        hint='messages look like {"role": "user", "content": "…"} or {"from": "human", "value": "…"}',
-        exit_code=USAGE,
-    )
+    hint = 'messages look like {"role": "user", "content": "…"} or {"from": "human", "value": "…"}'
+    raise QuantkitError(f"{where} holds a message without role and content (it has: {has})", hint, USAGE)

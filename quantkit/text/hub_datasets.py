@@ -107,11 +107,8 @@ def _cached(repo: str, revision: str | None) -> Path:
             allow_patterns=["README.md"],
         )
     except (LocalEntryNotFoundError, FileNotFoundError) as error:
-        raise QuantkitError(
-            f"dataset {repo} is not in the local cache",
-            hint=f"fetch it once with a connection: hf download {repo} --repo-type dataset",
-            exit_code=NOT_FOUND,
-        ) from error
+        hint = f"fetch it once with a connection: hf download {repo} --repo-type dataset"
+        raise QuantkitError(f"dataset {repo} is not in the local cache", hint, NOT_FOUND) from error
     return Path(found)
 
 
@@ -125,14 +122,9 @@ def _explained(repo: str) -> Iterator[None]:
             yield
         # RuntimeError is how datasets refuses a repository that needs its own script.
         except (RuntimeError, DatasetGenerationError, pyarrow.ArrowInvalid) as error:
-            raise QuantkitError(
-                f"dataset {repo} cannot be read: {first_line(error)}",
-                hint="choose one that consists of data files (parquet, JSON, CSV or text)",
-                exit_code=UNSUPPORTED,
-            ) from error
+            what = f"dataset {repo} cannot be read: {first_line(error)}"
+            hint = "choose one that consists of data files (parquet, JSON, CSV or text)"
+            raise QuantkitError(what, hint, UNSUPPORTED) from error
         except ValueError as error:  # datasets names the configs and splits that there are
-            raise QuantkitError(
-                f"dataset {repo}: {first_line(error)}",
-                hint=f"name config, split and column: {repo}@CONFIG:SPLIT:COLUMN",
-                exit_code=USAGE,
-            ) from error
+            hint = f"name config, split and column: {repo}@CONFIG:SPLIT:COLUMN"
+            raise QuantkitError(f"dataset {repo}: {first_line(error)}", hint, USAGE) from error

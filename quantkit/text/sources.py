@@ -160,11 +160,8 @@ def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
                     yield from _documents(zip(places, values, strict=False), column)
                     row += len(values)
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns may be broken
-        raise QuantkitError(
-            f"{path} is not parquet that can be read: {first_line(error)}",
-            hint="write it again, or give another file",
-            exit_code=USAGE,
-        ) from error
+        what = f"{path} is not parquet that can be read: {first_line(error)}"
+        raise QuantkitError(what, "write it again, or give another file", USAGE) from error
 
 
 def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Document]:
@@ -194,11 +191,8 @@ def _joined(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[str]:
 
 
 def _no_text(where: str, column: str, has: Iterable[str]) -> QuantkitError:
-    return QuantkitError(
-        f"{where} has no text under {column!r} (it has: {', '.join(has)})",
-        hint="name the key or column with --text-column",
-        exit_code=USAGE,
-    )
+    what = f"{where} has no text under {column!r} (it has: {', '.join(has)})"
+    return QuantkitError(what, "name the key or column with --text-column", USAGE)
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -120,9 +120,6 @@ def refuse_failed(record: dict) -> None:
     verdicts = record["gates"]
     failed = [describe(verdict, verdict["model"]) for verdict in verdicts if not verdict["pass"]]
     if failed:
-        raise QuantkitError(
-            f"{len(failed)} of {len(verdicts)} gates failed: " + "; ".join(failed),
-            hint="use more bits or smaller groups, or another method; the result was written nevertheless",
-            exit_code=GATE,
-            found=record,
-        )
+        what = f"{len(failed)} of {len(verdicts)} gates failed: " + "; ".join(failed)
+        hint = "use more bits or smaller groups, or another method; the result was written nevertheless"
+        raise QuantkitError(what, hint, GATE, record)

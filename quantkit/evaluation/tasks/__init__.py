@@ -90,19 +90,13 @@ def _load(names: Sequence[str]) -> dict[str, Any]:
     unknown = [name for name in others if name not in known]
     if unknown:
         near = difflib.get_close_matches(unknown[0], known, 3)
-        raise QuantkitError(
-            f"--tasks: no task is called {name_all(map(repr, unknown))}",
-            hint=f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists them",
-            exit_code=USAGE,
-        )
+        hint = f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists them"
+        raise QuantkitError(f"--tasks: no task is called {name_all(map(repr, unknown))}", hint, USAGE)
     try:
         return manager.load([cloze() if name == CLOZE else name for name in names])
     except (OSError, ValueError, RuntimeError) as error:  # raised by datasets and the hub
-        raise QuantkitError(
-            f"--tasks: the data of {','.join(others)} could not be loaded: {first_line(error)}",
-            hint=f"the data comes from the hub; {CLOZE} needs none",
-            exit_code=NOT_FOUND,
-        ) from error
+        what = f"--tasks: the data of {','.join(others)} could not be loaded: {first_line(error)}"
+        raise QuantkitError(what, f"the data comes from the hub; {CLOZE} needs none", NOT_FOUND) from error
 
 
 @contextmanager

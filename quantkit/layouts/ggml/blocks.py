@@ -84,11 +84,8 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
     try:
         by_chunks(decode, values)
     except NotImplementedError as error:
-        raise QuantkitError(
-            f"tensors of type {type_name} are not supported",
-            hint=f"quantkit reads what gguf decodes: {', '.join((*PLAIN, *TYPES))} and others",
-            exit_code=UNSUPPORTED,
-        ) from error
+        hint = f"quantkit reads what gguf decodes: {', '.join((*PLAIN, *TYPES))} and others"
+        raise QuantkitError(f"tensors of type {type_name} are not supported", hint, UNSUPPORTED) from error
     return values.to(encoded.device)
 
 

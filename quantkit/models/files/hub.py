@@ -123,15 +123,10 @@ def explained(
         ) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
         where = f"{repo} at revision {revision}" if revision else repo
-        raise QuantkitError(
-            f"the hub has no {noun}{where}, or it is private",
-            hint="check the spelling; for a private repository set HF_TOKEN",
-            exit_code=NOT_FOUND,
-        ) from error
+        hint = "check the spelling; for a private repository set HF_TOKEN"
+        raise QuantkitError(f"the hub has no {noun}{where}, or it is private", hint, NOT_FOUND) from error
     except (OSError, ValueError, hub.HTTPError) as error:  # HTTPError: the HTTP library's own base class
         why = "is not in the local cache" if offline else "could not be fetched"
-        raise QuantkitError(
-            f"{repo} is not a local {local} and {why}: {first_line(error)}",
-            hint=f"give a local {local}, or fetch it once with a connection: hf download {repo}{option}",
-            exit_code=NOT_FOUND,
-        ) from error
+        what = f"{repo} is not a local {local} and {why}: {first_line(error)}"
+        hint = f"give a local {local}, or fetch it once with a connection: hf download {repo}{option}"
+        raise QuantkitError(what, hint, NOT_FOUND) from error

@@ -121,10 +121,8 @@ def _malformed(path: Path, error: Exception) -> QuantkitError:
 
 def broken(path: Path, why: str, form: str = "safetensors") -> QuantkitError:
     """Return the error for a file that contradicts its header."""
-    return QuantkitError(
-        f"{path} is truncated or not {form}: {why}",
-        hint="download or copy the file again and compare its size with the original",
-    )
+    what = f"{path} is truncated or not {form}: {why}"
+    return QuantkitError(what, "download or copy the file again and compare its size with the original")
 
 
 def read_json(path: Path) -> dict:

@@ -91,8 +91,5 @@ def explained() -> Iterator[None]:
         panicked = type(error).__name__ == "PanicException"  # of Rust: no Exception
         if not panicked and (not isinstance(error, Exception) or isinstance(error, MemoryError)):
             raise
-        raise QuantkitError(
-            f"the model's tokenizer fails: {first_line(error)}",
-            "its tokenizer.json is damaged or not to be trusted: download it again",
-            UNSUPPORTED,
-        ) from error
+        hint = "its tokenizer.json is damaged or not to be trusted: download it again"
+        raise QuantkitError(f"the model's tokenizer fails: {first_line(error)}", hint, UNSUPPORTED) from error

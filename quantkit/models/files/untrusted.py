@@ -61,10 +61,8 @@ def refuse_pointer(path: Path) -> None:
     with open(path, "rb") as file:
         if file.read(len(POINTER)) != POINTER:
             return
-    raise QuantkitError(
-        f"{path} is a Git LFS pointer, not the file it stands for",
-        hint="fetch the file itself: git lfs pull in its folder, or hf download OWNER/NAME",
-    )
+    what = f"{path} is a Git LFS pointer, not the file it stands for"
+    raise QuantkitError(what, "fetch the file itself: git lfs pull in its folder, or hf download OWNER/NAME")
 
 
 def refuse_irregular(path: Path) -> None:

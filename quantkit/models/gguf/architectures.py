@@ -139,11 +139,8 @@ def of_config(config: PretrainedConfig) -> Architecture:
         what = f"GGUF of {kind} is not supported: llama.cpp computes {otherwise}"
         raise QuantkitError(what, SAME_RESULT, UNSUPPORTED)
     known = sorted(kind for row in TABLE for kind in row.model_types)
-    raise QuantkitError(
-        f"GGUF of {kind} is not supported",
-        hint=f"quantkit knows what llama.cpp expects of: {', '.join(known)}",
-        exit_code=UNSUPPORTED,
-    )
+    what = f"GGUF of {kind} is not supported"
+    raise QuantkitError(what, f"quantkit knows what llama.cpp expects of: {', '.join(known)}", UNSUPPORTED)
 
 
 def of_file(metadata: Mapping[str, Any]) -> Architecture:

@@ -272,11 +272,8 @@ def _check_forms(files: TokenizerFiles, warn: Warn, refuse: bool = False) -> Non
 
 
 def _refused(files: TokenizerFiles, what: str) -> QuantkitError:
-    return QuantkitError(
-        f"{files.folder}: llama.cpp cannot run the tokenizer, {what}",
-        hint="byte-level BPE and SentencePiece BPE with byte fallback can be exported",
-        exit_code=UNSUPPORTED,
-    )
+    hint = "byte-level BPE and SentencePiece BPE with byte fallback can be exported"
+    return QuantkitError(f"{files.folder}: llama.cpp cannot run the tokenizer, {what}", hint, UNSUPPORTED)
 
 
 # ---- merges: ranked pairs in tokenizer.json, scored pieces in SentencePiece and GGUF files

@@ -39,11 +39,8 @@ def choose_device(requested: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, AttributeError) as error:
         why = "nothing computes there" if isinstance(error, AttributeError) else first_line(error)
-        raise QuantkitError(
-            f"device {requested!r} is not available: {why}",
-            hint="use --device cpu; quantkit doctor lists devices",
-            exit_code=UNSUPPORTED,
-        ) from error
+        what = f"device {requested!r} is not available: {why}"
+        raise QuantkitError(what, "use --device cpu; quantkit doctor lists devices", UNSUPPORTED) from error
     return device
 
 

@@ -97,11 +97,9 @@ def joined(device: str) -> Iterator[None]:
     _group = _Group(own, whole, _number("LOCAL_WORLD_SIZE", 1), store)
     kinds = all_gather(accelerated)
     if len(set(kinds)) > 1:
-        raise QuantkitError(
-            f"rank {kinds.index(False)} has no GPU of its own, other ranks have one",
-            "start one process per GPU, or compute on the CPU with --device cpu",
-            UNSUPPORTED,
-        )
+        what = f"rank {kinds.index(False)} has no GPU of its own, other ranks have one"
+        hint = "start one process per GPU, or compute on the CPU with --device cpu"
+        raise QuantkitError(what, hint, UNSUPPORTED)
     yield
     all_gather(None)  # all are done: nobody misses the rank that holds the store
     _group.thread.shutdown()

@@ -42,11 +42,8 @@ def check(request: Request) -> bool:
     different = _unlike(request)
     if different:
         output = output_of(request)
-        raise QuantkitError(
-            f"{output} is the finished output of another job; different: {name_all(different)}",
-            f"choose another --output, or replace {output} with --overwrite",
-            USAGE,
-        )
+        what = f"{output} is the finished output of another job; different: {name_all(different)}"
+        raise QuantkitError(what, f"choose another --output, or replace {output} with --overwrite", USAGE)
     return different is not None
 
 

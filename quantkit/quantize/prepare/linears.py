@@ -47,11 +47,8 @@ def resolve(
     typed |= {other.flag: other.pattern for other in overrides}
     unused = [flag for flag, pattern in typed.items() if not any(pattern.search(row.name) for row in specs)]
     if unused:
-        raise QuantkitError(
-            f"no linear matches {name_all(unused)}",
-            hint=f"names look like {specs[0].name} and {specs[-1].name}; --dry-run lists them all",
-            exit_code=USAGE,
-        )
+        hint = f"names look like {specs[0].name} and {specs[-1].name}; --dry-run lists them all"
+        raise QuantkitError(f"no linear matches {name_all(unused)}", hint, USAGE)
     specs = _without_small_unfit(skeleton, specs, overrides, layout)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs

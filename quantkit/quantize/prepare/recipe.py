@@ -90,11 +90,8 @@ def read(name: str) -> tuple[Path, str]:
         return path, untrusted.read(path, RECIPE_BYTES).decode("utf-8")
     except OSError as error:
         near = difflib.get_close_matches(name, shipped(), 1)
-        raise QuantkitError(
-            f"no recipe {name}: {error.strerror}",
-            hint=_did_you_mean(near) + f"shipped recipes: {', '.join(shipped())}; or give a YAML file",
-            exit_code=NOT_FOUND,
-        ) from error
+        hint = _did_you_mean(near) + f"shipped recipes: {', '.join(shipped())}; or give a YAML file"
+        raise QuantkitError(f"no recipe {name}: {error.strerror}", hint, NOT_FOUND) from error
     except UnicodeDecodeError as error:
         raise _not_yaml(str(path), error) from error
 

@@ -238,10 +238,8 @@ class Staging(StagedBlocks):
         self.wait()
         there = gguf_shards.existing(self.output)
         if there and not self._replaces:
-            raise QuantkitError(
-                f"{there[0]} appeared while the job ran",
-                hint="move it away and run the same command with --resume: every block is kept",
-            )
+            hint = "move it away and run the same command with --resume: every block is kept"
+            raise QuantkitError(f"{there[0]} appeared while the job ran", hint)
         may_replace.check(self.output, self.one_file, self._replaces)
         self._made = may_replace.identity(gguf_shards.first(self.place))
         put(self.place, self.output, self.folder / "replaced")

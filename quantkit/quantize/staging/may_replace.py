@@ -168,8 +168,5 @@ def check_staged(folder: Path, is_ours: Callable[[], bool]) -> None:
             return
         what = f"{folder} holds files that no job writes, which would be lost: {name_all(foreign)}"
         require(not (foreign and is_ours()), what, f"move them away, or {ELSEWHERE}", USAGE)
-    raise QuantkitError(
-        f"{folder} is not an unfinished job, but the job needs this folder",
-        f"move it away, or {ELSEWHERE}",
-        USAGE,
-    )
+    what = f"{folder} is not an unfinished job, but the job needs this folder"
+    raise QuantkitError(what, f"move it away, or {ELSEWHERE}", USAGE)

@@ -106,11 +106,9 @@ class Session:
         try:
             self._server = import_module(PACKAGE).Server(settings)
         except RuntimeError as error:
-            raise QuantkitError(
-                f"llama.cpp does not load {settings.model.path}",
-                "quantkit inspect says what is in it; see whether memory is free",
-                UNSUPPORTED,
-            ) from error
+            what = f"llama.cpp does not load {settings.model.path}"
+            hint = "quantkit inspect says what is in it; see whether memory is free"
+            raise QuantkitError(what, hint, UNSUPPORTED) from error
         self._server.handle_metrics()  # waits for the server's loop: without it, ending the server would hang
 
     def close(self) -> None:

@@ -34,12 +34,9 @@ def refuse_unlike(record: dict[str, Any]) -> None:
     """Raise QuantkitError (exit code 6) if a draft changed the text more than rounding can explain."""
     unlike = [row["draft"] for row in record["drafts"] if row["proof"] and not row["proof"]["alike"]]
     if unlike:
-        raise QuantkitError(
-            f"text drafted by {', '.join(unlike)} differs from text of the target alone",
-            "do not use this pair: the rule that accepts tokens is wrong, or a kernel",
-            VERIFICATION,
-            record,
-        )
+        what = f"text drafted by {', '.join(unlike)} differs from text of the target alone"
+        hint = "do not use this pair: the rule that accepts tokens is wrong, or a kernel"
+        raise QuantkitError(what, hint, VERIFICATION, record)
 
 
 def compare(
