@@ -131,6 +131,8 @@ class SixBitPairs:
 D, DMIN, M = Half("d"), Half("dmin"), Half("m")
 NIBBLES = Bits("codes", 0, 4, 16)
 FIFTH_BITS = Bits("codes", 4, 1, 1)
+PLACES, SIGNS, SCALES = Bits("places", 0, 8, 1), Bits("signs", 0, 8, 1), Bits("scales", 0, 4, 1)
+SIGNED_SCALES = Bits("scales", 0, 8, 1, flip=0x80)
 BLOCKS = {
     "Q4_0": (D, NIBBLES),
     "Q4_1": (D, M, NIBBLES),
@@ -147,31 +149,14 @@ BLOCKS = {
     ),
     "Q4_K": (D, DMIN, SixBitPairs(), Bits("codes", 0, 4, 32)),
     "Q5_K": (D, DMIN, SixBitPairs(), Bits("codes", 4, 1, 32), Bits("codes", 0, 4, 32)),
-    "Q6_K": (
-        Bits("codes", 0, 4, 64),
-        Bits("codes", 4, 2, 32),
-        Bits("scales", 0, 8, 1, flip=0x80),
-        D,
-    ),
+    "Q6_K": (Bits("codes", 0, 4, 64), Bits("codes", 4, 2, 32), SIGNED_SCALES, D),
     "IQ4_NL": (D, NIBBLES),
-    "IQ4_XS": (D, Bits("scales", 4, 2, 1), Bits("scales", 0, 4, 1), NIBBLES),
+    "IQ4_XS": (D, Bits("scales", 4, 2, 1), SCALES, NIBBLES),
     "IQ2_XXS": (D, Words(8, (("places", 0, 8, 4), ("signs", 0, 7, 4), ("scales", 0, 4, 1)))),
-    "IQ2_XS": (D, Words(2, (("places", 0, 9, 1), ("signs", 0, 7, 1))), Bits("scales", 0, 4, 1)),
-    "IQ2_S": (
-        D,
-        Bits("places", 0, 8, 1),
-        Bits("signs", 0, 8, 1),
-        Bits("places", 8, 2, 1),
-        Bits("scales", 0, 4, 1),
-    ),
-    "IQ3_XXS": (D, Bits("places", 0, 8, 1), Words(4, (("signs", 0, 7, 4), ("scales", 0, 4, 1)))),
-    "IQ3_S": (
-        D,
-        Bits("places", 0, 8, 1),
-        Bits("places", 8, 1, 1),
-        Bits("signs", 0, 8, 1),
-        Bits("scales", 0, 4, 1),
-    ),
+    "IQ2_XS": (D, Words(2, (("places", 0, 9, 1), ("signs", 0, 7, 1))), SCALES),
+    "IQ2_S": (D, PLACES, SIGNS, Bits("places", 8, 2, 1), SCALES),
+    "IQ3_XXS": (D, PLACES, Words(4, (("signs", 0, 7, 4), ("scales", 0, 4, 1)))),
+    "IQ3_S": (D, PLACES, Bits("places", 8, 1, 1), SIGNS, SCALES),
     "MXFP4": (PowerOfTwo("d"), NIBBLES),
     "NVFP4": (E4m3(), Bits("codes", 0, 4, 8)),
 }
