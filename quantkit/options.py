@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, QuantkitError, require
 
 MOST = 1 << 32  # maximum of numbers of tokens
 SHARD_GB = 5.0  # default of --max-shard-gb; a GGUF file is whole by default
@@ -34,13 +34,23 @@ def parse_tokens(text: str) -> int:
     return tokens
 
 
+def flag_of(name: str) -> str:
+    """Return the flag of an option: `prompt_tokens` becomes `--prompt-tokens`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def check_value(flag: str, value: float | None, fits: bool, hint: str) -> None:
+    """Raise QuantkitError (exit code 2), `FLAG VALUE is invalid`, unless the value fits."""
+    shown = f"{value:g}" if isinstance(value, float) else value
+    require(fits, f"{flag} {shown} is invalid", hint, USAGE)
+
+
 def check_machine(device: str | None, threads: int | None) -> None:
     """Raise QuantkitError for an invalid --device or --threads, without importing torch.
 
     If torch is already imported, devices of its extensions are valid too.
     """
-    if threads is not None and threads < 1:
-        raise QuantkitError(f"--threads {threads} is invalid", "choose 1 or more", USAGE)
+    check_value("--threads", threads, threads is None or threads >= 1, "choose 1 or more")
     if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
         raise QuantkitError(f"{device!r} is not a device", "choose auto, cpu, cuda, cuda:N or mps", USAGE)
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quantkit.capacity.question import Question
 from quantkit.errors import USAGE, QuantkitError, require
-from quantkit.options import option, parse_tokens, size_bytes
+from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
 from quantkit.quantize.methods import composing
 
 BUDGETS = ("bpw", "max_size", "max_kld", "gpu")
@@ -85,9 +85,8 @@ class AutoOptions:
             raise QuantkitError("--engine llama.cpp searches the head as well", "leave out --head", USAGE)
         for name in ("bpw", "max_kld", "search_tokens", "search_streams"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                what = f"--{name.replace('_', '-')} {value:g} is invalid"
-                raise QuantkitError(what, "choose a positive number", USAGE)
+            fits = value is None or 0 < value < math.inf
+            check_value(flag_of(name), value, fits, "choose a positive number")
         for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
             what = f"--{name} {getattr(self, name)} is not supported by auto"
             require(getattr(self, name) in names, what, f"choose {' or '.join(names)}", USAGE)

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from quantkit.capacity import devices
 from quantkit.capacity.devices import Device
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, require
 from quantkit.models import kv_types
-from quantkit.options import MOST, option, parse_tokens
+from quantkit.options import MOST, check_value, flag_of, option, parse_tokens
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,10 @@ class Question:
         """Raise QuantkitError for values that are invalid for every model."""
         for name in ("gpus", "batch", "samples", "seqlen"):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= MOST:
-                raise QuantkitError(f"--{name} {value} is invalid", "choose 1 or more", USAGE)
+            check_value(flag_of(name), value, value is None or 1 <= value <= MOST, "choose 1 or more")
         for name in ("vram", "bandwidth", "tflops"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < 1e9:
-                raise QuantkitError(f"--{name} {value:g} is invalid", "give a positive number", USAGE)
+            check_value(flag_of(name), value, value is None or 0 < value < 1e9, "give a positive number")
         require(not self.gpus or self.one, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
         _ = self.kv_bytes, self.device
 

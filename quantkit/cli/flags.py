@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from quantkit.errors import NOT_FOUND, require
+from quantkit.options import flag_of
 from quantkit.quantize.prepare import recipe
 
 
@@ -106,7 +107,7 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
     for field in [known[name] for name in only] if only else known.values():
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         short = field.metadata["short"]
-        name = field.metadata.get("flag") or f"--{field.name.replace('_', '-')}"
+        name = field.metadata.get("flag") or flag_of(field.name)
         no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
         names = [name] if short or not no or field.metadata.get("flag") else []
         names += [short] if short else []

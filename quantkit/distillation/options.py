@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quantkit.errors import USAGE, QuantkitError, require
-from quantkit.options import option
+from quantkit.errors import USAGE, QuantkitError
+from quantkit.options import check_value, flag_of, option
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,10 @@ class DistillOptions:
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
         for name in ("epochs", "block_epochs"):
-            _check(name, getattr(self, name), getattr(self, name) >= 0, "choose 0 or more")
+            value = getattr(self, name)
+            check_value(flag_of(name), value, value >= 0, "choose 0 or more")
         if not (self.epochs or self.block_epochs):
             raise QuantkitError("--epochs 0 and --block-epochs 0 leave nothing to do", "leave one out", USAGE)
         for name in ("lr", "block_lr", "temperature"):
             value = getattr(self, name)
-            _check(name, value, 0 < value < math.inf, "choose a number above 0")
-
-
-def _check(name: str, value: object, fits: object, hint: str) -> None:
-    shown = f"{value:g}" if isinstance(value, float) else value
-    require(fits, f"--{name.replace('_', '-')} {shown} is invalid", hint, USAGE)
+            check_value(flag_of(name), value, 0 < value < math.inf, "choose a number above 0")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.options import check_value
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,10 @@ class Sampling:
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        require(self.tokens >= 1, f"-n {self.tokens} is invalid", "choose 1 or more", USAGE)
-        if not 0 <= self.temperature < float("inf"):
-            raise QuantkitError(f"--temperature {self.temperature:g} is invalid", "choose 0 to 2", USAGE)
-        require(self.top_k >= 0, f"--top-k {self.top_k} is invalid", "choose 0 (all) or more", USAGE)
-        if not 0 < self.top_p <= 1:
-            raise QuantkitError(f"--top-p {self.top_p:g} is invalid", "choose above 0, up to 1", USAGE)
+        check_value("-n", self.tokens, self.tokens >= 1, "choose 1 or more")
+        check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")
+        check_value("--top-k", self.top_k, self.top_k >= 0, "choose 0 (all) or more")
+        check_value("--top-p", self.top_p, 0 < self.top_p <= 1, "choose above 0, up to 1")
         if not self.temperature and (self.top_k or self.top_p < 1):
             hint = "add --temperature 1, or leave out --top-k and --top-p"
             raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)

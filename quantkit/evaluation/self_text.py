@@ -24,6 +24,7 @@ from quantkit.evaluation.sampling import Sampling, generation_config
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.options import check_value, flag_of
 from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
@@ -43,8 +44,8 @@ class Settings:
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise QuantkitError for invalid values."""
         for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
-            flag, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            require(value >= least, f"{flag} {value} is invalid", f"choose {least} or more", USAGE)
+            value = getattr(self, name)
+            check_value(flag_of(name), value, value >= least, f"choose {least} or more")
         most = checkpoint.context
         what = f"{checkpoint.source} was made for {most} tokens, not --seqlen {self.seqlen}"
         require(most is None or self.seqlen <= most, what, f"choose at most --seqlen {most}", USAGE)

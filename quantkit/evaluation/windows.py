@@ -14,6 +14,7 @@ from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine import distributed
+from quantkit.options import check_value
 from quantkit.text import sources
 from quantkit.text.calibration import Provenance, begins_with_bos
 
@@ -94,7 +95,7 @@ def load(
         ("--ctx", ctx, 2, ctx), ("--stride", stride, 1, ctx), ("--limit", limit, 1, limit)
     ):  # fmt: skip
         hint = f"choose {least} or more" + (f", up to {ctx}" if flag == "--stride" else "")
-        require(value is None or least <= value <= most, f"{flag} {value} is invalid", hint, USAGE)
+        check_value(flag, value, value is None or least <= value <= most, hint)
     bos = begins_with_bos(tokenizer)
     stream = tokenizing.encode(tokenizer, content, limit)
     body, step = ctx - bos, min(stride, ctx - bos)

@@ -26,7 +26,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import kept_parameters
-from quantkit.options import SHARD_GB, CalibrationOptions, RunOptions, size_bytes
+from quantkit.options import SHARD_GB, CalibrationOptions, RunOptions, check_value, flag_of, size_bytes
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
@@ -206,14 +206,13 @@ def staging_of(request: Request) -> Staging:
 def check_run(run: RunOptions) -> None:
     """Raise QuantkitError for invalid run options."""
     for name in ("batch_size", "threads"):
-        if (value := getattr(run, name)) is not None and value < 1:
-            raise QuantkitError(f"--{name.replace('_', '-')} {value} is invalid", "choose 1 or more", USAGE)
+        value = getattr(run, name)
+        check_value(flag_of(name), value, value is None or value >= 1, "choose 1 or more")
     if run.max_memory is not None:
         size_bytes(run.max_memory, "--max-memory")
-    if run.max_shard_gb is not None and not 0 < run.max_shard_gb < math.inf:
-        raise QuantkitError(
-            f"--max-shard-gb {run.max_shard_gb:g} is invalid", "choose a positive size, such as 5", USAGE
-        )
+    shard = run.max_shard_gb
+    fits = shard is None or 0 < shard < math.inf
+    check_value("--max-shard-gb", shard, fits, "choose a positive size, such as 5")
 
 
 def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import USAGE, one_of, require
-from quantkit.options import option
+from quantkit.options import check_value, option
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,7 +88,7 @@ def shared(name: str, default: Any = None) -> Any:
 
 def check(options: Any) -> None:
     """Raise QuantkitError if options of a method with error feedback are invalid."""
-    require(options.refine >= 0, f"--refine {options.refine} is invalid", "choose 0 or more", USAGE)
+    check_value("--refine", options.refine, options.refine >= 0, "choose 0 or more")
     require(0 < options.damp < 1, f"--damp {options.damp} is no share", "choose one between 0 and 1", USAGE)
     names = {field.name: field.metadata["names"] for field in dataclasses.fields(options)}
     for name in ("solver", "target", "format", "transform"):

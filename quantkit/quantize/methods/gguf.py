@@ -28,7 +28,7 @@ from quantkit.models.gguf.mixtures import (
     of_file,
     without_importance,
 )
-from quantkit.options import option
+from quantkit.options import flag_of, option
 from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, composing, refuse_override
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def check(options: Options) -> None:
     composing.check(options)
     typed = [name for name in TYPED if getattr(options, name) != getattr(Options(), name)]
     if options.like and typed:
-        flags = name_all([f"--{name.replace('_', '-')}" for name in typed])
+        flags = name_all(map(flag_of, typed))
         raise QuantkitError(f"--like decides all types, not {flags}", f"leave out {flags}", USAGE)
     nearest, awq = options.solver == "rtn", options.transform == "awq"
     what = f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come"

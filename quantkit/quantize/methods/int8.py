@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantkit.errors import USAGE, QuantkitError
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import Int8Layout
-from quantkit.options import option
+from quantkit.options import check_value, option
 from quantkit.quantize.methods import Method, Work, refuse_override
 
 if TYPE_CHECKING:
@@ -39,8 +38,8 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
-    if not 0 <= options.threshold < math.inf:
-        raise QuantkitError(f"--threshold {options.threshold:g} is invalid", "choose 6, or 0 for none", USAGE)
+    fits = 0 <= options.threshold < math.inf
+    check_value("--threshold", options.threshold, fits, "choose 6, or 0 for none")
 
 
 def layout(options: Options) -> Int8Layout:

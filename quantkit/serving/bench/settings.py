@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models.machine import processor
-from quantkit.options import option
+from quantkit.options import flag_of, option
 
 MOST = 1 << 20  # maximum of numbers in flags
 MOST_USERS = 1024
@@ -192,11 +192,6 @@ class Server(Asked):
             "model": self.served_model,
             "remote": self.allow_remote,
         }
-
-
-def flag_of(name: str) -> str:
-    """Return the flag of a field: `prompt_tokens` becomes `--prompt-tokens`."""
-    return f"--{name.replace('_', '-')}"
 
 
 def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:

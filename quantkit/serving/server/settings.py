@@ -8,7 +8,7 @@ from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models import kv_types
-from quantkit.options import option, parse_tokens
+from quantkit.options import check_value, option, parse_tokens
 from quantkit.serving.bench.settings import require_numbers
 
 
@@ -58,7 +58,7 @@ class Settings:
         require_numbers(("--parallel", self.parallel, 1), ("--start-timeout", self.start_timeout, 0.001))
         require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
         share = self.memory_fraction
-        require(0 < share <= 1, f"--memory-fraction {share:g} is invalid", "above 0, at most 1", USAGE)
+        check_value("--memory-fraction", share, 0 < share <= 1, "above 0, at most 1")
         if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
             raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
         _ = self.cache  # raises for an unknown precision

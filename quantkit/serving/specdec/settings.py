@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.options import option
+from quantkit.options import check_value, option
 from quantkit.serving.bench.settings import require_numbers
 
 LOOKUP = "prompt-lookup"  # drafts the tokens that followed the last ones earlier in the text
@@ -45,8 +46,7 @@ class Settings:
         except ValueError as error:
             hint = "for example --k 1,2,4,8"
             raise QuantkitError(f"--k {self.k!r} is not a list of numbers", hint, USAGE) from error
-        if not 1 <= found[0] <= found[-1] <= MOST:
-            raise QuantkitError(f"--k {self.k} is invalid", f"choose numbers from 1 to {MOST}", USAGE)
+        check_value("--k", self.k, 1 <= found[0] <= found[-1] <= MOST, f"choose numbers from 1 to {MOST}")
         return found
 
     def check(self) -> None:
@@ -55,5 +55,4 @@ class Settings:
             ("--prompts", self.prompts, 1), ("--prompt-tokens", self.prompt_tokens, 2),
             ("--tokens", self.tokens, 4), ("--repeats", self.repeats, 1),
         )  # fmt: skip
-        if not 0 <= self.temperature < float("inf"):
-            raise QuantkitError(f"--temperature {self.temperature:g} is invalid", "choose 0 to 2", USAGE)
+        check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")
