@@ -53,7 +53,7 @@ def run(job: Job, progress: Progress) -> Summary:
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
     """Run the jobs of one command: one after another, or in one pass over the source if none has a solver."""
-    if any(map(_has_solver, jobs)):
+    if any(row.grid for job in jobs for row in job.specs):  # else the output encodes all linears
         summaries = []
         for job in jobs:
             if len(jobs) > 1:
@@ -81,11 +81,6 @@ def _solved(job: Job, progress: Progress) -> list[Summary]:
         watched(job.checkpoint),
     ):
         return _Loop(job, progress).run()
-
-
-def _has_solver(job: Job) -> bool:
-    """Return whether a solver quantizes any of a job's linears; otherwise the output encodes all of them."""
-    return any(row.grid for row in job.specs)
 
 
 class _Loop:

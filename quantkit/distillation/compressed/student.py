@@ -66,7 +66,8 @@ class Student:
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
         if isinstance(checkpoint, GgufCheckpoint):
-            checkpoint = _coded(checkpoint, dtype, device)
+            rows = linears(Skeleton(checkpoint, dtype, device))
+            checkpoint = checkpoint.coded([row.name for row in rows])  # they stay packed when read
         self.skeleton = Skeleton(checkpoint, dtype, device)
         self.skeleton.names.check_complete()
         self.skeleton.streams = False  # a block is trained as a whole
@@ -213,8 +214,3 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
     finally:
         for one in hooks:
             one.remove()
-
-
-def _coded(checkpoint: GgufCheckpoint, dtype: torch.dtype, device: torch.device) -> Checkpoint:
-    """Return the checkpoint such that linears of blocks stay packed when read."""
-    return checkpoint.coded([row.name for row in linears(Skeleton(checkpoint, dtype, device))])

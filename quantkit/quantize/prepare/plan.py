@@ -59,11 +59,6 @@ class JobPlan:
     ranks: int = 1
 
 
-def default_batch_size(seqlen: int) -> int:
-    """Return the default number of sequences per forward pass."""
-    return max(1, BATCH_TOKENS // seqlen)
-
-
 def sequences_at_once(requested: int | None, shape: tuple[int, int]) -> int:
     """Return the number of sequences per forward pass. shape: `[samples, seqlen]` of the calibration tokens.
     By default every rank gets some.
@@ -71,7 +66,7 @@ def sequences_at_once(requested: int | None, shape: tuple[int, int]) -> int:
     Raises QuantkitError if a rank would get none.
     """
     samples, seqlen = shape
-    size = requested or min(default_batch_size(seqlen), max(1, samples // distributed.count()))
+    size = requested or max(1, min(BATCH_TOKENS // seqlen, samples // distributed.count()))
     if -(-samples // size) < distributed.count():
         raise QuantkitError(
             f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "

@@ -30,7 +30,8 @@ def measure(
     planned, done = (1 + len(settings.ks)) * (settings.prompts * settings.repeats + 1), itertools.count(1)
 
     def run(prompt: int, k: int, repeat: int) -> Run:
-        made = pair.run(prompt, k, _seed(settings, repeat, prompt, k))
+        place = (repeat * settings.prompts + prompt) * (MOST + 1) + k  # another seed for each run
+        made = pair.run(prompt, k, (settings.seed * 1_000_003 + place) % 2**31)
         counting(next(done), planned)
         return made
 
@@ -65,12 +66,6 @@ def measure(
         "by_bytes": _in_theory(swept, alpha, by_bytes, draft is not None),
         "proof": None if settings.temperature else _prove(pair, found),
     } | sizes
-
-
-def _seed(settings: Settings, repeat: int, prompt: int, k: int) -> int:
-    """Return a different seed for each run."""
-    place = (repeat * settings.prompts + prompt) * (MOST + 1) + k
-    return (settings.seed * 1_000_003 + place) % 2**31
 
 
 def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
