@@ -112,16 +112,13 @@ def run(app: typer.Typer) -> NoReturn:
         if not error.format_message():  # no arguments: the help was printed
             sys.exit(error.exit_code)
         _fail(_parser_error(error))
-    except BrokenPipeError:  # the reader of stdout ended, which is no error
+    except (BrokenPipeError, SystemExit) as error:
+        # the reader of stdout ended, which is no error; Rich exits after a BrokenPipeError
+        if not isinstance(error, BrokenPipeError) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         _give_up_unread()
         ranks.end(CLOSED_PIPE)
         sys.exit(CLOSED_PIPE)
-    except SystemExit as error:
-        if isinstance(error.__context__, BrokenPipeError):  # Rich exits after a BrokenPipeError
-            _give_up_unread()
-            ranks.end(CLOSED_PIPE)
-            sys.exit(CLOSED_PIPE)
-        raise
     except Exception as error:
         failed = _unexpected(error)
         _fail(failed, error if state.verbose or failed.hint == REPORT else None)
