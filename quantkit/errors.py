@@ -102,6 +102,11 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
+def unreadable(name: object, error: OSError, hint: str = "check its permissions") -> QuantkitError:
+    """Return the error (exit code 3) for a file that cannot be opened or read. name: the file, in words."""
+    return QuantkitError(f"{name} cannot be read: {error.strerror}", hint, NOT_FOUND)
+
+
 def full_disk(error: BaseException) -> tuple[str, str] | None:
     """Return the entry of `DISK` for an error, or None. Also finds OSErrors whose text a library wraps."""
     if isinstance(error, OSError):

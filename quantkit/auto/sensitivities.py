@@ -18,7 +18,7 @@ from quantkit.auto.engines import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Unit, usual
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all, require
+from quantkit.errors import USAGE, QuantkitError, name_all, require, unreadable
 from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
@@ -98,9 +98,7 @@ def read(path: Path) -> Sensitivities:
         stored = untrusted.parse(untrusted.read(path))
         json.dumps(stored, allow_nan=False)  # refuses NaN, Infinity and 1e400
     except OSError as error:
-        raise QuantkitError(
-            f"{path} cannot be read: {error.strerror}", "check the path", NOT_FOUND
-        ) from error
+        raise unreadable(path, error, "check the path") from error
     except ValueError:
         stored = None
     if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line
+from quantkit.errors import USAGE, QuantkitError, first_line, unreadable
 from quantkit.models.files.untrusted import refuse_irregular
 from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets
@@ -122,7 +122,7 @@ def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) ->
             f"{path} is not UTF-8 text: {error}", hint="convert it, or give another file", exit_code=USAGE
         ) from error
     except OSError as error:
-        raise QuantkitError(f"{what} {path} cannot be read: {error.strerror}", hint, NOT_FOUND) from error
+        raise unreadable(f"{what} {path}", error, hint) from error
 
 
 def _json_row(line: str, requested: str, where: str) -> Iterator[Document]:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require, unreadable
 from quantkit.evaluation.comparison.record import SCHEMA, pareto
 from quantkit.models.files import untrusted
 
+MAKE = "quantkit eval … --json > FILE makes one"
 Named = tuple[str, dict]  # file, record
 
 
@@ -19,9 +20,7 @@ def read(path: Path) -> Named:
     try:
         text = untrusted.read(path).decode("utf-8")
     except OSError as error:
-        raise QuantkitError(
-            f"{path} cannot be read: {error.strerror}", "quantkit eval … --json > FILE makes one", NOT_FOUND
-        ) from error
+        raise unreadable(path, error, MAKE) from error
     except UnicodeDecodeError as error:
         raise _no_result(path, f"not UTF-8 text: {error}") from error
     try:
@@ -51,9 +50,7 @@ def _fault(record: Any) -> str | None:
 
 
 def _no_result(path: Path, why: str) -> QuantkitError:
-    return QuantkitError(
-        f"{path} is not a result of quantkit eval ({why})", "quantkit eval … --json > FILE makes one", USAGE
-    )
+    return QuantkitError(f"{path} is not a result of quantkit eval ({why})", MAKE, USAGE)
 
 
 def merge(results: Sequence[Named]) -> dict:

@@ -21,7 +21,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require, unreadable
 from quantkit.models.files import gguf_shards, untrusted
 from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo, broken
 
@@ -109,9 +109,7 @@ def read_whole_header(path: Path) -> Header:
             ):
                 return _parse(_Cursor(path, data, file_bytes))
     except OSError as error:
-        raise QuantkitError(
-            f"{path} cannot be read: {error.strerror}", "check the path", exit_code=NOT_FOUND
-        ) from error
+        raise unreadable(path, error, "check the path") from error
 
 
 @dataclass

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require, unreadable
 from quantkit.layouts import DTYPE_BYTES
 from quantkit.models.files import untrusted
 
@@ -66,7 +66,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 raise ValueError(f"{length:,} bytes, at most {MAX_HEADER_BYTES:,} are read")
             header = untrusted.parse(file.read(length), TENSOR_VALUES * MAX_TENSORS)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise _malformed(path, error) from error
     return check_header(path, header, file_bytes, 8 + length)
@@ -111,10 +111,6 @@ def _info(path: Path, base: int, name: str, entry: dict) -> TensorInfo:
     return TensorInfo(name, entry["dtype"], shape, path, base + start, nbytes)
 
 
-def _unreadable(path: Path, error: OSError) -> QuantkitError:
-    return QuantkitError(f"{path} cannot be read: {error.strerror}", "check its permissions", NOT_FOUND)
-
-
 def _malformed(path: Path, error: Exception) -> QuantkitError:
     return broken(path, f"its header is not a safetensors header ({error})")
 
@@ -132,7 +128,7 @@ def read_json(path: Path) -> dict:
     try:
         content = untrusted.parse(untrusted.read(path))
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except ValueError as error:
         raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
     require(isinstance(content, dict), f"{path} is not a JSON object", "download it again")
@@ -201,7 +197,7 @@ def _read_index(path: Path) -> dict[str, str]:
         for name in weight_map.values():
             name.encode()  # no lone surrogates
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
         raise QuantkitError(
             f"{path} is not a safetensors index ({error})", hint="download it again"

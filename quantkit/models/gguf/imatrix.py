@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, name_all, require
+from quantkit.errors import USAGE, QuantkitError, name_all, require, unreadable
 from quantkit.models.files import gguf_file, gguf_writer, reading
 from quantkit.models.files.safetensors_folder import TensorInfo
 
@@ -84,9 +84,7 @@ def read(path: Path) -> Imatrix:
         with open(path, "rb") as file:
             magic = file.read(len(gguf_file.MAGIC))
     except OSError as error:
-        raise QuantkitError(
-            f"importance matrix {path} cannot be read: {error.strerror}", HINT, NOT_FOUND
-        ) from error
+        raise unreadable(f"importance matrix {path}", error, HINT) from error
     hint = f"if it is an older .dat file: llama-imatrix --in-file {path} -o NEW.gguf; else {HINT}"
     require(magic == gguf_file.MAGIC, f"{path} is not an importance matrix in GGUF", hint, USAGE)
     imatrix = _read_gguf(path)
