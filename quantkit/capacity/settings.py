@@ -84,9 +84,8 @@ class Settings:
         require(value is not None, what, "give a complete config.json", UNSUPPORTED)
         if type(value) is not int or not 1 <= value <= most:
             name = next((name for name in names if self.values.get(name) is not None), names[0])
-            raise QuantkitError(
-                f"config.json: {name} is {value!r}, not a number from 1 to {most}", "download it again"
-            )
+            what = f"config.json: {name} is {value!r}, not a number from 1 to {most}"
+            raise QuantkitError(what, "download it again")
         return value
 
     # ---- common to all families

@@ -110,9 +110,8 @@ def write(
                     file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 tokens, texts = tokens + batch.numel(), texts + len(batch)
     except OSError as error:
-        raise QuantkitError(
-            f"{output} cannot be written: {error.strerror}", "give another place with -o", RESOURCES
-        ) from error
+        what = f"{output} cannot be written: {error.strerror}"
+        raise QuantkitError(what, "give another place with -o", RESOURCES) from error
     return {
         "schema": SCHEMA,
         "source": checkpoint.source,

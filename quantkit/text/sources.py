@@ -118,9 +118,8 @@ def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) ->
         with open(path, encoding="utf-8") as file:
             yield file
     except UnicodeDecodeError as error:
-        raise QuantkitError(
-            f"{path} is not UTF-8 text: {error}", hint="convert it, or give another file", exit_code=USAGE
-        ) from error
+        what = f"{path} is not UTF-8 text: {error}"
+        raise QuantkitError(what, "convert it, or give another file", USAGE) from error
     except OSError as error:
         raise unreadable(f"{what} {path}", error, hint) from error
 

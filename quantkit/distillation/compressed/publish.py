@@ -110,9 +110,8 @@ def manifest_of(checkpoint: Checkpoint) -> dict | None:
     try:
         found = untrusted.parse(text.encode())
     except ValueError as error:
-        raise QuantkitError(
-            f"{MANIFEST} of {checkpoint.source}: {error}", MANIFEST_HINT, UNSUPPORTED
-        ) from error
+        what = f"{MANIFEST} of {checkpoint.source}: {error}"
+        raise QuantkitError(what, MANIFEST_HINT, UNSUPPORTED) from error
     untrusted.check_schema(found, MANIFEST_SCHEMA, f"{MANIFEST} of {checkpoint.source}", MANIFEST_HINT)
     return found
 

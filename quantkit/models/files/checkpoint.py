@@ -146,9 +146,8 @@ class Checkpoint:
             stored = reading.read(info)
             return stored.to(dtype or stored.dtype).contiguous()
         except OSError as error:
-            raise QuantkitError(
-                f"{name} could not be read from {info.file}: {error}", hint="download the file again"
-            ) from error
+            what = f"{name} could not be read from {info.file}: {error}"
+            raise QuantkitError(what, "download the file again") from error
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """Return name, dtype, shape and bytes that a tensor will have in a plain safetensors file."""
@@ -231,6 +230,5 @@ class _Parts(dict[str, torch.Tensor]):
         self.linear = linear
 
     def __missing__(self, part: str) -> torch.Tensor:
-        raise QuantkitError(
-            f"{self.linear} is quantized, but {self.linear}.{part} is absent", hint="download it again"
-        )
+        what = f"{self.linear} is quantized, but {self.linear}.{part} is absent"
+        raise QuantkitError(what, "download it again")

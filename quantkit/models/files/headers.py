@@ -224,9 +224,8 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
         except NotASafetensorsRepoError:
             return None
         except (SafetensorsParsingError, AttributeError, TypeError) as error:
-            raise QuantkitError(
-                f"{repo} holds no safetensors: {first_line(error)}", "tell its owner"
-            ) from error
+            what = f"{repo} holds no safetensors: {first_line(error)}"
+            raise QuantkitError(what, "tell its owner") from error
     infos: dict[str, TensorInfo] = {}
     for name, file in found.items():
         header = {key: vars(entry) for key, entry in file.tensors.items()}

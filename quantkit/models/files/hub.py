@@ -118,9 +118,8 @@ def explained(
     try:
         yield
     except hub.GatedRepoError as error:
-        raise QuantkitError(
-            f"{repo} is gated", hint="accept its terms on the hub and set HF_TOKEN", exit_code=NOT_FOUND
-        ) from error
+        hint = "accept its terms on the hub and set HF_TOKEN"
+        raise QuantkitError(f"{repo} is gated", hint, NOT_FOUND) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError) as error:
         where = f"{repo} at revision {revision}" if revision else repo
         hint = "check the spelling; for a private repository set HF_TOKEN"

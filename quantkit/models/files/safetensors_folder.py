@@ -199,9 +199,7 @@ def _read_index(path: Path) -> dict[str, str]:
     except OSError as error:
         raise unreadable(path, error) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise QuantkitError(
-            f"{path} is not a safetensors index ({error})", hint="download it again"
-        ) from error
+        raise QuantkitError(f"{path} is not a safetensors index ({error})", "download it again") from error
     outside = {
         name
         for name in weight_map.values()

@@ -249,9 +249,8 @@ def _understood(
     except QuantkitError:
         raise
     except Exception as error:  # values that do not go together end in many kinds of errors
-        raise QuantkitError(
-            f"the metadata of {source} describe no model: {first_line(error)}", "download the file again"
-        ) from error
+        what = f"the metadata of {source} describe no model: {first_line(error)}"
+        raise QuantkitError(what, "download the file again") from error
 
 
 def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], factors: set[str]) -> None:

@@ -112,9 +112,8 @@ def of_folder(
     try:
         return _metadata(TokenizerFiles(folder), vocab_size, pre, warn)
     except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise QuantkitError(
-            f"{folder}: the tokenizer is damaged: {error!r:.100}", "download the tokenizer's files again"
-        ) from error
+        what = f"{folder}: the tokenizer is damaged: {error!r:.100}"
+        raise QuantkitError(what, "download the tokenizer's files again") from error
 
 
 def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: Warn) -> dict[str, Any]:

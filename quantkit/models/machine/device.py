@@ -28,9 +28,8 @@ def choose_device(requested: str) -> torch.device:
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        raise QuantkitError(
-            f"{requested!r} is not a device", "choose auto, cpu, cuda, cuda:N or mps", USAGE
-        ) from error
+        what = f"{requested!r} is not a device"
+        raise QuantkitError(what, "choose auto, cpu, cuda, cuda:N or mps", USAGE) from error
     if device.type == "cpu":
         return torch.device("cpu")
     try:

@@ -223,6 +223,5 @@ def affine_width(
 def refuse_override(override: Override | None, reason: str) -> None:
     """Raise QuantkitError with `reason` if there is an override."""
     if override:
-        raise QuantkitError(
-            f"{override.flag}: {reason}", "keep linears in 16 bit with --exclude instead", UNSUPPORTED
-        )
+        what = f"{override.flag}: {reason}"
+        raise QuantkitError(what, "keep linears in 16 bit with --exclude instead", UNSUPPORTED)

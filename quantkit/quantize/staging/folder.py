@@ -145,9 +145,8 @@ class Staging(StagedBlocks):
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise QuantkitError(
-                f"{self.folder} is in use by another process", "wait until it is done", RUNTIME
-            ) from error
+            what = f"{self.folder} is in use by another process"
+            raise QuantkitError(what, "wait until it is done", RUNTIME) from error
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Return which of `count` blocks are staged. Warns of damaged blocks and removes them."""

@@ -76,7 +76,6 @@ def learn(endpoint: Endpoint, model: str | None = None, seed: int = 0) -> Dialec
             failed[path] = error
     last = failed[CHAT]
     if len(names) > 1:
-        raise QuantkitError(
-            last.message, f"name one of its models with --served-model: {name_all(names)}"
-        ) from last
+        hint = f"name one of its models with --served-model: {name_all(names)}"
+        raise QuantkitError(last.message, hint) from last
     raise last
