@@ -338,7 +338,9 @@ def test_generate_continues_as_on_the_cpu(far, make, source, options):
     assert [row["text"] for row in found["models"]] == [row["text"] for row in wanted["models"]]
 
 
+@double_only
 def test_sample_writes_as_on_the_cpu(both, source):
+    """CUDA's generator draws other numbers from the same seed."""
     written, there = both("sample", source, "--samples", 2, "--seqlen", 16, "--batch-size", 2)
     assert written.read_text() == there.read_text() != ""
 
@@ -680,12 +682,20 @@ def test_pieces_stay_in_one_thread(monkeypatch):
 
 
 @double_only
-@pytest.mark.parametrize(("rows", "columns"), [((256, 264), 128), ((320,), 256)])
-def test_experts_are_one_batch(rows, columns):
+@pytest.mark.parametrize(
+    "rows, columns, grid",
+    [
+        ((256, 264), 128, AffineGrid(4, 128)),
+        ((320,), 256, AffineGrid(4, 128)),
+        ((320,), 128, named("Q4_0")),
+        ((320,), 128, MxFp4Grid()),
+    ],
+)
+def test_experts_are_one_batch(rows, columns, grid):
     """Launches and waits of eight experts are those of two, and results those of one after another."""
     import bench_launches
 
-    solver, grids = GptqSolver(), [AffineGrid(4, 128)] * len(rows)
+    solver, grids = GptqSolver(), [grid] * len(rows)
 
     def expert(number: int) -> tuple:
         weight, statistics = bench_launches.problem(sum(rows), columns, number)
@@ -703,7 +713,8 @@ def test_experts_are_one_batch(rows, columns):
         for expected, found in zip(alone, together, strict=True):
             for one, other in zip(expected, found, strict=True):
                 assert torch.equal(one.weight.codes.cpu(), other.weight.codes.cpu())
-                assert torch.equal(one.weight.params.scale.cpu(), other.weight.params.scale.cpu())
+                pairs = zip(vars(one.weight.params).values(), vars(other.weight.params).values(), strict=True)
+                assert all(torch.equal(left.cpu(), right.cpu()) for left, right in pairs)
                 assert (one.error, one.rtn_error, one.notes) == (other.error, other.rtn_error, other.notes)
     assert counts[1] == counts[2] and counts[1][0] < counts[0][0] + 64
 
@@ -810,6 +821,24 @@ def test_columns_of_compressed_tensors_are_grouped_there(order):
     with present():
         found = layout.decode({name: tensor.to(NAME) for name, tensor in stored.items()}).values()
         assert found.device.type == torch.device(NAME).type and torch.equal(found.cpu(), wanted)
+
+
+@pytest.mark.parametrize("name", ["4", "nf4", "mxfp4", *sorted(TYPES)])
+def test_what_is_replayed_is_what_runs_without(monkeypatch, name):
+    """In the third call, too, with the sums that a graph has."""
+    import bench_launches
+
+    grid = {"4": AffineGrid(4, 128), "nf4": Nf4Grid(), "mxfp4": MxFp4Grid()}.get(name) or named(name)
+    with present(), torch.inference_mode():
+        weight, statistics = bench_launches.problem(256, 512, device=torch.device(NAME))
+        grid, statistics = grid.together([weight]), SiteStatistics(statistics.hessian)
+        replayed = GptqSolver()
+        found = [replayed.solve([weight], [grid], statistics)[0] for _ in range(3)][-1]
+        monkeypatch.setattr(GptqSolver, "_replays", None)
+        (plain,) = GptqSolver().solve([weight], [grid], statistics)
+    assert found.error == pytest.approx(plain.error, rel=1e-3 if REAL else 0)
+    same = (found.weight.codes == plain.weight.codes).float().mean().item()
+    assert same > 0.99 if REAL else same == 1
 
 
 @double_only

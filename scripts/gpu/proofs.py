@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import xml.etree.ElementTree as xml
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -95,11 +96,10 @@ def tested(run: Run, name: str) -> dict:
     only = {"test_bench.py": "accelerator"}.get(name, "")
     if run.rehearse:
         only = "bytes_of_the_cpu and nf4 and single"
-    basetemp = run.work / "pytest"
-    pytest.main(
-        ["-q", "-p", "no:cacheprovider", f"--basetemp={basetemp}", f"--junitxml={report}", "-k", only,
-         f"--rootdir={ROOT}", str(ROOT / "tests" / name)]
-    )  # fmt: skip
+    line = ["-q", "-p", "no:cacheprovider", f"--basetemp={run.work / 'pytest'}", f"--junitxml={report}"]
+    if importlib.util.find_spec("xdist") and not run.rehearse:
+        line += ["-n", str(min(8, os.cpu_count() or 1))]
+    pytest.main([*line, "-k", only, f"--rootdir={ROOT}", str(ROOT / "tests" / name)])
     cases = list(xml.parse(report).iter("testcase"))
     failed = [
         case.get("name")

@@ -184,7 +184,7 @@ def sweep(
         E = chosen.E[part]
         if low:
             add_product(E, U[..., :low, part].mT, chosen.E[:low])
-        given = Wt[part], U[..., part, part], D[..., part]
+        given = Wt[part], U[..., part, part].contiguous(), D[..., part]
         own = fixed[low // grid.group_size : part.stop // grid.group_size]
         changed = E, codes[part], chosen.lost
         if replays is None or grid.vector_size > 1:

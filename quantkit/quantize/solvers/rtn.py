@@ -27,7 +27,7 @@ def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
 
 def fitted(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
     """Return parameters `[out, groups]`; `weighted` grids weigh columns by their inputs' mean square."""
-    return grid.fit_matrix(weight, hessian.diagonal() if grid.weighted else None)
+    return grid.fit_matrix(weight, hessian.diagonal(dim1=-2, dim2=-1) if grid.weighted else None)
 
 
 def nearest(weight: Tensor, grid: Grid, params: Any) -> QuantizedWeight:
