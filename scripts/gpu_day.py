@@ -4,7 +4,7 @@
     scripts/gpu_day --minutes 15         # the first stages, as many as there is time for
     scripts/gpu_day --only sweep tests   # some stages, again even if they are done
     scripts/gpu_day --rehearse           # all stages on the CPU, on tiny models
-    scripts/gpu_day --no-run --write     # what was measured becomes a section of docs/gpu.md
+    scripts/gpu_day --no-run --write     # what was measured becomes a section of docs/measurements/gpu.md
 
 Each stage is a process with a time limit; every row it measured is in WORK/results/STAGE.json at once. A
 stage that hangs or dies is stopped with all its processes, and the others go on. The same command again goes
@@ -249,7 +249,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     add("--rehearse", action="store_true", help="on the CPU, on tiny models")
     add("--no-run", action="store_true", help="only show what was measured")
     add("--write", action="store_true", help="write a section of the page")
-    add("--page", type=Path, default=ROOT / "docs/gpu.md")
+    add("--page", type=Path, default=ROOT / "docs/measurements/gpu.md")
     args = parser.parse_args(given)
     args.device = "cpu" if args.rehearse else args.device
     args.work = args.work.resolve()

@@ -150,7 +150,7 @@ def test_a_page_of_a_device():
 def rehearsed(tmp_path: Path, code: int, *flags: str, start=gpu_day.started) -> dict[str, dict]:
     """Results by stage of a rehearsal, whose page must have a section of every stage with rows."""
     copy = tmp_path / "gpu.md"
-    shutil.copy(ROOT / "docs/gpu.md", copy)
+    shutil.copy(ROOT / "docs/measurements/gpu.md", copy)
     asked = ["--rehearse", "--work", str(tmp_path / "day"), "--write", "--page", str(copy), *flags]
     assert gpu_day.main(asked, start) == code
     found = {}

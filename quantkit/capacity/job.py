@@ -1,7 +1,7 @@
 """Peak memory, disk space and a range of time of a quantization job, for each method, from shapes.
 
 CPU time: floating-point operations divided by the rate of matrix products, plus a time per weight; both from
-scripts/bench*.py. GPU time: published runs of the same algorithms, scaled by FLOPS, not measured here.
+scripts/bench*.py. GPU time: measured on an H200, on other devices scaled by FLOPS.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, be
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
 START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text
-A100_TFLOPS = 312
+H200_TFLOPS = 989
 BYTES_PER_SECOND = (1e9, 1e8)  # reading to writing, without calibration
 OVERHEAD = 1.7  # time of a block's forward pass / time of its linears' products
 
@@ -115,14 +115,14 @@ def _seconds(
             for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
         ]
         return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
-    if work.a100_minutes is None:
+    if work.h200_seconds is None:
         quick, slow = (parameters.stored_bytes / rate for rate in BYTES_PER_SECOND)
         return [soonest + quick, latest + slow], "the source at 0.1 to 1 GB/s"
     if not device.tflops:
         return None, "no FLOPS are known"
-    quick, slow = (60 * each * parameters.count / 1e9 for each in work.a100_minutes)
-    ratio = (A100_TFLOPS / device.tflops) ** 0.5  # a good part is not matrix products
-    basis = f"others' runs on one A100, nothing measured: {work.published}"
+    quick, slow = (each * parameters.count / 1e9 for each in work.h200_seconds)
+    ratio = H200_TFLOPS / device.tflops  # at most: a good part is not matrix products
+    basis = "blocks of large models, measured on an H200; slower devices by their FLOPS"
     return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
 

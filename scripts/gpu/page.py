@@ -1,4 +1,4 @@
-"""The section of docs/gpu.md that scripts/gpu_day measured."""
+"""The section of docs/measurements/gpu.md that scripts/gpu_day measured."""
 
 from __future__ import annotations
 

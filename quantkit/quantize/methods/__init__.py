@@ -95,8 +95,8 @@ class Work:
     """Cost of a method besides running blocks.
 
     forwards: passes of all tokens through a block; 0 without calibration. products: operations per linear, in
-    `out · in²`. seconds: per weight and core, everything but matrix products (fast and slow). a100_minutes:
-    per billion parameters (fast and slow); published: source of these minutes. transform: a transform needs
+    `out · in²`. seconds: per weight and core, everything but matrix products (fast and slow). h200_seconds:
+    per billion parameters, a dense block and a layer of experts (docs/gpu.md). transform: a transform needs
     statistics of all sites first. sample: share of the tokens that it uses, if not all. outside: embedding
     and head are encoded too; the head needs another pass of all tokens through the blocks.
     """
@@ -104,15 +104,10 @@ class Work:
     forwards: float
     products: float
     seconds: tuple[float, float]
-    a100_minutes: tuple[float, float] | None = None
-    published: str = ""
+    h200_seconds: tuple[float, float] | None = None
     transform: bool = False
     sample: float = 0.0
     outside: bool = False
-
-
-# Of methods that solve by second moments, which take most of the time.
-GPTQ_PUBLISHED = "GPTQ's paper, 13B in 21 min and 175B in 4.2 h; llm-compressor, 8B in half an hour"
 
 
 def available() -> list[str]:

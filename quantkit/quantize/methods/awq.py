@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from quantkit.quantize.methods import Override
 
 SUMMARY = "AWQ: 4 bit integers or others; columns that meet large activations are scaled up first."
-WORK = Work(2, 25, (0.3e-6, 1.2e-6), (0.8, 2.2), "AutoAWQ, 7B in 10 to 15 min and 70B in an hour", True)
+WORK = Work(2, 25, (0.3e-6, 1.2e-6), (6, 12), True)
 # Clipping q and k is left out (AWQ, section 3.2): what counts is their product, not their outputs.
 UNCLIPPED = ("q_proj", "k_proj", "qkv", "query", "key", "c_attn", "wq")
 

@@ -12,14 +12,14 @@ from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, composing, refuse_override
+from quantkit.quantize.methods import Work, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.fp4 import Fp4Grid
     from quantkit.quantize.methods import Override
 
 SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
-WORK = Work(1, 10, (0.5e-6, 2e-6), (1.4, 5), GPTQ_PUBLISHED, sample=1 / 8)
+WORK = Work(1, 10, (0.5e-6, 2e-6), (10, 20), sample=1 / 8)
 VARIANTS = {"fp4a4": ({"activations": True}, "fp4")}
 FORMATS = {"nvfp4": NvFp4Packed, "mxfp4": MxFp4Packed}
 

@@ -29,7 +29,7 @@ from quantkit.models.gguf.mixtures import (
     without_importance,
 )
 from quantkit.options import flag_of, option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, composing, refuse_override
+from quantkit.quantize.methods import Method, Work, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
@@ -43,7 +43,7 @@ UNUSED = ("override", "allow_unread")  # options of a run that make no sense her
 FLOATS = ("F32", "F16", "BF16")
 TYPED = ("type", "tensor_type", "output_tensor_type", "token_embedding_type", "pure")  # options of types
 SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."
-WORK = Work(1, 10, (0.35e-6, 1.9e-6), (1.4, 8), GPTQ_PUBLISHED, sample=1 / 8, outside=True)
+WORK = Work(1, 10, (0.35e-6, 1.9e-6), (20, 40), sample=1 / 8, outside=True)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Work, affine_width, check_grid, check_outside, composing
+from quantkit.quantize.methods import Work, affine_width, check_grid, check_outside, composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -25,7 +25,7 @@ VARIANTS = {
 INPUTS = ("16bit", "fp8", "int8")
 SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
-WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), GPTQ_PUBLISHED, sample=1 / 8)
+WORK = Work(1, 10, (0.3e-6, 1.2e-6), (8, 16), sample=1 / 8)
 
 
 @dataclass(frozen=True)

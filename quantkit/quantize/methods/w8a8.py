@@ -10,7 +10,7 @@ from quantkit.layouts import Layout, Width
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout, schemes
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.options import option
-from quantkit.quantize.methods import GPTQ_PUBLISHED, Method, Work, compose, composing, refuse_override
+from quantkit.quantize.methods import Method, Work, compose, composing, refuse_override
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "W8A8: 8 bit integers, weights and activations, smoothed into each other; Ampere, Turing, CPUs."
 COMPUTES = "int8"  # see capacity/formats.py
-WORK = Work(1, 10, (0.3e-6, 1.2e-6), (1.4, 4), GPTQ_PUBLISHED, sample=1 / 8)
+WORK = Work(1, 10, (0.3e-6, 1.2e-6), (12, 24), sample=1 / 8)
 
 
 @dataclass(frozen=True)
