@@ -93,8 +93,9 @@ class GptqSolver:
         like experts', are one batch. (A CPU adds up products of few rows, or an odd number, differently.)"""
         weights, grids, statistics = zip(*sites, strict=True)
         kinds = {(*own, *(w.shape for w in each)) for own, each in zip(grids, weights, strict=True)}
-        able = all(grid.many and grid.sub_size == grid.group_size for grid in grids[0])
-        able = able and not any(one.curvatures for one in statistics)
+        able = not any(one.curvatures for one in statistics) and all(
+            grid.many and grid.sub_size == grid.group_size and not grid.spans_matrix for grid in grids[0]
+        )
         found = []
         if able and len(kinds) == 1 < len(sites):
             stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
