@@ -613,6 +613,23 @@ def test_a_job_takes_what_was_planned(far, tiny_model, method, states):
     assert (0.5 if "--samples" in rest else 0.3) * planned < DEVICE.peak < planned
 
 
+@double_only
+def test_a_solver_holds_three_matrices_of_the_hessians_size():
+    """H, H of the tokens that are compared and its factor, a quarter more while that is turned; then two."""
+    torch.manual_seed(0)
+    inputs, weight = torch.randn(2048, 1024), torch.randn(4, 1024)
+    moments = 2 * inputs.T @ inputs / len(inputs)
+    with present():
+        far = [part.to("far") for part in (moments, moments, 0.01 * torch.randn(2, 4, 1024))]
+        statistics = SiteStatistics(far[0], paired=far[1], missing=far[2])
+        far.clear()
+        GptqSolver().solve([weight.to("far")], [AffineGrid(4, 32)], statistics)
+        assert 3.25 * moments.nbytes < DEVICE.peak < 3.4 * moments.nbytes
+        DEVICE.peak = 0
+        GptqSolver().solve([weight.to("far")], [AffineGrid(4, 32)], statistics)
+        assert 2.25 * moments.nbytes < DEVICE.peak < 2.4 * moments.nbytes
+
+
 # ---- launches, a GPU's cost
 
 

@@ -280,7 +280,8 @@ def test_a_terminal_gets_a_bar_and_no_color_no_colour(quantkit, model, small, mo
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatch, quiet):
     monkeypatch.setattr(
-        "quantkit.quantize.solvers.gptq.factorize", lambda hessian, damp: (None, "made to fail")
+        "quantkit.quantize.solvers.gptq.factorize",
+        lambda hessian, damp, order: (None, None, "made to fail"),
     )
     done = quantkit("gptq", model, *small, *quiet)
     assert re.search("^fallbacks +14 linears", done.out, re.MULTILINE)

@@ -22,7 +22,7 @@ from quantkit.grids.nf4 import Nf4Grid
 from quantkit.models.gguf.file_types import NO_FEEDBACK
 from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
 from quantkit.quantize.solvers.columns import Chosen
-from quantkit.quantize.solvers.gptq import GptqSolver, factorize
+from quantkit.quantize.solvers.gptq import GptqSolver, damped, factorize
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.rtn import RtnSolver
 
@@ -259,13 +259,16 @@ def test_linears_of_a_site_are_solved_as_if_alone(act_order):
                 assert torch.equal(result.weight.values(), alone.weight.values())
 
 
-@pytest.mark.parametrize("in_features", [64, 200])
+@pytest.mark.parametrize("in_features", [64, 200, 301])  # turned at once, and in parts about a middle row
 def test_factorize(in_features):
     _, _, hessian = problem(in_features)
+    order = torch.randperm(in_features, generator=torch.Generator().manual_seed(1))
     expected = hessian.double() + 0.01 * hessian.diagonal().double().mean() * torch.eye(in_features)
-    factor, note = factorize(hessian, 0.01)
-    assert note is None
-    torch.testing.assert_close(hessian, expected.float())  # damped in place
+    expected = expected[order][:, order]
+    untouched = hessian.clone()
+    factor, damping, note = factorize(hessian, 0.01, order)
+    assert note is None and torch.equal(hessian, untouched)
+    torch.testing.assert_close(damped(hessian, order, damping), expected.float())
     assert torch.equal(factor, factor.triu()) and (factor.diagonal() > 0).all()
     assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 
@@ -281,10 +284,9 @@ def indefinite(share: float, in_features: int = 64) -> Tensor:
 def test_damping_grows_until_the_hessian_is_positive_definite():
     hessian = indefinite(0.05)
     expected = hessian.double() + 0.1 * hessian.diagonal().double().mean() * torch.eye(64)
-    damped = hessian.clone()
-    factor, note = factorize(damped, 0.001)
+    factor, damping, note = factorize(hessian, 0.001, torch.arange(64))
     assert note == "damping raised to 0.1"
-    torch.testing.assert_close(damped, expected.float())
+    torch.testing.assert_close(damped(hessian, torch.arange(64), damping), expected.float())
     assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 
     weight, _, _ = problem(64)

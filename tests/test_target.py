@@ -1,4 +1,4 @@
-"""--target original: error feedback that makes up for what was lost before (`moved` in solvers/gptq.py)."""
+"""--target original: error feedback that makes up for what was lost before (`aimed` in solvers/gptq.py)."""
 
 from functools import partial
 
@@ -48,8 +48,7 @@ def site(signal: float, tokens: int = TOKENS, missing: bool = True):
 
 
 def move(weights: list[Tensor], statistics: SiteStatistics) -> list[Tensor]:
-    factor, _ = gptq.factorize(statistics.hessian.clone(), 1e-7)
-    return gptq.moved(weights, statistics, factor)
+    return gptq.aimed(weights, statistics, 1e-7)
 
 
 @pytest.mark.parametrize("missing", [True, False])

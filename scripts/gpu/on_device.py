@@ -82,7 +82,8 @@ def factor(run: Run, columns: int) -> dict:
     from quantkit.quantize.solvers.gptq import factorize
 
     _, statistics = problem(run, 1, columns)
-    return {"seconds": seconds(run, lambda: factorize(statistics.hessian.clone(), 0.01))}
+    order = torch.arange(columns, device=run.device)
+    return {"seconds": seconds(run, lambda: factorize(statistics.hessian, 0.01, order))}
 
 
 def problem(run: Run, rows: int, columns: int):

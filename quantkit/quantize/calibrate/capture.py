@@ -136,7 +136,7 @@ class Statistics:
             self.paired = None
         for sums, summed in ((self.hessian, tokens), (self.paired, self.paired_tokens)):
             if sums is not None:
-                _mirror(sums.mul_(2 / summed))
+                _mirror(sums.mul_(2 / summed), self.width)
         if self.magnitude is not None:
             self.magnitude.div_(tokens)
         for sums in (self.drift, self.missing):
@@ -202,10 +202,12 @@ class Statistics:
         return torch.stack(self.squares).cpu().double().sum(0)
 
 
-def _mirror(lower: Tensor) -> None:
-    """Copy the part below the diagonal to above the diagonal, in place."""
+def _mirror(lower: Tensor, width: int) -> None:
+    """Copy the part below the diagonal to above the diagonal, in place, `width` columns at a time."""
     diagonal = lower.tril_().diagonal().clone()
-    lower.add_(lower.t().clone())
+    for start in range(0, len(lower), width):
+        panel = slice(start, start + width)
+        lower[: panel.stop, panel] += lower[panel, : panel.stop].t().clone()
     lower.diagonal().copy_(diagonal)
 
 

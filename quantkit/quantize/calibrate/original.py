@@ -5,7 +5,7 @@ the outputs of its writers (residual.py) are kept. Each of these batches of the 
 has a counterpart. Sites of single experts have none, because the original model routes tokens differently.
 
 The original model runs on a sample of the batches (`original_every`), because the move of the weights
-(`moved` in solvers/gptq.py) needs fewer tokens than error feedback.
+(`aimed` in solvers/gptq.py) needs fewer tokens than error feedback.
 """
 
 from __future__ import annotations
@@ -101,9 +101,10 @@ class Original:
         if name not in self.writers:
             return None
         missing = self._original[self._at[k]].float() - self._states[k]
+        take = dict.pop if name == self.writers[-1] else dict.__getitem__  # the last to ask
         for before in self.writers[: self.writers.index(name)]:
-            missing += self._theirs[before][k].to(missing.device)
-            missing -= self._ours[before][k]
+            missing += take(self._theirs[before], k).to(missing.device)
+            missing -= take(self._ours[before], k)
         return missing
 
     def close(self) -> None:

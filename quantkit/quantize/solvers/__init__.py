@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.grids.grid import Grid, QuantizedWeight
 
 
-@dataclass(frozen=True)
+@dataclass
 class SiteStatistics:
     """Statistics of the inputs X `[tokens, in]` of one site; None: not measured.
 
@@ -25,7 +25,7 @@ class SiteStatistics:
     drift, `2 (X̃ - X)ᵀX / tokens`, `[2, in, in]`, one part for each half of the tokens, to be added up.
     missing, instead of a drift where a linear has the site alone, `2 ((X̃ - X)Wᵀ + R)ᵀX / tokens`,
     `[2, out, in]`, with R the original minus the quantized model's hidden states to which that linear adds
-    its output.
+    its output. A solver that aims at these takes them out (`aimed` in gptq.py).
     """
 
     hessian: Tensor | None = None

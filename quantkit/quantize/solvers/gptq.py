@@ -13,7 +13,7 @@ et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 of code books, several at a time. `refine.py` improves the result of the sweep. If round to nearest has a
 lower loss, a linear is rounded to nearest. `tests/reference_gptq.py` follows the paper literally.
 
-With `--target original` a linear also compensates for the errors of earlier linears (`moved`). Its inputs are
+With `--target original` a linear also compensates for the errors of earlier linears (`aimed`). Its inputs are
 X instead of the original model's X̃, and it may add its output to hidden states that differ by R from the
 original model's. `|X Ŵᵀ - (X̃ Wᵀ + R)|²` is, up to a constant, `|X (W* - Ŵ)ᵀ|²` with the least-squares
 solution
@@ -46,6 +46,7 @@ from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.replay import Replays
 
 DAMP_RETRIES = 5
+TINY = torch.finfo(torch.float32).tiny
 Target = Literal["own", "original"]
 
 
@@ -53,7 +54,7 @@ Target = Literal["own", "original"]
 class GptqSolver:
     """damp: share of the mean Hessian diagonal that is added to the diagonal. act_order: `none`, `group` or
     `full`. refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm. target: the
-    output to reproduce: the linear's `own` for its present inputs, or the `original` model's (`moved`).
+    output to reproduce: the linear's `own` for its present inputs, or the `original` model's (`aimed`).
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so groups are scattered
     over the matrix and the client needs `g_idx`. `group` sorts the groups and the columns inside each group,
@@ -120,20 +121,17 @@ class GptqSolver:
         """Return `D [in]` of `H = U diag(D) Uᵀ` in the order of quantization: the cost of a squared error in
         each column after later columns compensate. If H has no factorization, the diagonal of H."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
-        A, _ = factorize(hessian.index_select(0, order).index_select(1, order), self.damp)
+        A, *_ = factorize(hessian, self.damp, order)
         found = hessian.diagonal().clone()
         return found if A is None else found.index_copy_(0, order, A.diagonal().square())
 
     def quantize(self, weights: Sequence[Tensor], grid: Grid, H: Tensor) -> Attempt:
         """Quantize `weights [(sites,) out_k, in]` on `grid`, stacked as one matrix; H `[(sites,) in, in]`."""
+        H = H.mT  # where a scale divided the inputs, rounding leaves H only nearly symmetric
         order = column_order(H.diagonal(dim1=-2, dim2=-1), grid, self.act_order)
-        H = picked(picked(H, order).mT, order)
-        diagonal = H.diagonal(dim1=-2, dim2=-1)
-        damping = -diagonal.mean(-1)
-        A, note = factorize(H, self.damp)
+        A, damping, note = factorize(H, self.damp, order)
         if A is None:
             return Attempt([], None, note)
-        damping += diagonal.mean(-1)
         Wt = picked((torch.cat(weights, -2) if weights[1:] else weights[0]).mT, order)
         Wt = Wt.movedim(-2, 0).flatten(1)
         fixed = []
@@ -141,25 +139,40 @@ class GptqSolver:
             params = stack([grid.fit_matrix(weight) for weight in weights])
             fixed = [group(params, k) for k in places(order, grid).tolist()]
         chosen = sweep(Wt, *unit_upper(A), grid, fixed, self._replays)
+        del A  # as large as the copy of H that refinement changes
         if self.refine:
-            del A
+            H = damped(H, order, damping)
             if grid.vector_size == 1:
                 refine(Wt, chosen, grid, H, self.refine, self._replays)
             else:
                 vectors.refine(Wt, chosen, grid, H, self.refine)
         found = assembled(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, chosen.E.square_().sum(0)]).view(2, len(found), -1)
-        lost[1] *= damping[..., None]
+        lost[1] *= damping
         return Attempt(found, lost, note, grid.clipped(join(chosen.params)) > 0)
 
 
 def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
-    """Return the weights to be rounded: `weights`, or with a drift the W* that compensate for it."""
-    if statistics.drift is None and statistics.missing is None:
+    """Return the weights to be rounded: `weights`, or with a drift the W* that compensate for it. Takes what
+    is known of the original model out of the statistics: matrices as large as H, where memory is needed."""
+    drift, missing = statistics.drift, statistics.missing
+    if drift is None and missing is None:
         return weights
-    hessian = statistics.hessian if statistics.paired is None else statistics.paired
-    factor, _ = factorize(hessian.clone(), damp)
-    return weights if factor is None else moved(weights, statistics, factor)
+    order = torch.arange(weights[0].shape[1], device=weights[0].device)
+    factor = factorize(statistics.hessian if statistics.paired is None else statistics.paired, damp, order)[0]
+    statistics.paired = statistics.drift = statistics.missing = None
+    if factor is None:
+        return weights
+    found = []
+    for weight in weights:  # [2, out, in]
+        halves = weight @ drift if missing is None else missing
+        # Δ H Δᵀ of a move Δ is the square of these, [in, out]; both at once would copy the factor twice
+        one, other = (torch.linalg.solve_triangular(factor, half.mT, upper=True) for half in halves)
+        move = torch.add(one, other, out=one.new_empty(one.shape))
+        real = 4 * one.mul_(other).sum() / move.square().sum().clamp(min=TINY)
+        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
+        found.append(torch.addcmul(weight, move, real.clamp(0, 1)))
+    return found
 
 
 def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
@@ -246,43 +259,43 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
     return picked(columns, groups).flatten(-2)
 
 
-def factorize(hessian: Tensor, damp: float) -> tuple[Tensor | None, str | None]:
-    """Damp H in place; return upper triangular A with `A Aᵀ = H`, and a note if damping had to grow.
+def factorize(hessian: Tensor, damp: float, order: Tensor) -> tuple[Tensor | None, Tensor, str | None]:
+    """Return upper triangular A with `A Aᵀ = damped(hessian, order, damping)`, without a copy of H on top;
+    that damping, `[(sites,) 1]`; and a note if damping had to grow.
 
     Adds `damp * mean(diag H)` to the diagonal, and ten times as much, at most five times, until H is positive
     definite; if that fails, A is None and the note gives the reason. A column that no token reached has only
     damping, so it is rounded to nearest. Several Hessians `[sites, in, in]` are damped once: if one of them
     needs more, A is None.
     """
-    own = hessian.diagonal(dim1=-2, dim2=-1)
-    diagonal = own.clone()
-    mean = diagonal.mean(-1, keepdim=True)
+    mean = hessian.diagonal(dim1=-2, dim2=-1).gather(-1, order).mean(-1, keepdim=True)
     mean += mean == 0  # no token reached any column: every choice is as good, nearest is natural
+    info = torch.empty(hessian.shape[:-2], dtype=torch.int32, device=hessian.device)
     for attempt in range(DAMP_RETRIES + 1 if hessian.ndim == 2 else 1):
         share = damp * 10**attempt
-        own.copy_(diagonal + share * mean)
-        lower, info = torch.linalg.cholesky_ex(hessian.flip(-2, -1))
+        lower = damped(hessian.mT, order.flip(-1), share * mean).mT  # columns are contiguous, as LAPACK wants
+        torch.linalg.cholesky_ex(lower, out=(lower, info))
         if not info.any() and torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all():
-            return lower.flip(-2, -1), f"damping raised to {share:g}" if attempt else None
-    return None, f"Hessian is not positive definite even with damping {share:g}"
+            return reverse(lower.mT).mT, share * mean, f"damping raised to {share:g}" if attempt else None
+    return None, share * mean, f"Hessian is not positive definite even with damping {share:g}"
 
 
-TINY = torch.finfo(torch.float32).tiny
-
-
-def moved(weights: Sequence[Tensor], statistics: SiteStatistics, factor: Tensor) -> list[Tensor]:
-    """Return W* of each of a site's linears, `[out_k, in]`. factor: upper triangular A; `A Aᵀ` is the damped
-    H of the paired tokens."""
-    found = []
-    for weight in weights:  # [2, out, in]
-        halves = weight @ statistics.drift if statistics.missing is None else statistics.missing
-        # Δ H Δᵀ of a move Δ is the square of these, [2, in, out]
-        halves = torch.linalg.solve_triangular(factor, halves.mT, upper=True)
-        move = halves.sum(0)
-        real = 4 * (halves[0] * halves[1]).sum() / move.square().sum().clamp(min=TINY)
-        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
-        found.append(torch.addcmul(weight, move, real.clamp(0, 1)))
+def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
+    """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal."""
+    sites = () if order.ndim == 1 else (torch.arange(len(order), device=order.device)[:, None, None],)
+    found = hessian[(*sites, order[..., :, None], order[..., None, :])]
+    found.diagonal(dim1=-2, dim2=-1).add_(damping)
     return found
+
+
+def reverse(matrices: Tensor) -> Tensor:
+    """Return `[(sites,) n, n]` after reversing rows and columns in place, a few rows at a time."""
+    size, width = matrices.shape[-1], max(128, matrices.shape[-1] // 8)
+    for start in range(0, (size + 1) // 2, width):
+        stop = min(start + width, (size + 1) // 2)
+        first, last = matrices[..., start:stop, :], matrices[..., size - stop : size - start, :]
+        first[...], last[...] = last.flip(-2, -1), first.flip(-2, -1)
+    return matrices
 
 
 CANCELLED = 0.02  # least share of the undamped loss in the damped loss: below, digits cancel

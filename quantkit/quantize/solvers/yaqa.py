@@ -32,6 +32,7 @@ from quantkit.quantize.solvers.gptq import (
     aimed,
     assembled,
     column_order,
+    damped,
     factorize,
     places,
     sweep,
@@ -62,10 +63,7 @@ class YaqaSolver(GptqSolver):
         A linear keeps GPTQ's result, with a note, if its two-sided loss is lower or no gradient arrived.
         """
         assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
-        weights, statistics = (
-            aimed(weights, statistics, self.damp),
-            replace(statistics, drift=None, missing=None),
-        )
+        weights = aimed(weights, statistics, self.damp)
         plain = super().solve(weights, grids, statistics)
         if not statistics.curvatures:  # of the output matrix
             return plain
@@ -99,12 +97,11 @@ class YaqaSolver(GptqSolver):
         """Quantize `weight [out, in]` on `grid`; None if damped H or G is not positive definite."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
-        H = hessian.index_select(0, order).index_select(1, order)
-        G = curvature.index_select(0, rows).index_select(1, rows)
-        A, _ = factorize(H, self.damp)
-        B, _ = factorize(G, self.output_damp)
+        A, damping, _ = factorize(hessian, self.damp, order)
+        B, output_damping, _ = factorize(curvature, self.output_damp, rows)
         if A is None or B is None:
             return None
+        H, G = damped(hessian, order, damping), damped(curvature, rows, output_damping)
         fixed = []
         if grid.spans_matrix:
             params = rows_of(grid.fit_matrix(weight), rows)
