@@ -95,7 +95,7 @@ class Shapes:
         """Bytes of one more site of experts at a time: its second moments; on an accelerator, which solves it
         together with the others, also copies of these, and of two linears with errors and codes."""
         largest = max((out * width for name, out, width in self.linears if name in self.experts), default=0)
-        return 6 * self.moments + 26 * FLOAT32 * largest if accelerated else self.moments
+        return 4 * self.moments + 26 * FLOAT32 * largest if accelerated else self.moments
 
     @property
     def states(self) -> int:
@@ -180,13 +180,15 @@ def peak_memory(
         running = shapes.states * (suspend or not away) + shapes.moving * away + shapes.batch
         running += shapes.tokens * shapes.flight * suspend
         together = FLOAT32 * sum(width**2 for width in shapes.widths) if scaled else 0
-        matrices = 4 if "drift" in needs else "hessian" in needs  # H twice, drift twice
-        moments = max(FLOAT32 * shapes.widest**2 * matrices, together)
+        square = FLOAT32 * shapes.widest**2
+        moments = max(square * ("hessian" in needs), together)
         moments += (at_once - 1) * shapes.each(accelerated) + 2 * shapes.moments
         if "hessian" in needs and (accelerated or "drift" in needs or not whole):
-            # of the second moments; errors and codes of two linears
-            factors = max(4 * shapes.widest**2, 2 * shapes.widest**2 + 9 * largest)
-            solving = max(solving, FLOAT32 * factors + 2 * largest * copied)
+            # the factor of H, or a permuted copy, and for yaqa both; errors and codes of two linears
+            factors = square * (1 + ("curvature" in needs)) + 9 * FLOAT32 * largest
+            # before: H of the compared tokens, its factor and a quarter more, drifts, weights
+            aiming = square * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
+            solving = max(solving, factors + 2 * largest * copied, aiming * ("drift" in needs))
         if "hessian" in needs and accelerated:
             solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
         if scaled and shapes.streamed:  # what enters each layer of experts, until all of them have come
