@@ -19,7 +19,6 @@ import importlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -96,8 +95,9 @@ def no_device(device: str) -> list[str]:
         f"device {device}: {done.stderr.strip().splitlines()[-1]}",
         f"torch {done.stdout.strip() or '–'}",
     ]
-    if shutil.which("nvidia-smi") and "+cpu" in done.stdout:
-        found.append("the machine has nvidia-smi, but this torch is built without CUDA")
+    if "+cpu" in done.stdout:
+        found.append("this torch is built without CUDA; install one with it:")
+        found.append(f"{sys.executable} -m pip install --force-reinstall torch")
     return [*found, "to rehearse on the CPU: --rehearse"]
 
 

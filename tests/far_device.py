@@ -259,10 +259,11 @@ def _far(inner: Tensor) -> Far:
     if not DEVICE.float64 and inner.dtype in (torch.float64, torch.complex128):
         raise TypeError("this device has no float64")
     lease = Lease(inner)
-    made = Tensor._make_wrapper_subclass(
-        Far, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
-        dtype=inner.dtype, layout=inner.layout, device=FAR,
-    )  # fmt: skip
+    with torch.inference_mode(False):  # a view in inference mode of a tensor from outside is a usual tensor
+        made = Tensor._make_wrapper_subclass(
+            Far, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, layout=inner.layout, device=FAR,
+        )  # fmt: skip
     made.inner, made.lease = inner, lease
     return made
 

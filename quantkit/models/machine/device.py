@@ -39,7 +39,8 @@ def choose_device(requested: str) -> torch.device:
     except (RuntimeError, AssertionError, AttributeError) as error:
         why = "nothing computes there" if isinstance(error, AttributeError) else first_line(error)
         what = f"device {requested!r} is not available: {why}"
-        raise QuantkitError(what, "use --device cpu; quantkit doctor lists devices", UNSUPPORTED) from error
+        hint = "quantkit doctor lists devices; use --device cpu, or a torch that is built for this device"
+        raise QuantkitError(what, hint, UNSUPPORTED) from error
     return device
 
 
