@@ -842,7 +842,9 @@ def test_columns_of_compressed_tensors_are_grouped_there(order):
         assert found.device.type == torch.device(NAME).type and torch.equal(found.cpu(), wanted)
 
 
-@pytest.mark.parametrize("name", ["4", "nf4", "mxfp4", *sorted(TYPES)])
+@pytest.mark.parametrize(
+    "name", ["4", "nf4", "mxfp4", "Q4_0", "Q4_1", "Q3_K", "Q4_K", "Q6_K", "IQ4_NL", "IQ4_XS", "NVFP4"]
+)
 def test_what_is_replayed_is_what_runs_without(monkeypatch, name):
     """In the third call, too, with the sums that a graph has."""
     import bench_launches

@@ -57,6 +57,8 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
             cache = _cache_record(caches, settings, question, tokens)
         except Unsupported as error:
             cache = {"bytes_per_sequence": None, "unsupported": str(error)}
+    if parameters is None:
+        notes.append("what a job takes depends on the model's shapes: give a model instead of --params")
     weights = {
         name: _fit(found, question, caches, tokens, formats.computes(name))
         for name, found in _weights(source).items()
