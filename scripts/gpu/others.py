@@ -45,7 +45,6 @@ def environment(run: Run, name: str, package: str, setup: str) -> str:
 # vllm
 
 SERVED = ("gptq", "awq", "gptq ct", "gptq ct 8", "fp8", "w8a8", "fp4", "fp4 inputs")
-ROUNDED = ("fp8", "w8a8", "fp4 inputs")
 BLACKWELL = 10  # capability from which a device multiplies in 4 bit
 
 
@@ -81,9 +80,7 @@ def agrees(run: Run, python: str, name: str) -> dict:
     found = json.loads(result.read_text())
     if "error" in found:
         raise Failed(found["error"])
-    # float16 rounds inputs to 8 bits otherwise than float32, by as much as compression changes
-    share = 1.0 if name in ROUNDED else clients.SHARE
-    cells = clients.compare(folder, source, found, share)
+    cells = clients.compare(folder, source, found, clients.SHARE)
     names = ("verdict", "mean", "largest", "compression", "likeliest_equal", "greedy_equal")
     return dict(zip(names, cells, strict=True)) | {"versions": found["versions"]}
 
