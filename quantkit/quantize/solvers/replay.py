@@ -2,7 +2,7 @@
 
 A column of error feedback takes a GPU less time than the launches of its kernels take the host. So the second
 call with the same shapes is recorded as a CUDA graph, and later calls only replay the graph. A graph works on
-fixed addresses: arguments are copied to them, and results are copied back. Results are the same bit for bit.
+fixed addresses: arguments are copied to them, and results are copied back. The operations are the same.
 Other accelerators copy in the same way and run the function itself.
 """
 
