@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
-from quantkit.grids.distance import relative_distance
+from quantkit.grids.distance import token_distances
 from quantkit.inspection.record import activations
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine import distributed
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
     from quantkit.models.gguf.imatrix import Imatrix
 
 VERIFY_TOKENS = 8  # whose logits are compared: they depend on final norm and head
-# Relative difference of hidden states between the loop and the files read back. Both compute the same
+# Largest relative difference of a token between the loop and the files read back. Both compute the same
 # values in the same order; the slack is for devices whose kernels are not bit-reproducible.
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 FAULTY = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
@@ -115,7 +115,7 @@ def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place:
     """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
     expected. pairs: name -> (computed, expected)."""
     for what, (found, reference) in pairs.items():
-        difference = relative_distance(found, reference)
+        difference = token_distances(found, reference).max().item()
         if not difference <= VERIFY_TOLERANCE[dtype]:
             raise QuantkitError(
                 f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
