@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation import divergence
 from quantkit.distillation.compressed import blocks, publish, whole
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student, vectors
@@ -30,6 +29,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS

@@ -25,7 +25,7 @@ def parting(
     prompt: int64 `[1, tokens]`. own, drafted: new token ids. index: position of the first difference among
     the new tokens. token, expected: ids of the drafted and the own text there; None if one text ends there.
     margin: logit of `expected` minus logit of `token`, computed token by token. noise: largest difference of
-    the target's logits at that position between token by token and one pass. tie: whether margin <= 2 · noise.
+    the target's logits at that position between token by token and one pass. tie: margin <= 2 · noise.
     """
     index = first_difference(own, drafted)
     if index is None:
