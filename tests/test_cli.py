@@ -234,8 +234,9 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     assert errors == [f"{sum(row[key] for row in rows) / 14:#.2g}" for key in ("error", "rtn_error")]
     assert done.out.endswith(f"\nnext: quantkit eval {model} {folder.name}\n")
     lines = done.err.splitlines()
-    assert [line.split(" error")[0] for line in lines[-4:]] == [
-        "block 1/2", "block 2/2", "writing the checkpoint", "verifying what was written",
+    assert [line.split(" error")[0] for line in lines[-5:]] == [
+        "block 1/2", "block 2/2", "writing the checkpoint", "measuring the loss: the original model",
+        "verifying what was written",
     ]  # fmt: skip
     assert "\x1b" not in done.out + done.err
     assert [path.name for path in tmp_path.glob("*.partial")] == []
@@ -246,7 +247,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     record = json.loads(done.out)
     assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/3", 14, 0)
     assert "block 2/2" in done.err
-    stages = set("load original forward hessian solve pack write verify hash transform".split())
+    stages = set("load original forward hessian solve pack write verify hash transform loss".split())
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
@@ -761,7 +762,7 @@ def test_the_predicted_disk_is_what_a_run_takes(make, model, small, tmp_path, mo
 
 
 def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, small, tmp_path, monkeypatch):
-    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1]
+    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1, "--loss-tokens", 0]
 
     def need(mode: str, states: str = "auto") -> int:
         asked = "--sequential", mode, "--states", states
