@@ -142,14 +142,12 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
 
 def _ties(config: dict[str, Any]) -> bool:
     """Return whether a configuration ties head and embedding, by default as transformers does."""
-    inner = config.get("text_config")
-    said = [part for part in (config, inner) if isinstance(part, dict) and "tie_word_embeddings" in part]
-    if said:
-        return bool(said[0]["tie_word_embeddings"])
+    key, family = "tie_word_embeddings", config.get("model_type")
+    if key in config:
+        return bool(config[key])
     from transformers import CONFIG_MAPPING  # takes a while to import, and few files leave it open
 
-    family = config.get("model_type")
-    return family in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[family], "tie_word_embeddings", False))
+    return family in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[family], key, False))
 
 
 def open_contents(
