@@ -41,7 +41,8 @@ def warnings(contents: Contents) -> list[str]:
     else:
         absent = not any(fnmatch(name, pattern) for name in contents.files for pattern in VOCABULARIES)
     found = ["there is no tokenizer: clients load the weights alone"] if absent else []
-    return found + [contents.head.note] * bool(contents.head.note)
+    known = contents.path is not None and contents.head.note  # values on the hub are unknown
+    return found + [contents.head.note] * bool(known)
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:

@@ -35,7 +35,7 @@ def describe(contents: Contents) -> dict[str, Any]:
     damage = integrity.damage(contents, weights, tokens)
     loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places["scaled"])}})
     if head.kind == "unlike" and head.packed:
-        loaded_by = clients.of_damaged(loaded_by, "it computes no packed head while config.json ties it")
+        loaded_by = clients.of_damaged(loaded_by, "config.json ties its packed head to the embedding")
     return {
         "schema": SCHEMA,
         "source": contents.source,

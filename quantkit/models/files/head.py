@@ -1,4 +1,4 @@
-"""What the head of a checkpoint is: its embedding, or a matrix of its own. Decided once, when it is opened.
+"""Decides what the head of a checkpoint is, once, when it is opened: its embedding, or a matrix of its own.
 
 A configuration may tie the head to the embedding although both are stored. If they are equal, as in
 Qwen3-0.6B, the copy is left out. If they differ, transformers uses both, whatever the configuration says. A
