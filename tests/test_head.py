@@ -171,16 +171,17 @@ def test_what_no_client_reads_is_refused(source, tmp_path, method, options, mess
 
 
 @pytest.mark.parametrize(
-    ("tied", "plan", "options"),
+    ("name", "plan", "options"),
     [
-        (True, "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
-        (False, "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
-        (False, "gptq-head8", {"head": 8, "group_size": 128}),
+        ("tied", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("copy", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("alone", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("unlike", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("unlike", "gptq-head8", {"head": 8, "group_size": 128}),
     ],
 )
-def test_plan_knows_the_bytes(tiny_model, tmp_path, tied, plan, options):
-    wide = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": tied}
-    source = tiny_model("llama", tokenizer=True, dtype="bfloat16", **wide)
+def test_plan_knows_the_bytes(form, tmp_path, name, plan, options):
+    source = form(name, hidden_size=128, intermediate_size=256)
     job = jobs.prepare("gptq", source, tmp_path / "out", options)
     found = read(str(source))
     assert formats.weights(plan, found.parameters, found.settings).bytes == job.plan.output_bytes
@@ -201,10 +202,12 @@ RTN = {"solver": "rtn", "group_size": 32}
 
 @pytest.fixture
 def form(tiny_model):
-    """`form("copy")` -> folder of a model in this form."""
+    """`form("copy")` -> folder of a model in this form; config.json ties head and embedding in all."""
 
-    def make(name):
-        folder = tiny_model("llama", tokenizer=True, name=name, dtype="bfloat16", tie_word_embeddings=True)
+    def make(name, **sizes):
+        folder = tiny_model(
+            "llama", tokenizer=True, name=name, dtype="bfloat16", tie_word_embeddings=True, **sizes
+        )
         stored = load_file(folder / "model.safetensors")
         stored |= FORMS[name](stored.pop(EMBEDDING))
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
