@@ -247,8 +247,8 @@ def test_another_form_of_a_tied_model_gives_the_same_files(form, tmp_path, name)
         jobs.loop.run(job, jobs.Progress())
     one, other = (tmp_path / f"{folder}-out" / "model.safetensors" for folder in ("tied", name))
     assert one.read_bytes() == other.read_bytes()
-    said = "lm_head is an equal copy of the embedding, to which config.json ties it: it is left out (0.1 MB)"
-    assert heard.warnings == [said] * (name == "copy")
+    said = "lm_head is an equal copy of the embedding, to which config.json ties it: quantkit leaves it out "
+    assert heard.warnings == [f"{said}(0.1 MB)"] * (name == "copy")
     with pytest.raises(QuantkitError, match="has no head of its own"):
         jobs.prepare("gptq", form(name), tmp_path / "out", RTN | {"head": 4})
 

@@ -47,8 +47,8 @@ class Head:
         """Return a sentence if the files contradict the configuration, else ""."""
         nbytes = sum(info.nbytes for info in self.infos)
         return {
-            "copy": f"{self.module} is an equal copy of the embedding, to which config.json ties it: it is "
-            f"left out ({nbytes / 1e6:,.1f} MB)",
+            "copy": f"{self.module} is an equal copy of the embedding, to which config.json ties it: "
+            f"quantkit leaves it out ({nbytes / 1e6:,.1f} MB)",
             "unlike": f"config.json ties {self.module} to the embedding, but they differ: both are used; "
             "tie_word_embeddings should be false",
         }.get(self.kind, "")
