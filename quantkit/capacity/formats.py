@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,8 +33,7 @@ ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
 Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
+POSITIONS = re.compile(r"(.*\.)?(wpe|embed_positions)\.weight")
 FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
@@ -268,11 +268,10 @@ def _name(tensor: Tensor) -> str:
     """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.block is None:
-        last = module.rpartition(".")[2]
-        for names, name in ((EMBEDDINGS, "token_embd"), (POSITIONS, "position_embd"), (HEADS, "output")):
-            if last in names:
+        for known, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
+            if known.fullmatch(f"{module}.weight"):
                 return f"{name}.{leaf}"
-        return f"{last}_norm.{leaf}"
+        return f"{module.rpartition('.')[2]}_norm.{leaf}"
     return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
 
 
