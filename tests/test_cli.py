@@ -13,6 +13,7 @@ import sys
 from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
+from quantkit.cli import job_report
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
@@ -213,6 +215,20 @@ def test_the_plan_is_what_happens(make, model, small):
 
 
 # ---- a run
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4e6, 1e6), "4.00 MB → 1.00 MB (4.00× smaller)"),
+        ((1.11e9, 2.54e9), "1.11 GB → 2.54 GB (2.29× larger)"),
+    ],
+)
+def test_a_larger_output_is_called_larger(sizes, words):
+    found = SimpleNamespace(
+        source_bytes=sizes[0], output_bytes=sizes[1], bits_per_weight=None, bits_per_weight_model=4.0
+    )
+    assert job_report._sizes(found, 1)["size"] == words
 
 
 def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):

@@ -158,7 +158,7 @@ def shapes_of(source: Source, question: Question, element: int, free: int | None
     a share of them are streamed."""
     parameters, settings = source.parameters, source.settings
     samples, seqlen = question.samples, question.seqlen
-    outside, copy = parameters.outside, parameters.head_copy
+    outside = parameters.outside
     weights: Counter[int] = Counter()
     for tensor in parameters.linears:
         weights[tensor.block] += tensor.size
@@ -166,7 +166,7 @@ def shapes_of(source: Source, question: Question, element: int, free: int | None
     block = {one.local.removesuffix(".weight"): one for one in parameters.linears if one.block == index}
     shapes = Shapes(
         linears=[(name, one.out_features, one.in_features) for name, one in block.items()],
-        rest=sum(tensor.size for tensor in outside) - (copy.size if copy else 0),
+        rest=sum(tensor.size for tensor in outside),
         largest=max((tensor.nbytes for tensor in outside), default=0),
         element=element,
         tokens=samples * seqlen,

@@ -103,8 +103,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
 
 def _sizes(found: JobPlan | Summary, linears: int) -> dict[str, str]:
     """Return the sizes of source and output, and the bits per weight of the output."""
-    ratio = found.source_bytes / found.output_bytes
-    sizes = f"{megabytes(found.source_bytes)} → {megabytes(found.output_bytes)} ({ratio:.2f}× smaller)"
+    before, after = found.source_bytes, found.output_bytes
+    ratio = f"{after / before:.2f}× larger" if after > before else f"{before / after:.2f}× smaller"
+    sizes = f"{megabytes(before)} → {megabytes(after)} ({ratio})"
     bits = f"{found.bits_per_weight_model:.2f} over the whole model"
     if found.bits_per_weight is not None:
         word = count(linears, "linear") if found.matrices == linears else f"{found.matrices} matrices"

@@ -147,7 +147,8 @@ def prepare(
     if checkpoint is not skeleton.checkpoint:
         dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
         skeleton = open_skeleton(checkpoint, request.run, adopted | dtype)
-    for note in method.notes:
+    growth = "" if staging.one_file else method.output.growth(checkpoint, specs)
+    for note in filter(None, (*method.notes, growth)):
         progress.warn(note)
     if not request.run.allow_unread and (
         note := linears.refuse_unread_experts(skeleton, specs, method.layout)
@@ -192,6 +193,8 @@ def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted
 def _open(request: Request, progress: Progress) -> Checkpoint:
     """Open the source. Raises QuantkitError if it is already quantized, unless --allow-requantize is set."""
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    for note in checkpoint.notes:
+        progress.warn(note)
     if not checkpoint.quantized:
         return checkpoint
     if not request.run.allow_requantize:

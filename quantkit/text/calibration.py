@@ -99,6 +99,7 @@ def load(
     if len(tokens) < options.samples and not shipped:
         warning = f"{holds}{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
         warning += f"using {len(tokens)} sequences"
+    checkpoint.check_ids(tokens.unique().tolist())
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     provenance = Provenance(
         source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
