@@ -69,6 +69,12 @@ def test_the_loss_is_that_of_the_models_that_transformers_runs(model, tmp_path, 
     assert f"{found.kld:.3g}" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_model_with_few_positions_predicts_every_sequence_alone(tiny_model, tmp_path):
+    model = tiny_model("gpt2", tokenizer=True, num_hidden_layers=1, max_position_embeddings=40)
+    found = jobs.quantize("nf4", model, tmp_path / "out", loss_tokens=128).loss
+    assert found.tokens == 120 and found.kld > 0
+
+
 def test_tokens_are_held_back_from_the_text_behind_the_calibration(model, tmp_path):
     options = jobs.calibration(tmp_path, 6, 32)
     checkpoint = open_checkpoint(str(model))
