@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "*.model",
     "*.tiktoken",
     "*.jinja",
+    untrusted.NAMED_TEMPLATES,
+    "chat_template.json",
+    "*processor_config.json",
     "generation_config.json",
     "LICENSE*",
     "NOTICE*",
@@ -167,7 +171,8 @@ def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Co
 
 
 def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    paths = sorted(path for path in untrusted.entries(folder) if path.is_file())
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     found = Contents(source, "safetensors", files, {}, {}, folder.joinpath, folder)
     errors: list[QuantkitError] = []
     config = read_json(folder / CONFIG) if strict or CONFIG not in files else found.json(CONFIG) or {}
@@ -188,7 +193,8 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     with hub.explained(repo, revision):
         found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=HUB_SECONDS)
     sizes = {file.rfilename: file.size for file in found.siblings or ()}
-    files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
+    own = (name for name in sizes if "/" not in name or fnmatch(name, untrusted.NAMED_TEMPLATES))
+    files = {name: sizes[name] for name in own if sizes[name] is not None}
     require(CONFIG in files, f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
 
     def fetch(name: str) -> Path | None:
