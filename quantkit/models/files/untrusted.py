@@ -6,6 +6,7 @@ Nothing here imports torch. Headers of weights are checked where they are read (
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import stat
@@ -98,6 +99,8 @@ def parse(data: bytes, values: int = VALUES) -> Any:
     """
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > values:
         raise ValueError(f"more than {values:,} values")
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
     try:
         found = json.loads(data.decode("utf-8"))
     except RecursionError as error:
