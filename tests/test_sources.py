@@ -184,7 +184,7 @@ def test_byte_order_marks(tmp_path):
     assert texts(path) == (["a\n"], "a\n")
     path.write_bytes("a\n".encode("utf-16"))
     error = error_of(str(path))
-    assert error.message == f"{path} is UTF-16 text" and "iconv -f UTF-16" in error.hint
+    assert error.message == f"{path} is UTF-16, not UTF-8 text" and "iconv -f UTF-16" in error.hint
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,10 @@ def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) ->
     except UnicodeDecodeError as error:
         why, hint = f"not UTF-8 text: {error}", "convert it, or give another file"
         if bytes(error.object[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            why, hint = "UTF-16 text", f"convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW"
+            why, hint = (
+                "UTF-16, not UTF-8 text",
+                f"convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW",
+            )
         raise QuantkitError(f"{path} is {why}", hint, USAGE) from error
     except OSError as error:
         raise unreadable(f"{what} {path}", error, hint) from error
