@@ -31,7 +31,7 @@ from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import linears, plan
-from quantkit.quantize.prepare.memory import LOSS_BYTES
+from quantkit.quantize.prepare.memory import loss_tokens
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -43,7 +43,6 @@ from quantkit.text.calibration import CalibrationSet, HeldBack
 HASHED_AT_ONCE = 64 << 20  # bytes: a larger source is hashed while its job runs
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
 DATA_FREE_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
-LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,8 @@ def prepare(
     if checkpoint is not skeleton.checkpoint:
         dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
         skeleton = open_skeleton(checkpoint, request.run, adopted | dtype)
-    for note in method.notes:
+    growth = "" if staging.one_file else method.output.growth(checkpoint, specs)
+    for note in filter(None, (*method.notes, growth)):
         progress.warn(note)
     if not request.run.allow_unread and (
         note := linears.refuse_unread_experts(skeleton, specs, method.layout)
@@ -159,11 +159,12 @@ def prepare(
             f"linears that engines such as vLLM fuse are quantized differently: {name_all(split)}; "
             "quantkit inspect lists the clients that load it"
         )
-    wanted = _loss_tokens(request.run, bool(method.needs), checkpoint)
+    vocabulary = checkpoint.text_config.vocab_size
+    wanted = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
     calibrated = calibrate(checkpoint, request, progress, wanted) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    log_probs = 4 * wanted * checkpoint.text_config.vocab_size
-    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, log_probs)
+    planned = skeleton, specs, method, request.run, tokens.shape, adopted, 4 * wanted * vocabulary
+    job_plan = plan.decide(*planned)
     execution = job_plan.execution
     fingerprint = {}
     if not dry_run:
@@ -183,12 +184,6 @@ def prepare(
     )  # fmt: skip
 
 
-def _loss_tokens(run: RunOptions, calibrates: bool, checkpoint: Checkpoint) -> int:
-    """Return the number of tokens to measure the loss on, at most as many as LOSS_BYTES allow."""
-    wanted = LOSS_TOKENS[calibrates] if run.loss_tokens is None else run.loss_tokens
-    return min(wanted, LOSS_BYTES // (4 * checkpoint.text_config.vocab_size))
-
-
 def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted: int) -> HeldBack | None:
     """Return the tokens to measure the loss on: of the calibration text, else of the shipped text."""
     own = calibrated and calibrated.held_back
@@ -198,6 +193,8 @@ def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted
 def _open(request: Request, progress: Progress) -> Checkpoint:
     """Open the source. Raises QuantkitError if it is already quantized, unless --allow-requantize is set."""
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    for note in checkpoint.notes:
+        progress.warn(note)
     if not checkpoint.quantized:
         return checkpoint
     if not request.run.allow_requantize:

@@ -116,13 +116,14 @@ def manifest_of(checkpoint: Checkpoint) -> dict | None:
 
 
 def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
-    """Return the student's manifest, with the record and without outdated errors; None if it has none."""
+    """Return the student's manifest with the record, without outdated errors and loss; None without one."""
     if (stored := manifest_of(checkpoint)) is None:
         return None
     for row in stored.get("linears", ()):  # outdated, since the floats changed
         for name in ERRORS:
             row.pop(name, None)
-    return stored | {"distilled": record, "loss": None}
+    stored.pop("loss", None)
+    return stored | {"distilled": record}
 
 
 def _card(record: dict, name: str) -> str:

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import divergence, walk
+from quantkit.quantize.calibrate import LOSS_BYTES, divergence, walk
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Loss
-from quantkit.quantize.prepare.memory import CHUNK_BYTES
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.solving import round_block
 
@@ -101,6 +100,6 @@ def _compared(expected: Tensor, skeleton: Skeleton, hidden: Tensor) -> tuple[Ten
 
 def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Iterator[Tensor]:
     """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens at a time."""
-    size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
+    size = max(1, LOSS_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
     for part in hidden.flatten(0, 1).split(size):
         yield torch.log_softmax(skeleton.logits(part).float(), -1).cpu()
