@@ -56,12 +56,9 @@ def test_named_chat_templates_are_kept_and_verified(tiny_model, make, quantkit, 
     tokenizer.chat_template = {"default": "D", "tool_use": "T"}
     tokenizer.save_pretrained(folder)
     assert (folder / name).read_text() == "T"
-    for options in ([], ["--overwrite"]):
-        make("gptq", folder, "--solver", "rtn", "--group-size", 32, "-o", "out", *options)
+    make("gptq", folder, "--solver", "rtn", "--group-size", 32, "-o", "out")
     make("convert", "out", "--to", "compressed-tensors", "-o", "converted")
-    make("gguf", folder, "-t", "F16", "--solver", "rtn", "-o", "out.gguf")
-    make("nf4", "out.gguf", "-o", "again")
-    for made in ("out", "converted", "again"):
+    for made in ("out", "converted"):
         assert AutoTokenizer.from_pretrained(tmp_path / made).chat_template == tokenizer.chat_template
         assert {"name": name, "state": "same"} in make("verify", made)["files"]
     (tmp_path / "out" / name).write_text("changed")
