@@ -63,7 +63,9 @@ def quantize(
         outputs, jobs = several.prepare(choice, listener, trust_remote_code=trust_remote_code, **asked)
         if not jobs:
             return of_job.Result(outputs, [])
-        text = windows.load(jobs[0].checkpoint, evaluate_on, None, None, None) if evaluate_on else None
+        column, text = choice.calibration.text_column, None
+        if evaluate_on:
+            text = windows.load(jobs[0].checkpoint, evaluate_on, column=column)
         return of_job.run(jobs, text, listener)
 
 

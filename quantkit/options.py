@@ -75,24 +75,29 @@ def option(
     return dataclasses.field(default=default, metadata=metadata | {"flag": flag, "metavar": metavar})
 
 
+def text_column() -> Any:
+    """Return the option that names the column of a text, for every dataclass that takes a text."""
+    return option(
+        "text",
+        "Key or column that holds the text or the conversations. Conversations are rendered with the "
+        "model's chat template. (default: text, else messages or conversations)",
+    )
+
+
 @dataclass(frozen=True)
 class CalibrationOptions:
     """The calibration text: source, number and length of sequences."""
 
     calibration: str | None = option(
         None,
-        "Calibration text: a .txt, .jsonl or .parquet file, or a hub dataset: wikitext2, c4, ORG/NAME, "
-        "ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a dataset is "
-        "downloaded. (default: the shipped text)",
+        "Calibration text: a .txt, .jsonl, .csv, .tsv or .parquet file, or a hub dataset: wikitext2, c4, "
+        "ORG/NAME, ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a dataset "
+        "is downloaded. (default: the shipped text)",
     )
     calibration_revision: str | None = option(
         None, "Branch, tag or commit of the calibration dataset. (default: main; its commit is recorded)"
     )
-    text_column: str = option(
-        "text",
-        "Key or column that holds the text or the conversations. Conversations are rendered with the "
-        "model's chat template. (default: text, else messages or conversations)",
-    )
+    text_column: str = text_column()
     samples: int = option(128, "Number of calibration sequences.")
     seqlen: int | None = option(
         None, "Tokens per sequence. (default: 2048, or 512 for the shipped text; at most the model's context)"

@@ -36,6 +36,7 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.staging.folder import Staging
 
 CPU = torch.device("cpu")
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 TRAINED = tuple(name for name in ggml.TYPES if name != "MXFP4")  # whose scales are powers of two
 GRIDS = {
     "affine": AffineGrid(3, 32),
@@ -174,6 +175,8 @@ def workplace(tmp_path_factory) -> Path:
     """`teacher`, `student` (3 bit, rounded), and a text."""
     folder = tmp_path_factory.mktemp("distill")
     families.save_tokenizer(families.save_model(folder / "teacher", "llama", num_hidden_layers=2))
+    (folder / "teacher" / TEMPLATE).parent.mkdir()
+    (folder / "teacher" / TEMPLATE).write_text("{{ messages }}")
     (folder / "text.txt").write_text("\n".join(families.sentences(200, seed=1)))
     options = {"bits": 3, "group_size": 32, "solver": "rtn"}
     jobs.quantize("gptq", folder / "teacher", folder / "student", options)
@@ -229,7 +232,7 @@ def test_only_floats_have_changed(workplace, reference):
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     floats = {name for name in before if name.endswith((".scales", "norm.weight"))}
     assert changed == floats and len(floats) == 14 + 5
-    for name in ("config.json", "quantize_config.json", "tokenizer.json"):
+    for name in ("config.json", "quantize_config.json", "tokenizer.json", TEMPLATE):
         assert (workplace / "student" / name).read_bytes() == (workplace / "reference" / name).read_bytes()
     sizes = [(workplace / name / "model.safetensors").stat().st_size for name in ("student", "reference")]
     assert sizes[0] == sizes[1]

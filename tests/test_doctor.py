@@ -1,9 +1,11 @@
 """`quantkit doctor`: what it finds, and that nothing it does not find breaks it."""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.errors import EXIT_CODES
-from quantkit.inspection import doctor
+from quantkit.inspection import clients, doctor
 from quantkit.models.machine import processor
 
 
@@ -25,6 +27,21 @@ def requirements(monkeypatch):
 
 def findings(record: dict) -> dict[str, dict]:
     return {row["name"]: row for rows in record["checks"].values() for row in rows}
+
+
+def test_packages_that_transformers_needs_are_the_same_everywhere():
+    """In the clients' table, which inspect, cards, chat and serve read; in doctor; in the how-to."""
+    rules = {layout: of.get("transformers", []) for layout, of in clients.table()["rules"].items()}
+    needs = {layout: {one for rule in of for one in rule.get("needs", ())} for layout, of in rules.items()}
+    assert set().union(*needs.values()) <= doctor.OPTIONAL.keys() | {"gguf"}  # which quantkit itself needs
+    page = (Path(__file__).parents[1] / "docs/howto/transformers.md").read_text()
+    always = set(re.search(r"pip install transformers (\w+) bitsandbytes", page).groups())
+    rows = re.findall(r"^\| `(\w+)`.*? \| `([\w -]+)` \|$", page, re.M)
+    said = [(method, {*packages.split()} | always) for method, packages in rows]
+    layouts = ["bitsandbytes", "gptq", "awq", "compressed-tensors"]
+    assert said == [
+        (method, needs[layout] | always) for (method, _), layout in zip(said, layouts, strict=True)
+    ]
 
 
 @pytest.mark.processor

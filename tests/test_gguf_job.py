@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,6 +147,14 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     metadata, infos = read_header(file)
     assert metadata["quantize.imatrix.entries_count"] == 14
     means = imatrix.read(tmp_path / "imatrix.gguf").values()
+    whole = imatrix.read(tmp_path / "imatrix.gguf")
+    sums = {key: value for key, value in whole.sums.items() if key != "blk.1.ffn_up.weight"}
+    imatrix.write(tmp_path / "part.gguf", replace(whole, sums=sums))
+    options["imatrix"] = str(tmp_path / "part.gguf")
+    (note,) = jobs.prepare("gguf", short_demo, tmp_path / "part-out.gguf", options).method.notes
+    assert note.endswith(
+        "part.gguf has no importance of 1 tensor, whose columns count alike: blk.1.ffn_up.weight"
+    )
     _, floats = read_header(file)
     name = "blk.1.ffn_down.weight"
     target = next(target for target in of_checkpoint(open_checkpoint(str(short_demo))) if target.name == name)

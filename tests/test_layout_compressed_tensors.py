@@ -192,6 +192,10 @@ def group(**changes) -> dict:
     return {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"} | changes
 
 
+ROWS = {"num_bits": 8, "strategy": "channel", "group_size": None}
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -212,6 +216,14 @@ def group(**changes) -> dict:
         ),
         ({"config_groups": {"g": group(input_activations={"symmetric": False})}}, "asymmetric"),
         ({"config_groups": {"g": group(format="int-quantized")}}, "4 bit int weights by group in int"),
+        (
+            {"config_groups": {"g": group(format="int-quantized", weights=ROWS | {"symmetric": False})}},
+            ": asymmetric 8 bit int weights by channel in int-quantized is not supported",
+        ),
+        (
+            {"config_groups": {"g": group(format="int-quantized", weights=ROWS, input_activations=STATIC)}},
+            ": 8 bit int weights by channel with 8 bit int inputs of stored scales in int-quantized is not",
+        ),
     ],
 )
 def test_detect_refuses_what_it_would_misread(changes, named):

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
 from quantkit.grids.distance import FIT_ROUNDS, error_up_to_scales, token_distances, weight_error
@@ -47,6 +48,23 @@ def test_the_error_up_to_scales_is_blind_to_them():
         c = (near * values).sum(0) / near.square().sum(0)
     near = weight.double() * r[:, None] * c
     assert error == pytest.approx(weight_error(near, values.double()), rel=1e-3)
+
+
+def test_named_chat_templates_are_kept_and_verified(tiny_model, make, quantkit, tmp_path):
+    folder, name = tiny_model("llama", tokenizer=True), "additional_chat_templates/tool_use.jinja"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "D", "tool_use": "T"}
+    tokenizer.save_pretrained(folder)
+    assert (folder / name).read_text() == "T"
+    make("gptq", folder, "--solver", "rtn", "--group-size", 32, "-o", "out")
+    make("convert", "out", "--to", "compressed-tensors", "-o", "converted")
+    for made in ("out", "converted"):
+        assert AutoTokenizer.from_pretrained(tmp_path / made).chat_template == tokenizer.chat_template
+        assert {"name": name, "state": "same"} in make("verify", made)["files"]
+    (tmp_path / "out" / name).write_text("changed")
+    assert f"error: {name} was changed" in quantkit("verify", "out").err
+    (tmp_path / "out" / name).unlink()
+    assert f"error: {name} is absent" in quantkit("verify", "out").err
 
 
 @pytest.mark.parametrize(

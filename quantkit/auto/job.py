@@ -253,7 +253,8 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     checkpoint = prepared.checkpoint
     options = request.options
     if options.text is not None:
-        return windows_of.load(checkpoint, options.text, options.ctx, None, options.limit), 0
+        column = prepared.request.calibration.text_column
+        return windows_of.load(checkpoint, options.text, options.ctx, limit=options.limit, column=column), 0
     calibrated = prepared.calibration
     _, last_ids = hold_out(calibrated.tokens)
     return windows_of.held_out(checkpoint, last_ids, calibrated.provenance), len(last_ids)

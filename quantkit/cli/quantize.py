@@ -137,7 +137,8 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             return report(of_job.Result(outputs, []))
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
-            windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)
+            column = choice.calibration.text_column
+            windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
         stages = [one.staging for one in jobs]
 
         def made() -> list[Path]:

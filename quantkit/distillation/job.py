@@ -49,7 +49,7 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
         staging.check(request.resume, request.overwrite)
     staged = staging.stored_fingerprint() if request.resume else None
     if request.resume and not staged:
-        progress.warn(f"no unfinished job for {staging.output}: starting at the first step")
+        progress.phase(f"no unfinished job for {staging.output}: starting at the first step")
     return staging, staged["execution"] if staged else {}
 
 

@@ -28,8 +28,9 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     found = []
     for client, about in table()["clients"].items():
         rule = rule_of(client, facts)
-        outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
-        outcome |= {"needs": rule.get("needs", []), "option": rule.get("option", "")}
+        needs = rule.get("needs", [])
+        note = rule.get("note", f"with {' and '.join(needs)} installed" if needs else "")
+        outcome = {"loads": rule.get("loads"), "note": note, "needs": needs, "option": rule.get("option", "")}
         if outcome["loads"] and (strange := _untried(client, facts)):
             outcome |= {"loads": None, "note": f"not tried with {strange}"}
         found.append({"client": client, "version": about["version"]} | outcome)

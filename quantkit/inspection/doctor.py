@@ -24,6 +24,7 @@ from quantkit.tables import megabytes
 SCHEMA = "quantkit.doctor/1"
 HUB_SECONDS = 3.0
 OPTIONAL = {  # package -> what it enables
+    "accelerate": "transformers loads quantized checkpoints",
     "bitsandbytes": "transformers loads int8 and nf4 checkpoints",
     "optimum": "with gptqmodel: transformers loads gptq checkpoints",
     "gptqmodel": "transformers loads awq checkpoints, and gptq ones with optimum",

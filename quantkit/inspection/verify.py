@@ -109,11 +109,10 @@ def _files(
         found["notes"].append(f"files were not compared with sums: {why}")
         return
     for name, digest in recorded.items():
-        path = place / Path(name).name  # a manifest must not name other folders
-        if not path.is_file():
+        if name not in contents.files:  # a manifest must not name other folders
             yield {"name": name, "state": "is absent"}
         else:
-            state = "same" if checksums.of_file(path, listen=heard) == digest else "was changed"
+            state = "same" if checksums.of_file(place / name, listen=heard) == digest else "was changed"
             yield {"name": name, "state": state}
     added = sorted(contents.files.keys() - recorded.keys() - WRITTEN_LATER)
     if added:

@@ -136,7 +136,7 @@ def prepare(
     if not dry_run:  # after errors in options have been reported
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
-        progress.warn(f"no unfinished job for {staging.output}: starting at the first block")
+        progress.phase(f"no unfinished job for {staging.output}: starting at the first block")
     shared = source_sha256 is not None
     if source_sha256 is None:
         source_sha256 = Future() if dry_run or distributed.rank() else _begin(partial(_hash, checkpoint))

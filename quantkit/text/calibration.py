@@ -118,7 +118,7 @@ def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
         tokenizer = checkpoint.tokenizer
     except QuantkitError:  # the job does not need it
         return None
-    name, text = held_out(None)
+    name, text = held_out(None, ChatTemplate(tokenizer).render)
     bos = tokenizer.bos_token_id if begins_with_bos(tokenizer) else None
     ids = tokenizing.encode(tokenizer, text, count)
     tokens = _held_back(checkpoint, ids, count, checkpoint.context or count, bos)

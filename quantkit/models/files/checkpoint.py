@@ -93,7 +93,7 @@ class Checkpoint:
     @property
     def disk_bytes(self) -> int:
         """Return the bytes of all files of the folder."""
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+        return sum(path.stat().st_size for path in untrusted.entries(self.folder) if path.is_file())
 
     def manifest(self) -> str | None:
         """Return the manifest that quantkit wrote; None if another tool made the checkpoint."""
@@ -195,8 +195,14 @@ class Checkpoint:
 
     def write_companions(self, place: Path) -> None:
         """Copy the companions into the folder `place`."""
-        for path in self.companions():
-            shutil.copyfile(path, place / path.name)
+        self.copy(self.companions(), place)
+
+    def copy(self, paths: Iterable[Path], place: Path) -> None:
+        """Copy files of the folder into the folder `place`, named chat templates into their own."""
+        for path in paths:
+            to = place / path.relative_to(self.folder)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Return one hash of config.json and of all weight files with their names."""

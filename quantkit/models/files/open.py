@@ -27,7 +27,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, GGUF file or hub id. Raises QuantkitError if quantkit cannot use it."""
     folder = hub.resolve(source, revision, offline)
-    seen = _states(folder.iterdir() if folder.is_dir() else gguf_shards.of(folder))
+    seen = _states(untrusted.entries(folder) if folder.is_dir() else gguf_shards.of(folder))
     if folder.is_file():
         from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 

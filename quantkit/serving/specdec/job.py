@@ -75,7 +75,7 @@ def compare(
     }
     recorded |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
     recorded |= {"dtype": pair.precision, "device": str(device), "threads": torch.get_num_threads()}
-    del recorded["k"], recorded["engine"], recorded["prompt_text"]
+    del recorded["k"], recorded["engine"], recorded["prompt_text"], recorded["text_column"]
     return {"schema": SCHEMA, "target": target.source, "settings": recorded, "drafts": measured}
 
 
@@ -98,8 +98,11 @@ def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
 def _prompts(checkpoint: Checkpoint, settings: Settings) -> Tensor:
     """Return token ids, int64 `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
     QuantkitError if the text cannot be read or is too short."""
-    given = {} if settings.prompt_text is None else {"calibration": str(settings.prompt_text)}
     options = CalibrationOptions(
-        samples=settings.prompts, seqlen=settings.prompt_tokens, seed=settings.seed, **given
+        calibration=str(settings.prompt_text) if settings.prompt_text else None,
+        text_column=settings.text_column,
+        samples=settings.prompts,
+        seqlen=settings.prompt_tokens,
+        seed=settings.seed,
     )
     return calibration.load(checkpoint, options).tokens

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.options import check_value, option
+from quantkit.options import check_value, option, text_column
 from quantkit.serving.bench.settings import require_numbers
 
 LOOKUP = "prompt-lookup"  # drafts the tokens that followed the last ones earlier in the text
@@ -21,8 +21,9 @@ class Settings:
 
     k: str = option("1,2,4,8", "Numbers of tokens to draft for each pass of the target, separated by commas.")
     prompt_text: Path | None = option(
-        None, "UTF-8 text file from which the prompts are cut. (default: the shipped text)"
+        None, "File from which the prompts are cut, as --calibration takes it. (default: the shipped text)"
     )
+    text_column: str = text_column()
     prompts: int = option(8, "Number of prompts.")
     prompt_tokens: int = option(64, "Tokens of each prompt.")
     tokens: int = option(64, "New tokens after each prompt, at most.", short="-n")
