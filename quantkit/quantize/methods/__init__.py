@@ -22,8 +22,9 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +58,8 @@ class Override:
         return f"--override {self.text}"
 
 
+SMALL = 1 / 20  # share of weights below which linears do not decide about others, and may stay in 16 bit
+GROUP_SIZES = (128, 64, 32)  # to choose from without --group-size; all clients have kernels for them
 MakeGrid = Callable[[str, int, int, "Override | None"], "Grid | None"]
 
 
@@ -183,12 +186,30 @@ def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple
     return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
-def check_grid(bits: int, group_size: int, where: str = "") -> None:
+def has_open_groups(options: Any) -> bool:
+    """Return whether a method has groups, and the user left their size open."""
+    return getattr(options, "group_size", 0) is None
+
+
+def with_groups(options: Any, linears: Iterable[tuple[int, int]]) -> Any:
+    """Return options with the largest of GROUP_SIZES that divides the width of all linears, except widths
+    that none divides, and widths with a small share of the weights. linears: (in_features, weights)."""
+    widths: Counter[int] = Counter()
+    for width, weights in linears:
+        widths[width] += weights
+    counted = [width for width in widths if widths[width] >= SMALL * widths.total()]
+    counted = [width for width in counted if width % GROUP_SIZES[-1] == 0]
+    size = next(size for size in GROUP_SIZES if not any(width % size for width in counted))
+    return replace(options, group_size=size)
+
+
+def check_grid(bits: int, group_size: int | None, where: str = "") -> None:
     """Raise QuantkitError for bits or group sizes that no layout has. where: the flag that set them, if not
-    --bits or --group-size."""
+    --bits or --group-size. group_size: None if it is still open."""
     require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
     what = f"{where or f'--group-size {group_size}'} is invalid"
-    require(group_size == -1 or group_size >= 8, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
+    fits = group_size in (None, -1) or group_size >= 8
+    require(fits, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
 
 
 def check_outside(layout: Layout, options: Any) -> None:

@@ -38,7 +38,7 @@ class Options:
     """Flags of `quantkit awq`."""
 
     bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
-    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    group_size: int | None = option(None, composing.GROUP_SIZE)
     sym: bool = option(False, "Symmetric grid: no zero point for each group.", negated=True)
     candidates: int = option(
         20, "Number of strengths of scaling, from none to full, that are tried for each site."

@@ -33,7 +33,7 @@ class Options:
     """Flags of `quantkit gptq`."""
 
     bits: int = option(4, "Bits per weight, 2 to 8. 4 and 8 run fastest; few clients run 5 to 7.")
-    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    group_size: int | None = option(None, composing.GROUP_SIZE)
     sym: bool = option(
         True,
         "Symmetric grid, which some kernels need. --no-sym stores a zero point for each group: less loss.",

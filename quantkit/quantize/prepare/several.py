@@ -26,6 +26,7 @@ def prepare(
         Request(choice.model, choice.method, options, choice.calibration, choice.run, output, **asked)
         for options, output in several
     ]
+    requests = [job.settled(one) for one in requests]
     outputs, overwrite = [job.output_of(one) for one in requests], asked.get("overwrite", False)
     if asked.get("resume"):
         left = finished.left(requests, overwrite)
