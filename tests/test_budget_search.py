@@ -339,7 +339,7 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
 
 @pytest.mark.parametrize(
     "text, size",
-    [("4GB", 4 * 10**9), ("3.5GiB", 3.5 * 2**30), ("700 mb", 7 * 10**8), ("12", 12)],
+    [("4GB", 4 * 10**9), ("3.5GiB", 3.5 * 2**30), ("700 mb", 7 * 10**8), ("4g", 4 * 10**9), (".5Gi", 2**29)],
 )
 def test_sizes_are_read(text, size):
     assert size_bytes(text, "--max-size") == size
@@ -352,6 +352,7 @@ def test_sizes_are_read(text, size):
         ({"bpw": 3.0, "max_kld": 0.1}, "2 budgets are given"),
         ({"bpw": -1.0}, "--bpw -1 is invalid"),
         ({"max_size": "many"}, "--max-size 'many' is not a size"),
+        ({"max_size": "4"}, "--max-size 4 has no unit"),
     ],
 )
 def test_a_budget_is_one_and_makes_sense(options, message):

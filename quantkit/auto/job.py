@@ -199,10 +199,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
         require(space.zero_points, what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
-    output = request.output or Path(_name(request, space))
-    one_file = space.method == "gguf"
-    if one_file and output.is_dir():
-        output = output / _name(request, space)
+    output, one_file = request.place, space.method == "gguf"
     prepared = job.prepare(
         job.Request(
             source=request.source,
@@ -238,19 +235,6 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
 def _options(kind: type, section: str, typed: dict[str, Any]) -> Any:
     prefix = f"{section}."
     return kind(**{key.removeprefix(prefix): value for key, value in typed.items() if key.startswith(prefix)})
-
-
-def _name(request: AutoRequest, space: Space) -> str:
-    """Return the default name of the output, such as `model-auto-3.5bpw`."""
-    options = request.options
-    if options.bpw is not None:
-        budget = f"{options.bpw:g}bpw"
-    elif options.max_size is not None:
-        budget = options.max_size.replace(" ", "")
-    else:
-        budget = options.gpu or f"kld{options.max_kld:g}"
-    ending = ".gguf" if space.method == "gguf" else ""
-    return f"{job.base_name(request.source)}-auto-{budget}{ending}"
 
 
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:

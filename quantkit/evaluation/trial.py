@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from quantkit.errors import USAGE, QuantkitError, count, require
+from quantkit.errors import USAGE, QuantkitError, count, did_you_mean, nearest, require
 from quantkit.layouts import LinearSpec, WeightsOnly
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -52,7 +52,8 @@ class Trial:
         """
         name, *settings = typed.split(",")
         if name not in methods.available():
-            raise QuantkitError(f"--as {typed}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+            hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
+            raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
         _method(name, ())  # gguf writes files only, so its options are not looked at
         options = recipe.options(name, settings, "--as")
         method = _method(name, settings)

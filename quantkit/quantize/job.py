@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ from quantkit.options import SHARD_GB, CalibrationOptions, RunOptions, check_val
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import linears, plan
+from quantkit.quantize.prepare import linears, names, plan
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -292,19 +291,9 @@ def _check_ranks(method: Method) -> None:
 
 
 def output_of(request: Request) -> Path:
-    """Return the output path: as requested, or derived from source and options, with `mixed` if bits are
-    overridden."""
-    suffix = methods.load(request.method).suffix(request.options)
-    bits = getattr(request.options, "bits", None)
-    if any(linears.parse_override(text).bits != bits for text in request.run.override):
-        suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
-    return request.output or Path(f"{base_name(request.source)}-{suffix}")
-
-
-def base_name(source: str) -> str:
-    """Return the name of a source on which output names are based."""
-    path = Path(source) if source not in (".", "..") else Path(source).resolve()
-    return gguf_shards.whole(path).name.removesuffix(".gguf") or "model"
+    """Return the output path: as requested, or derived from source and options."""
+    named = request.source, request.method, request.options, request.run.override
+    return request.output or names.derived(*named)
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

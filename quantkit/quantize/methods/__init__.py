@@ -30,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, one_of, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, one_of, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,9 +58,21 @@ class Override:
         return f"--override {self.text}"
 
 
+USUAL = 4096  # width of a linear that every layout can hold
 SMALL = 1 / 20  # share of weights below which linears do not decide about others, and may stay in 16 bit
+ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
 GROUP_SIZES = (128, 64, 32)  # to choose from without --group-size; all clients have kernels for them
 MakeGrid = Callable[[str, int, int, "Override | None"], "Grid | None"]
+
+
+def parse_override(text: str) -> Override:
+    """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
+    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
+    what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
+    require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
+    pattern, bits, group_size = parts.groups()
+    found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
+    return Override(text, found, int(bits), None if group_size is None else int(group_size))
 
 
 def _folder() -> Output:
@@ -212,11 +224,24 @@ def check_grid(bits: int, group_size: int | None, where: str = "") -> None:
     require(fits, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
 
 
-def check_outside(layout: Layout, options: Any) -> None:
-    """Raise QuantkitError for bits of head or embedding that no client of the layout reads."""
+def check_layout(layout_of: Callable[[Any], Layout], options: Any) -> None:
+    """Raise QuantkitError for bits and groups that the layout cannot hold in any linear, and for bits of head
+    or embedding that no client of the layout reads."""
+    from quantkit.layouts import Width, spec_of_shape
+
+    options = with_groups(options, ()) if has_open_groups(options) else options
+    layout, size = layout_of(options), options.group_size
     found = {name: bits for name in ("head", "embedding") if (bits := getattr(options, name))}
-    for name, bits in found.items():
-        check_grid(bits, options.group_size, f"--{name} {bits}")
+    for name, bits in {"bits": options.bits, **found}.items():
+        check_grid(bits, size, "" if name == "bits" else f"--{name} {bits}")
+        spec = spec_of_shape(USUAL, USUAL, Width(bits, USUAL if size == -1 else size, options.sym))
+        reason = layout.check(spec)
+        require(
+            not reason,
+            f"--layout {options.layout}: {reason}",
+            "choose bits and groups that it has",
+            UNSUPPORTED,
+        )
     for name in sorted(found.keys() - layout.outside):
         what = f"--{name} {found[name]}: clients of --layout {options.layout} read no packed {name}"
         raise QuantkitError(what, f"leave out --{name}, or use --layout mlx or quantkit gguf", UNSUPPORTED)

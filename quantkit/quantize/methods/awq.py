@@ -17,7 +17,7 @@ from quantkit.quantize.methods import (
     Work,
     affine_width,
     check_grid,
-    check_outside,
+    check_layout,
     compose,
     composing,
 )
@@ -75,7 +75,7 @@ def check(options: Options) -> None:
     if options.bits != 4 and options.layout == "awq":
         hint = "add --layout compressed-tensors, which holds 2 to 8, or --layout mlx"
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
-    check_outside(layout(options), options)
+    check_layout(layout, options)
     what = f"--candidates {options.candidates} leaves nothing to search"
     require(options.candidates >= 2, what, "choose 2 or more", USAGE)
     composing.check(options)

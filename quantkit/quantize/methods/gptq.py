@@ -12,7 +12,7 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, affine_width, check_grid, check_outside, composing
+from quantkit.quantize.methods import Work, affine_width, check_layout, composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -78,8 +78,7 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
-    check_grid(options.bits, options.group_size)
-    check_outside(layout(options), options)
+    check_layout(layout, options)
     composing.check(options)
     one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
     if options.activations != "16bit" and options.layout != "compressed-tensors":

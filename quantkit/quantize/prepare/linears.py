@@ -14,9 +14,16 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
 from quantkit.models.skeleton.linears import embedding as embedding_of
 from quantkit.models.skeleton.linears import linears
-from quantkit.quantize.methods import GROUP_SIZES, SMALL, MakeGrid, Override, with_groups
+from quantkit.quantize.methods import (
+    ESCAPE,
+    GROUP_SIZES,
+    SMALL,
+    MakeGrid,
+    Override,
+    parse_override,
+    with_groups,
+)
 
-ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
 UNDIVIDED = " does not divide {} columns"
 
 
@@ -128,16 +135,6 @@ def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
     if spec.in_features % spec.grid.group_size:
         return f"{spec.in_features} columns do not split into groups of {spec.grid.group_size}"
     return layout.check(spec)
-
-
-def parse_override(text: str) -> Override:
-    """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
-    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
-    what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
-    require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
-    pattern, bits, group_size = parts.groups()
-    found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
-    return Override(text, found, int(bits), None if group_size is None else int(group_size))
 
 
 def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layout: Layout) -> str:
