@@ -125,7 +125,7 @@ def test_what_is_written_records_the_size_and_resume_finds_it(model, monkeypatch
     assert manifest["job"]["options"]["group_size"] == 64 and manifest["notes"] == [SAID, KEPT]
     assert jobs.manifest(made.output)[DOWN]["kept"] == "32 does not divide 1528 columns"
     again = quantkit.quantize("gptq", source, threads=1, resume=True, **PLAIN)
-    assert again.outputs == [made.output]
+    assert again.outputs == [made.output] and again.summaries == made.summaries
 
 
 def test_a_trial_of_eval_has_the_size_in_its_name(model):

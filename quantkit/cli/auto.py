@@ -44,11 +44,13 @@ def _auto(context: typer.Context, **values: Any) -> None:
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit.auto import job, run, show
+            from quantkit.auto import cost, job, run, show
 
         prepared = job.prepare(request, progress, values["dry_run"])
         if values["dry_run"]:
             record = run.plan_record(prepared)
+            if note := cost.note(prepared):
+                progress.warn(note)
         else:
             with running.resumable([prepared.folder], lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)

@@ -145,11 +145,10 @@ class Command(TyperCommand):
         check_machine(ctx.params.get("device"), threads)
         if threads:  # torch reads the variable when it is imported
             os.environ["OMP_NUM_THREADS"] = str(threads)
-        rows = [
-            row.name for row in self.params if row.param_type_name == "argument" and row.name in CHECKPOINTS
-        ]
-        rows = [] if self.name in (*methods.available(), "run") else rows  # these look for more than a path
-        for given in (ctx.params[name] or () for name in rows):
+        rows = [row.name for row in self.params if row.param_type_name == "argument"]
+        if self.name in (*methods.available(), "run", "inspect", "plan"):  # these look by themselves
+            rows = []
+        for given in (ctx.params[name] or () for name in rows if name in CHECKPOINTS):
             for place in [given] if isinstance(given, str) else given:
                 if not os.path.lexists(place):  # raises unless it may be a hub id or the name of shards
                     hub.local(running.decoded(place))

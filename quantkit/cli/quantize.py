@@ -156,7 +156,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
                 print(f"published  {sent['url']}", file=sys.stderr if values["as_json"] else sys.stdout)
 
         if not jobs:
-            return report(of_job.Result(outputs, []))
+            return report(of_job.Result(outputs, [], finished=True))
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)

@@ -279,7 +279,7 @@ def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
     """Return an instance of a dataclass of options. Raises QuantkitError for unknown names or wrong types."""
     hints = get_type_hints(kind)
     known = {row.name: Key(hints[row.name], row.metadata["help"]) for row in dataclasses.fields(kind)}
-    texts = {name for name, key in known.items() if str in (key.kind, *get_args(key.kind))}
+    texts = {name for name, key in known.items() if key.kind in (str, str | None)}
     typed = {name: _as_typed(value) if name in texts else value for name, value in values.items()}
     return kind(**_checked(origin, typed, known))
 
