@@ -221,9 +221,30 @@ def test_a_choice_of_many_types_is_read_on_a_narrow_terminal(monkeypatch, capsys
     show._print_choice(Console(highlight=False, markup=False, width=80), choice)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    told = " ".join(" ".join(lines).split())
-    assert "IQ2_S 6; IQ2_XS 7; IQ2_XXS 8; IQ3_S 3; IQ3_XXS 4; IQ4_XS 1; Q2_K 5,9; Q3_K 2; Q5_K 0" in told
-    assert "token_embd.weight Q5_K" in told
+    rows = [line.split() for line in lines if "attn_k" in line]
+    assert ["attn_k.weight", "5,", "9", "Q2_K"] in rows and len(rows) == len(kinds)
+    assert ["token_embd.weight", "Q5_K"] in [line.split() for line in lines]
+
+
+def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
+    """Both models, one figure per row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    made = {
+        "output_bytes": 123_456_789_012, "disk_bytes": 2e9, "bits_per_weight": 3.6, "ppl": 12.3,
+        "predicted_kld": 0.02, "kld": 0.03, "kld_stderr": 0.001, "name": "3 bit g64",
+    }  # fmt: skip
+    show.print_record(
+        {
+            "rooms": [], "choice": {f"model.layers.{k}.mlp.up_proj": "2,64" for k in range(3)},
+            "searched": made, "uniform": made, "measured_on": {"tokens": 9, "text": "text"}, "cache": None,
+            "kept": "searched", "output": "out", "reached": True, "seconds": 2, "sensitivities_seconds": 1,
+        }
+    )  # fmt: skip
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mlp.up_proj", "0-2", "2", "bit", "g64"] in rows
+    assert ["searched", "uniform"] in rows
+    assert ["size", *["123.46", "GB"] * 2] in rows
+    assert ["measured", "KL", "divergence", *["0.03000", "±", "0.00100"] * 2] in rows
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):

@@ -232,6 +232,20 @@ def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projecti
     assert names["token_embd.weight"] == 0
 
 
+@pytest.mark.parametrize(("family", "scaled"), [("olmo2", False), ("llama", True)])
+def test_llama_cpp_has_types_with_separate_scales_only_where_it_applies_them(
+    tiny_model, tmp_path, family, scaled
+):
+    """Else the file would have another type than the one that was searched, or no search began at all."""
+    space = ENGINES["llama.cpp"]
+    job = prepared_for(space, tiny_model(family, tokenizer=True), tmp_path)
+    units = space.units(job)
+    offered = {unit.name for unit in units if "NVFP4" in {candidate.name for candidate in unit.candidates}}
+    assert offered == {unit.name for unit in units if scaled and unit.block is not None}
+    presets = [preset.name for preset in space.presets(units, job)]
+    assert ("NVFP4" in presets) == scaled and "Q4_K_M" in presets
+
+
 class Noisy:
     """Candidates that are a unit's own weights and noise."""
 

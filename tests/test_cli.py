@@ -13,6 +13,7 @@ import sys
 from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import pytest
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
+from quantkit.cli import job_report
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
@@ -215,6 +217,20 @@ def test_the_plan_is_what_happens(make, model, small):
 # ---- a run
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4e6, 1e6), "4.00 MB → 1.00 MB (4.00× smaller)"),
+        ((1.11e9, 2.54e9), "1.11 GB → 2.54 GB (2.29× larger)"),
+    ],
+)
+def test_a_larger_output_is_called_larger(sizes, words):
+    found = SimpleNamespace(
+        source_bytes=sizes[0], output_bytes=sizes[1], bits_per_weight=None, bits_per_weight_model=4.0
+    )
+    assert job_report._sizes(found, 1)["size"] == words
+
+
 def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     done = quantkit("gptq", model, *small)
     folder = tmp_path / "tiny-gptq-w4g128"
@@ -234,8 +250,9 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     assert errors == [f"{sum(row[key] for row in rows) / 14:#.2g}" for key in ("error", "rtn_error")]
     assert done.out.endswith(f"\nnext: quantkit eval {model} {folder.name}\n")
     lines = done.err.splitlines()
-    assert [line.split(" error")[0] for line in lines[-4:]] == [
-        "block 1/2", "block 2/2", "writing the checkpoint", "verifying what was written",
+    assert [line.split(" error")[0] for line in lines[-5:]] == [
+        "block 1/2", "block 2/2", "writing the checkpoint", "measuring the loss: the original model",
+        "verifying what was written",
     ]  # fmt: skip
     assert "\x1b" not in done.out + done.err
     assert [path.name for path in tmp_path.glob("*.partial")] == []
@@ -246,7 +263,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     record = json.loads(done.out)
     assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/3", 14, 0)
     assert "block 2/2" in done.err
-    stages = set("load original forward hessian solve pack write verify hash transform".split())
+    stages = set("load original forward hessian solve pack write verify hash transform loss".split())
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
@@ -798,7 +815,7 @@ def test_the_predicted_disk_is_what_a_run_takes(make, model, small, tmp_path, mo
 
 
 def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, small, tmp_path, monkeypatch):
-    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1]
+    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1, "--loss-tokens", 0]
 
     def need(mode: str, states: str = "auto") -> int:
         asked = "--sequential", mode, "--states", states

@@ -20,7 +20,7 @@ from quantkit import cli, errors
 from quantkit.cli import running
 from quantkit.cli.progress import Lines, Live, Quiet, listener
 from quantkit.errors import EXIT_CODES, QuantkitError, printable
-from quantkit.tables import print_facts
+from quantkit.tables import make_table, print_facts, print_table, ranges
 
 GROUP = typer.main.get_command(cli.app).commands
 COMMANDS = {name: command for name, command in GROUP.items() if not hasattr(command, "commands")} | {
@@ -243,6 +243,26 @@ def test_long_facts_are_wrapped_on_terminals_alone():
         out = io.StringIO()
         print_facts(Console(file=out, width=width, force_terminal=width is not None, no_color=True), facts)
         assert [line.rstrip() for line in out.getvalue().splitlines()] == expected
+
+
+@pytest.mark.parametrize(("width", "lines"), [(120, 1), (80, 3), (61, 10)])
+def test_lists_wrap_before_names_and_numbers_break(width, lines):
+    """At 61 columns the list has room for one number of two digits per line."""
+    table = make_table("linears", "blocks", "shape", "quantized to")
+    table.add_row("ffn_down_shexp.weight", ranges(range(0, 28, 2)), "49152 × 576", "Q5_K")
+    print_table(Console(file=(out := io.StringIO()), width=width), table, 1)
+    _, _, _, first, *rest = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, [first, *rest])) <= width and len([line for line in [first, *rest] if line]) == lines
+    assert first.split()[0] == "ffn_down_shexp.weight" and first.endswith("49152 × 576           Q5_K")
+
+
+def test_a_long_name_is_broken_where_nothing_else_can_give():
+    table = make_table("linears", "blocks", "shape")
+    table.add_row("a" * 40, "0, 11", "64 × 128")
+    print_table(Console(file=(out := io.StringIO()), width=40), table, 1)
+    rows = [line.rstrip() for line in out.getvalue().splitlines()][3:]
+    assert "".join(row.split()[0] for row in rows if row) == "a" * 40
+    assert rows[0].endswith("64 × 128") and max(map(len, rows)) <= 40
 
 
 def test_verbose_lets_the_libraries_speak(fails):

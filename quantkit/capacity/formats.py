@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,11 @@ from types import ModuleType
 from typing import Any
 
 from quantkit.capacity import Unsupported
-from quantkit.capacity.parameters import EMBEDDING, HEAD, MOST_EXPERTS, Parameters, Tensor
+from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all, one_of
 from quantkit.layouts import Layout, LinearSpec, spec_of_shape
+from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
@@ -31,8 +33,7 @@ ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
 Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
+POSITIONS = re.compile(r"(.*\.)?(wpe|embed_positions)\.weight")
 FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
@@ -96,7 +97,7 @@ class Packed:
         options say so; others stay as stored."""
         for name, pattern in OUTSIDE.items():
             bits = getattr(self.options, name, 0)
-            if bits and tensor.block is None and pattern.search(tensor.name):
+            if bits and tensor.block is None and pattern.fullmatch(tensor.name):
                 width = replace(self.method.width(self.options, tensor.shape[1]), bits=bits)
                 return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
         if not tensor.is_linear or self.stays(tensor):
@@ -175,8 +176,7 @@ def computes(name: str) -> str:
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
     """Return the sizes of a model in the format with this name."""
     if name == "bf16":
-        copy = parameters.head_copy
-        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size * (tensor is not copy), 16.0)
+        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size, 16.0)
     if name == STORED:
         return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
     try:
@@ -273,13 +273,13 @@ def _padded(nbytes: int) -> int:
 
 def _of_dense(row: Architecture, parameters: Parameters) -> Named:
     """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
-    tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
     named = [
         (_name(one), (one.out_features, one.in_features) if one.is_linear else one.shape)
         for one in parameters.language_model
     ]
-    named = [(name, shape) for name, shape in named if not (tied and name == mixtures.OUTPUT)]
-    if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
+    if row.head == "never":
+        named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
+    if row.head == "always" and parameters.is_tied:
         embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
         named.append((mixtures.OUTPUT, embedding))
     return sorted(named, key=lambda pair: mixtures.order(pair[0]))
@@ -289,11 +289,10 @@ def _name(tensor: Tensor) -> str:
     """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.block is None:
-        last = module.rpartition(".")[2]
-        for names, name in ((EMBEDDINGS, "token_embd"), (POSITIONS, "position_embd"), (HEADS, "output")):
-            if last in names:
+        for known, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
+            if known.fullmatch(f"{module}.weight"):
                 return f"{name}.{leaf}"
-        return f"{last}_norm.{leaf}"
+        return f"{module.rpartition('.')[2]}_norm.{leaf}"
     return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
 
 

@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from quantkit.cli import ranks
 from quantkit.errors import printable
 from quantkit.quantize.progress import Progress
+from quantkit.tables import print_line
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
@@ -68,7 +69,7 @@ class Quiet(Progress):
     def warn(self, text: str) -> None:
         if text not in self._warned:  # print a warning once for several outputs
             self._warned.add(text)
-            self.console.print(printable(f"warning: {text}"), style="yellow", markup=False)
+            print_line(self.console, f"warning: {text}", "yellow")
 
     def close(self) -> None:
         """Restore the terminal."""

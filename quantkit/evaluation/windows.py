@@ -105,6 +105,7 @@ def load(
     ids = torch.tensor([stream[start : start + body] for start in starts])
     if bos:
         ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
+    checkpoint.check_ids(ids.unique().tolist())
     overlap = ctx - step - bos  # text tokens a window shares with the one before
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
     scored = sum(ctx - 1 - start for start in first)

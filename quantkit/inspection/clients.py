@@ -72,9 +72,9 @@ def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
     return {"loads": False, "note": f"it reads {about['reads']}"} if "reads" in about else {}
 
 
-def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_damaged(rows: list[dict[str, Any]], why: str = DAMAGED) -> list[dict[str, Any]]:
     """Return the rows of `known`, changed such that no client loads the checkpoint."""
-    return [row | {"loads": False, "note": DAMAGED} if row["loads"] else row for row in rows]
+    return [row | {"loads": False, "note": why} if row["loads"] else row for row in rows]
 
 
 def _matches(rule: Mapping[str, Any], facts: Mapping[str, set]) -> bool:

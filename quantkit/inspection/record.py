@@ -29,9 +29,13 @@ def describe(contents: Contents) -> dict[str, Any]:
     places = _positions(config)
     language = language_stack([weight.name for weight in weights])
     total = sum(weight.nbytes for weight in weights)
-    count = sum(weight.parameters for weight in weights)
+    head = contents.head
+    again = f"{head.module}.weight" if head.kind == "copy" else None
+    count = sum(weight.parameters for weight in weights if weight.name != again)
     damage = integrity.damage(contents, weights, tokens)
     loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places["scaled"])}})
+    if head.kind == "unlike" and head.packed:
+        loaded_by = clients.of_damaged(loaded_by, "config.json ties its packed head to the embedding")
     return {
         "schema": SCHEMA,
         "source": contents.source,
@@ -45,7 +49,7 @@ def describe(contents: Contents) -> dict[str, Any]:
             "parameters": count,
             "bytes": total,
             "bits_per_weight": 8 * total / count if count else None,
-            "tied": not any(part_of(weight.name) == "head" for weight in weights),
+            "tied": head.tied,
         },
         "quantization": _quantization(contents, weights, language),
         "parts": _parts(weights),

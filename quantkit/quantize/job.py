@@ -30,13 +30,14 @@ from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import linears, names, plan
+from quantkit.quantize.prepare.memory import loss_tokens
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.fingerprint import check_equal
 from quantkit.quantize.staging.folder import Staging
 from quantkit.text import calibration
-from quantkit.text.calibration import CalibrationSet
+from quantkit.text.calibration import CalibrationSet, HeldBack
 
 HASHED_AT_ONCE = 64 << 20  # bytes: a larger source is hashed while its job runs
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
@@ -64,7 +65,7 @@ class Request:
 @dataclass(frozen=True)
 class Job:
     """A checked job. batches: token ids `[batch, tokens]` of this rank, out of batch_count; a data-free job
-    has one batch, to verify the output.
+    has one batch, to verify the output. held_back: tokens on which the loss is measured; None: it is not.
 
     source_sha256 may arrive last; until then the fingerprint has None in its place.
     """
@@ -81,6 +82,7 @@ class Job:
     fingerprint: dict
     source_sha256: Future[str]
     batch_count: int
+    held_back: HeldBack | None
 
     @property
     def identity(self) -> dict:
@@ -146,7 +148,8 @@ def prepare(
     if checkpoint is not skeleton.checkpoint:
         dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
         skeleton = open_skeleton(checkpoint, request.run, adopted | dtype)
-    for note in method.notes:
+    growth = "" if staging.one_file else method.output.growth(checkpoint, specs)
+    for note in filter(None, (*method.notes, growth)):
         progress.warn(note)
     if not request.run.allow_unread and (
         note := linears.refuse_unread_experts(skeleton, specs, method.layout)
@@ -157,9 +160,12 @@ def prepare(
             f"linears that engines such as vLLM fuse are quantized differently: {name_all(split)}; "
             "quantkit inspect lists the clients that load it"
         )
-    calibrated = calibrate(checkpoint, request, progress) if method.needs else None
+    vocabulary = checkpoint.text_config.vocab_size
+    wanted = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
+    calibrated = calibrate(checkpoint, request, progress, wanted) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    planned = skeleton, specs, method, request.run, tokens.shape, adopted, 4 * wanted * vocabulary
+    job_plan = plan.decide(*planned)
     execution = job_plan.execution
     fingerprint = {}
     if not dry_run:
@@ -175,7 +181,7 @@ def prepare(
     batch_count = -(-len(tokens) // execution.batch_size)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
-        source_sha256, batch_count,
+        source_sha256, batch_count, _held_back(checkpoint, calibrated, 0 if dry_run else wanted),
     )  # fmt: skip
 
 
@@ -192,9 +198,17 @@ def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
     return replace(request, options=options, open_groups=True)
 
 
+def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted: int) -> HeldBack | None:
+    """Return the tokens to measure the loss on: of the calibration text, else of the shipped text."""
+    own = calibrated and calibrated.held_back
+    return own or (calibration.shipped_held_out(checkpoint, wanted) if wanted else None)
+
+
 def _open(request: Request, progress: Progress) -> Checkpoint:
     """Open the source. Raises QuantkitError if it is already quantized, unless --allow-requantize is set."""
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    for note in checkpoint.notes:
+        progress.warn(note)
     if not checkpoint.quantized:
         return checkpoint
     if not request.run.allow_requantize:
@@ -222,6 +236,8 @@ def check_run(run: RunOptions) -> None:
     for name in ("batch_size", "threads"):
         value = getattr(run, name)
         check_value(flag_of(name), value, value is None or value >= 1, "choose 1 or more")
+    tokens = run.loss_tokens
+    check_value("--loss-tokens", tokens, tokens in (None, 0) or tokens >= 16, "choose 0, or 16 or more")
     if run.max_memory is not None:
         size_bytes(run.max_memory, "--max-memory")
     shard = run.max_shard_gb
@@ -246,10 +262,12 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     return skeleton
 
 
-def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> CalibrationSet:
-    """Return the requested calibration text as tokens."""
+def calibrate(
+    checkpoint: Checkpoint, request: Request, progress: Progress, held_back: int = 0
+) -> CalibrationSet:
+    """Return the requested calibration text as tokens. held_back: how many more to hold back."""
     progress.phase("reading the calibration text")
-    calibrated = calibration.load(checkpoint, request.calibration, request.offline)
+    calibrated = calibration.load(checkpoint, request.calibration, request.offline, held_back)
     if calibrated.warning:
         progress.warn(calibrated.warning)
     return calibrated

@@ -5,17 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.layouts import modelopt, quantization_of
-from quantkit.models.files import gguf_shards, hub, safetensors_folder, untrusted
+from quantkit.models.files import gguf_shards, head, hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.files.untrusted import SMALL_BYTES
 
 MANIFEST = "quantkit.json"
+LOSS = "quantkit.loss"  # the manifest's `loss` in a GGUF file, which is measured after the file is written
 COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "tokenizer*",
     "special_tokens_map.json",
@@ -88,12 +89,20 @@ class Contents:
         return self.text_config.get("model_type")
 
     @cached_property
+    def head(self) -> head.Head:
+        """Return what the model's head is."""
+        return head.decide(self.infos, partial(_ties, self.config), self.path is not None)
+
+    @cached_property
     def manifest(self) -> dict[str, Any] | None:
         """Return the manifest that quantkit wrote; None if there is none."""
         stored = self.metadata.get("quantkit.manifest")
         if stored is None:
             return self.json(MANIFEST)
-        return _parse(MANIFEST, str(stored).encode(errors="replace"), self.problems)
+        found = _parse(MANIFEST, str(stored).encode(errors="replace"), self.problems)
+        if found and (loss := str(self.metadata.get(LOSS, "")).strip()):
+            found["loss"] = _parse(LOSS, loss.encode(errors="replace"), self.problems)
+        return found
 
     @cached_property
     def absent(self) -> frozenset[str]:
@@ -133,6 +142,16 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
         problems.append(f"{name} is no JSON object")
         return None
     return content
+
+
+def _ties(config: dict[str, Any]) -> bool:
+    """Return whether a configuration ties head and embedding, by default as transformers does."""
+    key, family = "tie_word_embeddings", config.get("model_type")
+    if key in config:
+        return bool(config[key])
+    from transformers import CONFIG_MAPPING  # takes a while to import, and few files leave it open
+
+    return family in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[family], key, False))
 
 
 def open_contents(

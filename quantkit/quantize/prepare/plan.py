@@ -30,6 +30,7 @@ from quantkit.quantize.prepare.memory import (
     Peak,
     Shapes,
     forward_memory,
+    loss_memory,
     peak_memory,
     scratch_bytes,
     sites_at_once,
@@ -99,6 +100,7 @@ def job_memory(
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
         most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
+        most = max(most, loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes))
         return Peak(most, encode) if accelerated else Peak(0, most)
     scaled = method.transform.sample if method.transform else 0
     suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
@@ -178,14 +180,16 @@ def decide(
     options: RunOptions,
     shape: tuple[int, int],
     kept: dict,
+    predicted: int = 0,
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the resumed job's execution, or {}; used for options that the user left open. Chooses the fastest of
+    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see
+    Shapes. Chooses the fastest of
     the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5) if the way with the
     least memory does not fit.
     """
-    shapes = shapes_of(skeleton, specs, shape[0] * shape[1], 0)
+    shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)
     ways = list(_ways(skeleton, method, options, shape, kept))
     rooms = Rooms.of(skeleton.device, Limit.of(max_memory(options)))
