@@ -15,19 +15,18 @@ MOST = 1 << 32  # maximum of numbers of tokens
 SHARD_GB = 5.0  # default of --max-shard-gb; a GGUF file is whole by default
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # units of token numbers
 DEVICES = r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:\d+)?"
-UNITS = {"K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 
 
 def size_bytes(text: str, flag: str) -> int:
     """Parse a size such as `3.5GiB` or `4G` and return bytes. Raises QuantkitError for other texts."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:([KMG]i?)B?)?\s*", text, re.IGNORECASE)
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?)?(B)?\s*", text, re.IGNORECASE)
     if not parts or float(parts[1]) == 0:
         raise QuantkitError(f"{flag} {text!r} is not a size", "write 4GB, 700MB or 3.5GiB", USAGE)
-    if not parts[2]:
-        gigabytes = float(parts[1]) if float(parts[1]) < UNITS["M"] else float(parts[1]) / UNITS["G"]
-        raise QuantkitError(f"{flag} {text} has no unit", f"write {flag} {gigabytes:g}GB", USAGE)
-    return int(float(parts[1]) * UNITS[parts[2].upper()])
+    hint = f"write {flag} {text}GB, or {text}B for bytes"
+    require(parts[2] or parts[3], f"{flag} {text} has no unit", hint, USAGE)
+    return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
 
 
 def mean_bits(typed: str) -> str:

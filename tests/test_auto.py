@@ -94,7 +94,7 @@ def test_a_divergence_is_kept_within(auto):
 def test_a_size_holds_all_files(auto, tmp_path):
     asked = ["--sensitivities", "table.json", "--head", "4"]
     whole = auto("--bpw", "5", "-o", "whole", *asked)["searched"]["disk_bytes"]
-    found = auto("--max-size", f"{whole}", "-o", "sized", *asked)
+    found = auto("--max-size", f"{whole}B", "-o", "sized", *asked)
     assert open_checkpoint(str(tmp_path / "sized")).is_quantized("lm_head.weight")
     assert found["searched"]["disk_bytes"] <= whole
     assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole

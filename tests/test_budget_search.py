@@ -399,7 +399,14 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
 
 @pytest.mark.parametrize(
     "text, size",
-    [("4GB", 4 * 10**9), ("3.5GiB", 3.5 * 2**30), ("700 mb", 7 * 10**8), ("4g", 4 * 10**9), (".5Gi", 2**29)],
+    [
+        ("4GB", 4 * 10**9),
+        ("3.5GiB", 3.5 * 2**30),
+        ("700 mb", 7 * 10**8),
+        ("4g", 4 * 10**9),
+        ("12B", 12),
+        (".5Gi", 2**29),
+    ],
 )
 def test_sizes_are_read(text, size):
     assert size_bytes(text, "--max-size") == size

@@ -595,8 +595,8 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
         ("gptq m --bits 3.5", "for a mean of 3.5 bits, different in each linear: quantkit auto MODEL"),
         ("gptq m --bits=3.5", "for a mean of 3.5 bits, different in each linear: quantkit auto MODEL"),
         ("run gptq-w4 m --set bits=2.25", "for a mean of 2.25 bits, different in each linear: quantkit auto"),
-        ("auto m --max-size 4", "write --max-size 4GB"),
-        ("gptq m --max-memory 6000000000", "write --max-memory 6GB"),
+        ("auto m --max-size 4", "write --max-size 4GB, or 4B for bytes"),
+        ("gptq m --max-memory 6", "write --max-memory 6GB, or 6B for bytes"),
     ],
 )
 def test_a_wrong_choice_is_answered_with_the_nearest(
