@@ -331,7 +331,8 @@ def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
     assert re.search(f"^output +{output}$", done.out, re.MULTILINE)
 
 
-def test_eval_at_the_end_of_a_run(quantkit, make, model, small, tmp_path):
+def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # one table
     done = quantkit("gptq", model, *small, "--eval", small[1])
     rows = {row[0]: row for line in done.out.splitlines() if (row := re.split(r"\s{2,}", line.strip()))}
     size, bits, quantized, perplexity, kld = 1, 2, 3, 4, 6
