@@ -293,7 +293,7 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
         (["--repeats", "0"], "--repeats 0 is invalid"),
         (["--threads", "0"], "--threads 0 is invalid"),
         (["--engine", "lama.cpp"], "no engine 'lama.cpp'"),
-        (["--engine", "vllm"], "bench measures vLLM as a server"),
+        (["--engine", "vllm"], "bench does not run vLLM"),
         (["--plot", "plot.pdf"], "plots are .svg or .png"),
         (["--concurrency", "4"], "no such option: --concurrency"),
     ],

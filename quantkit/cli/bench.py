@@ -1,4 +1,4 @@
-"""`quantkit bench`: the cost of running checkpoints, and its subcommands attention, batching and server."""
+"""`quantkit bench`: the cost of running checkpoints, and its subcommands attention and batching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.serving.bench.settings import Asked, Attention, Batching, Server, Settings
+from quantkit.serving.bench.settings import Asked, Attention, Batching, Settings
 
 EPILOG = """Examples:
   quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
@@ -26,17 +26,13 @@ EPILOGS = {
     "batching": """Examples:
   quantkit bench batching ./model
   quantkit bench batching ./model --policies static,continuous --requests 64 --rate 4""",
-    "server": """Examples:
-  quantkit bench server http://127.0.0.1:8000
-  quantkit bench server https://example.com --allow-remote --concurrency 1,8""",
 }
 PANELS = {  # panels of the help; each command shows those it has
     "options": (
-        "implementations", "policies", "requests", "rate", "concurrency", "served_model", "api_key",
-        "allow_remote", "quality",
+        "implementations", "policies", "requests", "rate", "quality",
     ),
     "runs": (
-        "batch", "prompt_tokens", "prompt_words", "tokens", "repeats", "rounds", "warmup", "seed",
+        "batch", "prompt_tokens", "tokens", "repeats", "rounds", "warmup", "seed",
     ),
     "engine": ("engine", "decoded", "threads", "dtype", "device"),
 }  # fmt: skip
@@ -48,7 +44,6 @@ MODELS = Annotated[
     ),
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-URL = Annotated[str, typer.Argument(help="Address of an OpenAI-compatible server.")]
 FILES = [flags.parameter("html", flags.HTML, None), flags.parameter("plot", flags.PLOT, None)]
 OPENING = [
     flags.parameter("revision", flags.FIRST_REVISION, None),
@@ -123,15 +118,6 @@ def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[d
     return result, show.report(result)
 
 
-def _server(settings: Server, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure an OpenAI-compatible server under load; return result and report."""
-    from quantkit.serving.endpoint import load, show
-
-    result = load.measure(values["url"], settings, progress)
-    return result, show.report(result)
-
-
 command = _command(_models, Settings, flags.parameter("models", MODELS), *FILES, *OPENING)
 attention = _command(_one, Attention, flags.parameter("model", MODEL), *FILES, *OPENING)
 batching = _command(_one, Batching, flags.parameter("model", MODEL), *FILES, *OPENING)
-server = _command(_server, Server, flags.parameter("url", URL))

@@ -42,7 +42,6 @@ OTHERS = {  # all commands except methods: (panel of the help, summary)
 PARTS = {  # subcommands: the help of the command before them lists them
     "bench attention": "Time and memory of one model's attention implementations, by prompt length.",
     "bench batching": "Throughput and latency of one model that answers many requests, by way of batching.",
-    "bench server": "Throughput and latency of an OpenAI-compatible server under load.",
 }
 SHOWN = {  # options that --help of a job shows; --help-all shows all
     *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),

@@ -1,21 +1,20 @@
-"""The flags of `quantkit bench` and of its subcommands attention, batching and server."""
+"""The flags of `quantkit bench` and of its subcommands attention and batching."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.machine import processor
 from quantkit.options import flag_of, option
 
 MOST = 1 << 20  # maximum of numbers in flags
-MOST_USERS = 1024
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
-LISTS = ("batch", "prompt_tokens", "concurrency")
-LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6, "prompt_words": 1}
+LISTS = ("batch", "prompt_tokens")
+LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6}
 
 
 def usual_threads() -> int:
@@ -154,44 +153,6 @@ class Batching(Local):
     prompt_tokens: int = option(64, "Tokens of a prompt, on average.")
     tokens: int = option(32, "Tokens of an answer, on average.", short="-n")
     repeats: int = option(3, "Number of measured rounds.")
-
-
-@dataclass(frozen=True)
-class Server(Asked):
-    """Flags of `quantkit bench server`."""
-
-    concurrency: str = option(
-        "1,2,4,8,16,32", "Users at once, level by level: each waits for an answer before the next request."
-    )
-    requests: int | None = option(None, "Requests of each level. (default: 4 for each user, at least 8)")
-    prompt_words: int = option(128, "Words of each prompt.")
-    tokens: int = option(64, "Tokens of each answer, at most.", short="-n")
-    served_model: str | None = option(
-        None, "Name of the model on the server; needed if the server has several."
-    )
-    api_key: str | None = field(
-        default=None, repr=False, metadata={"help": "API key of the server.", "short": None, "names": ()}
-    )
-    allow_remote: bool = option(False, "Allow a server on another machine.")
-
-    def check(self) -> None:
-        """Raise QuantkitError (exit code 2) for invalid values."""
-        super().check()
-        most = self.numbers("concurrency")[-1]
-        hint = f"choose at most {MOST_USERS}"
-        require(most <= MOST_USERS, f"--concurrency {most} is invalid", hint, USAGE)
-
-    def record(self) -> dict[str, Any]:
-        """Return the settings for the JSON, without the API key."""
-        return {
-            "concurrency": self.numbers("concurrency"),
-            "requests": self.requests,
-            "prompt_words": self.prompt_words,
-            "output_tokens": self.tokens,
-            "seed": self.seed,
-            "model": self.served_model,
-            "remote": self.allow_remote,
-        }
 
 
 def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:

@@ -15,9 +15,9 @@ from quantkit.inspection import record
 from quantkit.models.files import gguf_shards, hub
 from quantkit.models.files.headers import open_contents
 from quantkit.quantize.progress import SILENT, Progress
-from quantkit.serving.endpoint.client import Endpoint, RequestFailed, base_url, is_loopback
 from quantkit.serving.engines.choose import Offer, choose
 from quantkit.serving.server import sizing
+from quantkit.serving.server.client import Endpoint, RequestFailed, base_url, is_loopback
 from quantkit.serving.server.command import SERVERS, Command
 from quantkit.serving.server.process import Engine
 from quantkit.serving.server.settings import Settings, free_port

@@ -1,9 +1,6 @@
-"""One request to an OpenAI endpoint, answered whole or as a stream, with the time of every chunk.
+"""Requests to the OpenAI API of a server that was started.
 
-It uses the standard library's `http.client`, so that the client costs little time next to the server: the
-`openai` package takes a second to import and builds objects for every chunk. Redirects and proxies are not
-followed, so that the given address is measured. Streams are server-sent events
-(https://html.spec.whatwg.org/multipage/server-sent-events.html); OpenAI uses only their field `data`.
+It uses the standard library's `http.client`. Redirects and proxies are not followed.
 """
 
 from __future__ import annotations
@@ -11,33 +8,23 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
-import ssl
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
 from quantkit.errors import USAGE, QuantkitError, first_line
 from quantkit.models.files import untrusted
 
-MOST_BYTES = 1 << 22  # maximum of an answer, or of a line of a stream
-MOST_TOKENS = 1 << 32  # per request; larger counts of a server are ignored
+MOST_BYTES = 1 << 22  # of an answer
 SHOWN_CHARACTERS = 300  # characters of a server's message that are shown
 NO_API = "is it the address of an OpenAI API, such as http://127.0.0.1:8000?"
 
 
 class RequestFailed(QuantkitError):
-    """A request without a good answer. kind: `HTTP 503`, `timeout`, `connection` or `stream`, for counting.
-    status: HTTP status, if there was one."""
-
-    def __init__(self, kind: str, message: str, hint: str = "", status: int | None = None):
-        super().__init__(message, hint)
-        self.kind = kind
-        self.status = status
+    """A request without a good answer."""
 
 
 def base_url(url: str) -> str:
@@ -48,16 +35,16 @@ def base_url(url: str) -> str:
     hint = "for example http://127.0.0.1:8000"
     try:
         parts = urlsplit(url if "://" in url else f"http://{url}")
-        port = parts.port or (443 if parts.scheme == "https" else 80)
+        port = parts.port or 80
     except ValueError as error:
         raise QuantkitError(f"{url!r} is not a URL: {error}", hint, USAGE) from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme != "http" or not parts.hostname:
         raise QuantkitError(f"{url!r} is not the URL of an endpoint", hint, USAGE)
     if parts.username or parts.password or parts.query or parts.fragment:
         hint = "give the address alone; a key goes into --api-key or its environment variable"
         raise QuantkitError("the URL holds more than an address", hint, USAGE)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port}{parts.path.rstrip('/').removesuffix('/v1')}/v1"
+    return f"http://{host}:{port}{parts.path.rstrip('/').removesuffix('/v1')}/v1"
 
 
 def is_loopback(host: str | None) -> bool:
@@ -68,17 +55,6 @@ def is_loopback(host: str | None) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A chunk of a streamed answer. at: arrival in seconds of `time.perf_counter`. finished: whether it ends
-    the answer. usage: the server's token counts, if any."""
-
-    at: float
-    text: str
-    finished: bool
-    usage: Mapping[str, int]
-
-
 class Endpoint:
     """An OpenAI API at a URL. Safe to share between threads: each request opens its own connection."""
 
@@ -87,7 +63,6 @@ class Endpoint:
         self._api = urlsplit(self.url).path
         self.timeout = timeout
         self._key = api_key
-        self._tls = ssl.create_default_context() if self.url.startswith("https") else None
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Return the JSON object that answers `path`, relative to the base URL. Raises RequestFailed."""
@@ -95,7 +70,7 @@ class Endpoint:
             try:
                 return dict(untrusted.parse(response.read(MOST_BYTES)))
             except (ValueError, TypeError) as error:
-                raise RequestFailed("answer", f"{self.url} answers with no JSON object", NO_API) from error
+                raise RequestFailed(f"{self.url} answers with no JSON object", NO_API) from error
 
     def healthy(self) -> bool:
         """Return whether /health answers with success. False for a server that does not listen yet."""
@@ -105,35 +80,6 @@ class Endpoint:
         except RequestFailed:
             return False
 
-    def models(self) -> list[str]:
-        """Return the names of models that the server lists; [] if it lists none."""
-        try:
-            return [str(row["id"]) for row in self.fetch("/models")["data"]]
-        except (RequestFailed, LookupError, TypeError):
-            return []
-
-    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Piece]:
-        """Yield the chunks of a streamed answer as they arrive; `timeout` limits the whole answer.
-
-        Raises RequestFailed, also for a stream that breaks off.
-        """
-        with self._opened(self._api + path, body) as response:
-            finished = False
-            while line := response.readline(MOST_BYTES):
-                at = time.perf_counter()
-                if len(line) == MOST_BYTES:
-                    raise RequestFailed("stream", f"a line of the answer is longer than {MOST_BYTES:,} bytes")
-                name, _, data = line.decode("utf-8", "replace").strip().partition(":")
-                if name != "data" or not data:
-                    continue
-                if data.strip() == "[DONE]":
-                    return
-                piece = self._piece(at, data)
-                finished = finished or piece.finished
-                yield piece
-            if not finished:
-                raise RequestFailed("stream", "the answer broke off")
-
     @contextmanager
     def _opened(self, path: str, body: Mapping[str, Any] | None = None) -> Iterator[HTTPResponse]:
         """Yield the response if its status is 200. The connection is closed after `timeout` seconds.
@@ -141,9 +87,7 @@ class Endpoint:
         Raises RequestFailed for network errors and other statuses.
         """
         place, over = urlsplit(self.url), threading.Event()
-        where = {"host": place.hostname, "port": place.port, "timeout": self.timeout}
-        tls = self._tls
-        connection = HTTPConnection(**where) if tls is None else HTTPSConnection(**where, context=tls)
+        connection = HTTPConnection(str(place.hostname), place.port, timeout=self.timeout)
         headers = {"Content-Type": "application/json", "Accept": "*/*"}
         headers |= {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
@@ -168,13 +112,13 @@ class Endpoint:
         except (RequestFailed, OSError, HTTPException, OverflowError) as error:
             if over.is_set() or isinstance(error, TimeoutError):
                 late = f"{self.url} did not answer in time: no end within {self.timeout:g} s"
-                raise RequestFailed("timeout", late) from error
+                raise RequestFailed(late) from error
             if isinstance(error, RequestFailed):
                 raise
             message = f"{self.url} cannot be reached: {self._shown(first_line(error))}"
             if isinstance(error, OSError):
-                raise RequestFailed("connection", message, "is the server running?") from error
-            raise RequestFailed("HTTP", message, NO_API) from error  # a chunk of 2^64 bytes overflows
+                raise RequestFailed(message, "is the server running?") from error
+            raise RequestFailed(message, NO_API) from error  # a chunk of 2^64 bytes overflows
         finally:
             timer.cancel()
             connection.close()
@@ -184,28 +128,9 @@ class Endpoint:
         status, reason = response.status, self._shown(response.read(MOST_BYTES).decode("utf-8", "replace"))
         hints = {401: "give the key with --api-key, or in its environment variable", 404: NO_API}
         message = f"the server answers {status} {response.reason}: {reason}"
-        return RequestFailed(f"HTTP {status}", message, hints.get(status, ""), status)
+        return RequestFailed(message, hints.get(status, ""))
 
     def _shown(self, text: str) -> str:
         """Return the beginning of a server's message, with the API key removed."""
         text = (text.replace(self._key, "…") if self._key else text).strip()
         return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]} …"
-
-    def _piece(self, at: float, data: str) -> Piece:
-        """Parse one event of a stream: a completion's text, or a chat's delta with thoughts."""
-        try:
-            event = untrusted.parse(data.encode())
-            choice = (event.get("choices") or [{}])[0]
-            delta, usage = choice.get("delta") or {}, dict(event.get("usage") or {})
-            names = ("content", "reasoning_content", "reasoning")
-            parts = (choice.get("text"), *(delta.get(key) for key in names))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise RequestFailed("stream", "a chunk does not have the form of the API") from error
-        if event.get("error"):
-            raise RequestFailed("stream", f"the server broke off: {self._shown(data)}")
-        return Piece(
-            at,
-            "".join(part for part in parts if isinstance(part, str)),
-            bool(choice.get("finish_reason")),
-            {name: n for name, n in usage.items() if type(n) is int and 0 <= n <= MOST_TOKENS},
-        )
