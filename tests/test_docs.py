@@ -30,7 +30,8 @@ TEXTS = ("", ".sh", ".py", ".c", ".md", ".ipynb", ".yaml", ".yml")
 OTHERS = {
     "--as-is", "--no-write", "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint",
-    "--ctx-size", "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks",
+    "--ctx-size", "--speculative-config", "--model-draft",
+    "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks",
 }  # fmt: skip
 GROUP = typer.main.get_command(cli.app)
 

@@ -211,3 +211,14 @@ def test_a_state_that_cannot_be_taken_back_is_refused(refuse, tiny_model):
     mamba = tiny_model("mamba2", tokenizer=True)
     error, _ = refuse(4, "specdec", mamba, "prompt-lookup", *QUICK)
     assert "keeps a recurrent state" in error
+
+
+def test_gguf_files_are_decoded_and_said_to_be(quantkit, target, tmp_path):
+    made = quantkit(
+        "gguf", target, "-t", "Q8_0", "--solver", "rtn", "--imatrix", "none", "-o", "draft.gguf", "-q"
+    )
+    assert made.code == 0, made.err
+    done = quantkit("specdec", target, "draft.gguf", *QUICK, "--json", "-q")
+    assert done.code == 0 and "weights of GGUF files are decoded" in done.err
+    (draft,) = json.loads(done.out)["drafts"]
+    assert draft["engine"].startswith("transformers ") and draft["proof"]["alike"]

@@ -29,9 +29,6 @@ class Settings:
     repeats: int = option(3, "Runs for each prompt and each number of --k; the median counts.")
     temperature: float = option(0.0, "0: always the most likely token. Above: sample; higher is more random.")
     seed: int = option(0, "Seed of prompts and sampling.")
-    engine: Literal["auto", "transformers", "llama.cpp"] = option(
-        "auto", "Engine that runs the models. auto: llama.cpp for GGUF files if installed, else transformers."
-    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of all models. auto: the target's own if the hardware supports it."
     )

@@ -57,7 +57,6 @@ class Pair:
     """
 
     name = f"transformers {transformers.__version__}"
-    reloads = False
 
     def __init__(
         self,
