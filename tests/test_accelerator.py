@@ -296,8 +296,8 @@ def text(tmp_path) -> Path:
 @pytest.mark.parametrize(
     "method",
     [
-        *("nf4", "int8", "gguf", "nvfp4 inputs"),
-        *nightly("gptq full", "gptq ct", "awq", "fp8 static", "w8a8", "fp8 modelopt"),
+        *("int8", "gguf"),
+        *nightly("nf4", "nvfp4 inputs", "gptq full", "gptq ct", "awq", "fp8 static", "w8a8", "fp8 modelopt"),
     ],
 )
 def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
@@ -311,6 +311,7 @@ def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
     (near if method == "int8" or REAL else close)(json.loads(far(*asked, "--json", "-q").out), make(*asked))
 
 
+@pytest.mark.nightly
 def test_eval_of_methods_that_are_tried(far, make, source, text):
     asked = ["eval", source, "--as", "nf4", "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
     near(json.loads(far(*asked, "--json", "-q").out), make(*asked))
@@ -322,6 +323,7 @@ def test_eval_with_a_quantized_cache(far, make, demo_model, text):
     near(json.loads(far(*asked, "--json", "-q").out), make(*asked))
 
 
+@pytest.mark.nightly
 def test_eval_with_tasks(far, make, demo_model, text):
     pytest.importorskip("lm_eval")
     asked = ["eval", demo_model, "--text", text, "--limit", 512, "--ctx", 64]
@@ -329,7 +331,7 @@ def test_eval_with_tasks(far, make, demo_model, text):
     (near if REAL else close)(json.loads(far(*asked, "--json", "-q").out), make(*asked))
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "1", "--seed", "3"]])
+@pytest.mark.parametrize("options", [[], *nightly(["--temperature", "1", "--seed", "3"])])
 def test_generate_continues_as_on_the_cpu(far, make, source, options):
     make("int8", source, "-o", "made")
     asked = ["generate", source, "made", "-p", "Ba da", "-n", 12, "--dtype", "float32", *options]
@@ -345,7 +347,7 @@ def test_sample_writes_as_on_the_cpu(both, source):
 
 
 @pytest.mark.parametrize(
-    ("family", "options"), [("llama", []), ("gemma3", ["--temperature", "1", "--seed", "3"])]
+    ("family", "options"), [("llama", []), *nightly(("gemma3", ["--temperature", "1", "--seed", "3"]))]
 )
 def test_chat_keeps_its_cache_there(far, quantkit, tiny_model, monkeypatch, family, options):
     """Turns go on from a cache that is cropped: the template cuts former answers short."""
@@ -365,6 +367,7 @@ def test_chat_keeps_its_cache_there(far, quantkit, tiny_model, monkeypatch, fami
     assert 0 < after["cached"] < before["prompt"] + before["generated"] - 1
 
 
+@pytest.mark.nightly
 def test_specdec_drafts_and_accepts_as_on_the_cpu(far, make, source):
     make("int8", source, "-o", "draft")
     asked = ["specdec", source, "draft", "prompt-lookup", "--prompts", 1, "--prompt-tokens", 8, "--k", "3"]
@@ -431,6 +434,7 @@ def test_gradients_flow_back_there(both, tiny_model, monkeypatch):
     assert errors[1] == pytest.approx(errors[0], rel=0.02)
 
 
+@pytest.mark.nightly
 def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path):
     """The search alone: what is made of it are other commands' jobs."""
     source, found = tiny_model("llama", tokenizer=True, **SIZES | {"num_hidden_layers": 1}), {}
@@ -451,7 +455,7 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path):
 # ---- what a device can and cannot do
 
 
-@pytest.mark.parametrize("method", ["gptq", "int8", *nightly("nf4 gptq", "awq gptq")])
+@pytest.mark.parametrize("method", ["gptq", *nightly("int8", "nf4 gptq", "awq gptq")])
 def test_a_device_without_float64_or_streams_will_do(both, source, method):
     name, *rest = METHODS[method]
     rest += ["--states", "host"] if "gptq" in method else []
@@ -466,6 +470,7 @@ def test_states_that_wait_elsewhere_change_no_byte(both, source, method, states)
     same_tensors(*both(name, source, *rest, "--states", states))
 
 
+@pytest.mark.nightly
 def test_eval_without_float64(far, make, source, text):
     asked = ["eval", source, "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
     near(json.loads(far(*asked, "--json", "-q", float64=False).out), make(*asked))
@@ -547,6 +552,7 @@ def test_where_memory_runs_out_the_job_goes_on_with_less(far, source, tmp_path):
     assert len(timings["steps_down"]) == 1
 
 
+@pytest.mark.nightly
 @double_only
 def test_memory_that_is_short_is_an_error_that_says_what_takes_less(far, source, tmp_path):
     least = peak(far, source, "--sequential", "repeat", "--states", "host")
@@ -557,6 +563,7 @@ def test_memory_that_is_short_is_an_error_that_says_what_takes_less(far, source,
     assert not (tmp_path / "made").exists()
 
 
+@pytest.mark.nightly
 @double_only
 def test_a_job_whose_memory_ran_out_goes_on_with_states_on_the_host(far, source, tmp_path, monkeypatch):
     most = peak(far, source)
@@ -638,8 +645,7 @@ def test_a_solver_holds_three_matrices_of_the_hessians_size():
     [
         ("gptq --transform none", 9),
         ("gptq", 11),
-        ("gptq --refine 0, none", 4),
-        ("nf4 --solver gptq", 10),
+        *nightly(("nf4 --solver gptq", 10), ("gptq --refine 0, none", 4)),
         ("awq: scales", 2),
         ("awq: clipping", 3),
     ],
@@ -760,7 +766,7 @@ EXPERTS = [*CALIBRATED, *PLAIN, "--group-size", "64"]
 
 
 @double_only
-@pytest.mark.parametrize("share", [0.25, 0.0], ids=["resident", "streamed"])
+@pytest.mark.parametrize("share", [0.25, *nightly(0.0)], ids=["resident", "streamed"])
 def test_a_mixtures_experts_are_solved_together(both, far, tiny_model, monkeypatch, share):
     """With the bytes of the CPU, which solves them one by one, in the memory that was planned. If memory is
     short, they are fewer at a time."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -28,8 +27,9 @@ class Stop(quantkit.Progress):
         raise KeyboardInterrupt
 
 
-def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsys):
-    shutil.copytree(short_demo, tmp_path / "model")
+def test_every_example_of_the_page_runs(tiny_model, tmp_path, monkeypatch, capsys):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    tiny_model("llama", name="model", tokenizer=True, **sizes)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     names = {"__name__": "notebook"}

@@ -115,7 +115,7 @@ def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
 
 
 @pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize(("ctx", "stride"), [(32, None), (32, 32), (32, 31), (32, 16), (32, 5), (17, 2)])
+@pytest.mark.parametrize(("ctx", "stride"), [(32, None), (32, 31), (17, 2)])
 def test_windows_are_a_literal_sliding_window(tiny_model, text, bos, ctx, stride):
     """Every text token in reach is scored once, given all the tokens its window holds before it."""
     folder = tiny_model("llama", tokenizer="bos" if bos else True)
@@ -176,7 +176,7 @@ def test_several_models_are_compared_to_the_first(tiny_model, text):
     assert_sums((-reverse.dppl.value, reverse.dppl.stderr), (of_far.dppl.value, of_far.dppl.stderr), 1e-5)
 
 
-@pytest.mark.parametrize("options", ["--bits 4", "--bits 3 --no-sym --act-order full --exclude q_proj"])
+@pytest.mark.parametrize("options", ["--bits 3 --no-sym --act-order full --exclude q_proj"])
 def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, options):
     base = tiny_model("llama", tokenizer=True)
     packed, dense = base.with_name("packed"), base.with_name("dense")

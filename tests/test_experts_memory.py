@@ -4,6 +4,7 @@ import families
 import jobs
 import pytest
 import torch
+from nights import by_day, nightly
 from sums import assert_sums
 
 from quantkit.models.files.open import open_checkpoint
@@ -108,7 +109,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", by_day(METHODS, ["gptq repeat", "int8", "awq gptq"]))
 def test_a_job_that_streams_writes_the_bytes_of_one_that_does_not(
     method, mixture, tmp_path, reads, resident, monkeypatch
 ):
@@ -167,7 +168,7 @@ def test_a_repeated_forward_takes_as_many_experts_as_the_plan_allows(mixture, tm
     assert passes[1] - passes[0] == 3 * 2 * EXPERTS  # of three batches, once for each site and not for all
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [True, *nightly(False)])
 def test_a_block_that_is_half_staged_is_made_again(lost, mixture, tmp_path, monkeypatch):
     """The second block's parts are on the disk when the job dies, and one of the first block's gets lost."""
     folder = mixture("mixtral", **WIDE | {"num_hidden_layers": 2})

@@ -162,6 +162,7 @@ def rehearsed(tmp_path: Path, code: int, *flags: str, start=gpu_day.started) -> 
     return found
 
 
+@pytest.mark.nightly
 def test_a_rehearsal_has_a_result_of_every_stage(tmp_path, monkeypatch):
     """A few rows of each, forked from this process; the start of processes and the clients are left out."""
     if accelerator.REAL:

@@ -83,6 +83,7 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
     assert json.loads((home / "out" / "quantkit.json").read_text())["job"]["calibration"] == record
 
 
+@pytest.mark.nightly
 def test_the_model_is_refused_without_the_token(hub, tmp_path):
     hub.repos["models/org/gated"] = Repo(hub.repos["models/org/name"].revisions, state="gated")
     with Elsewhere(tmp_path, hub.url) as process:

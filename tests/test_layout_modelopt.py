@@ -7,6 +7,7 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+from nights import by_day
 from safetensors import safe_open
 from safetensors.torch import load_file
 from sums import assert_sums
@@ -210,7 +211,7 @@ OPTIONS = {  # of both layouts, and what inspect says of the inputs
 }
 
 
-@pytest.mark.parametrize("algo", OPTIONS)
+@pytest.mark.parametrize("algo", by_day(OPTIONS, ["FP8", "NVFP4"]))
 def test_a_job(made, quantkit, algo, tmp_path):
     method, options, inputs = OPTIONS[algo]
     options = {"solver": "rtn", "transform": "none"} | options
