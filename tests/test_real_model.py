@@ -131,8 +131,7 @@ def test_verify_passes_what_is_whole_and_not_a_flipped_bit(made, tmp_path, name)
 def test_convert_keeps_every_value(made, tmp_path):
     path, _ = made("gptq")
     record("convert", path, "--to", "awq", "-o", tmp_path / "awq")
-    found = record("inspect", path, tmp_path / "awq")
-    assert found["relative"] == 0
+    assert record("inspect", path, tmp_path / "awq")["weights"]["relative"] == 0
 
 
 def test_auto_keeps_within_its_budget(tmp_path):
@@ -192,7 +191,7 @@ def test_speed_is_measured(made):
 
 
 def test_what_reads_no_weight(made):
-    assert record("plan", MODEL, "--gpu", "rtx-3090")["model"]["parameters"]["total"] == 134_515_008
+    assert record("plan", MODEL, "--gpu", "rtx-3090")["parameters"]["count"] == 134_515_008
     assert "gptq-w3" in quantkit("recipes", "list")
     assert record("doctor")["checks"]["machine"]
     quantkit("push", made("nf4")[0], "not a name", code=2)  # what is sent: test_push.py
