@@ -152,7 +152,7 @@ METHODS = {
 }
 
 
-DAY = {"gptq", "gptq full", "gptq mlx", "gptq repeat", "gptq original", "gptq head", "nf4", "nf4 gptq"}
+DAY = {"gptq", "gptq full", "gptq mlx", "gptq repeat", "gptq head", "nf4", "nf4 gptq"}
 DAY |= {"nvfp4 inputs", "mxfp4", "int8", "fp8 static", "w8a8", "awq", "fp8 modelopt"}
 TWO_BLOCKS = ("gptq", "gptq repeat", "gptq original", "awq", "fp8 static", "nf4")  # others: one, columns cost
 
@@ -184,7 +184,7 @@ def test_a_mixture_whose_experts_are_streamed_has_the_bytes_of_the_cpu(both, tin
     same_tensors(*both(name, model, *rest))
 
 
-@pytest.mark.parametrize(("kind", "states"), [("gemma3n", "host"), *nightly(("gemma4", "device"))])
+@pytest.mark.parametrize(("kind", "states"), nightly(("gemma3n", "host"), ("gemma4", "device")))
 def test_several_streams_have_the_bytes_of_the_cpu(both, tiny_model, kind, states):
     """What waits on the host becomes wider where blocks leave keys and values for others."""
     model = tiny_model(kind, tokenizer=True)
@@ -213,6 +213,7 @@ def test_gguf_files_have_the_bytes_of_the_cpu(far, quantkit, blocks_of_256, tmp_
         same_file(path, on_far / path.name)
 
 
+@pytest.mark.nightly
 def test_error_feedback_in_a_gguf_file_has_the_bytes_of_the_cpu(both, source):
     same_file(*both("gguf", source, "-t", "Q4_0", *CALIBRATED, *PLAIN))
 
@@ -455,7 +456,7 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path):
 # ---- what a device can and cannot do
 
 
-@pytest.mark.parametrize("method", ["gptq", *nightly("int8", "nf4 gptq", "awq gptq")])
+@pytest.mark.parametrize("method", ["int8", *nightly("gptq", "nf4 gptq", "awq gptq")])
 def test_a_device_without_float64_or_streams_will_do(both, source, method):
     name, *rest = METHODS[method]
     rest += ["--states", "host"] if "gptq" in method else []
@@ -476,6 +477,7 @@ def test_eval_without_float64(far, make, source, text):
     near(json.loads(far(*asked, "--json", "-q", float64=False).out), make(*asked))
 
 
+@pytest.mark.nightly
 @double_only
 def test_products_that_matter_are_not_rounded_to_tf32(far, source):
     torch.set_float32_matmul_precision("high")  # what some distributions of torch begin with
@@ -539,6 +541,7 @@ def peak(far, *arguments) -> int:
     return DEVICE.peak
 
 
+@pytest.mark.nightly
 @double_only
 def test_where_memory_runs_out_the_job_goes_on_with_less(far, source, tmp_path):
     most, least = peak(far, source), peak(far, source, "--sequential", "repeat", "--states", "host")

@@ -762,7 +762,7 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("full", FULL.values(), ids=FULL)
+@pytest.mark.parametrize("full", [FULL["safetensors"], *nightly(FULL["os"], FULL["quota"])])
 @pytest.mark.parametrize("where", ["merge", *nightly("block")])
 def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch, full, where):
     module, function = (staged_blocks, "save_file") if where == "block" else (safetensors_folder, "raw")

@@ -7,6 +7,7 @@ from itertools import product
 import jobs
 import pytest
 import torch
+from nights import nightly
 from sums import assert_sums
 
 from quantkit import layouts
@@ -304,7 +305,8 @@ def test_what_was_typed_wrongly_is_told_before_what_is_in_the_way(demo_model, tm
 
 
 @pytest.mark.parametrize(
-    "asked", ["fp8,block=128", "fp8,format=mxfp8", "fp4,solver=rtn", "w8a8,solver=rtn,transform=none"]
+    "asked",
+    ["fp8,block=128", "w8a8,solver=rtn,transform=none", *nightly("fp8,format=mxfp8", "fp4,solver=rtn")],
 )
 def test_a_trial_with_options_computes_what_the_written_model_does(demo_model, tmp_path, asked):
     method, *settings = asked.split(",")

@@ -233,6 +233,7 @@ def test_a_text_cannot_steer_the_terminal(tiny_model, quantkit, monkeypatch):
     assert done.out == "xa\ufffd[31mb\nc\ufffd\ufffd\td\n"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stdin", [True, *nightly(False)])
 def test_a_prompt_is_utf8_in_any_locale(tiny_model, stdin):
     folder, root = tiny_model("llama", tokenizer="bos"), Path(__file__).parents[1]

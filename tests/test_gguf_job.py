@@ -179,6 +179,7 @@ def fed_back(short_demo, tmp_path_factory) -> tuple[Path, Summary]:
     return folder / "q4.gguf", summary
 
 
+@pytest.mark.nightly
 def test_error_feedback_loses_less_on_every_linear(fed_back, exported):
     path, summary = fed_back
     metadata, infos = read_header(path)

@@ -288,7 +288,7 @@ def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
 
 @pytest.mark.parametrize(
     "name, solver",
-    [("granitemoe", "rtn"), *nightly(("llama4", "rtn"), ("gpt-oss", "gptq")), ("deepseek-v2 lite", "gptq")],
+    [("granitemoe", "rtn"), *nightly(("llama4", "rtn"), ("gpt-oss", "gptq"), ("deepseek-v2 lite", "gptq"))],
 )
 def test_what_lies_otherwise_in_the_file_is_encoded(name, solver, tmp_path):
     """Experts that are stored in one tensor, gate and up in turn; heads that the file has apart."""

@@ -190,7 +190,7 @@ COUNTS = {  # all and active: DeepSeek V3, gpt-oss 120B, Llama 4 Scout, Qwen3 Ne
 }
 
 
-@pytest.mark.parametrize("family", by_day(UNUSUAL, ["gpt_oss", "llama4"]))
+@pytest.mark.parametrize("family", by_day(UNUSUAL, ["llama4"]))
 def test_unusual_families_by_their_configuration(record, quantkit, tmp_path, family):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(UNUSUAL[family]))
