@@ -66,6 +66,7 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     assert "table.json holds sensitivities of another search; different:" in refused
 
 
+@pytest.mark.nightly
 def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
     """The allocation is a bad one: most at 2 bits, some at 8. The uniform preset of its size stays."""
 
@@ -83,6 +84,7 @@ def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
     assert not manifest["job"]["override"] and "override" not in (tmp_path / "kept.yaml").read_text()
 
 
+@pytest.mark.nightly
 def test_a_divergence_is_kept_within(auto):
     found = auto("--max-kld", "0.002", "-o", "close")
     assert found["reached"] and found["searched"]["kld"] <= 0.002
@@ -104,6 +106,7 @@ MEMORY = 12 << 30  # of an rtx-3060, of which nine tenths are used
 PER_TOKEN = 6 * 2 * 2 * 64  # values of the demo model: layers, keys and values, heads, size of a head
 
 
+@pytest.mark.nightly
 def test_what_a_device_leaves_to_the_weights_is_counted(quantkit, demo_model):
     """Against the formula by hand, and the fixed bytes that --max-size subtracts."""
 
@@ -125,6 +128,7 @@ def test_what_a_device_leaves_to_the_weights_is_counted(quantkit, demo_model):
     assert refused.code == 4 and "too small" in refused.err and "less --ctx or --batch" in refused.err
 
 
+@pytest.mark.nightly
 def test_bits_and_the_type_of_the_cache_are_chosen_together(auto, quantkit, source, tmp_path, monkeypatch):
     gib = 0.00038  # with a cache of 16 bit, 5 bits a weight are left
     monkeypatch.setitem(devices.DEVICES, "toy", devices.Device("toy", "cuda", gib, 1.0, 1.0))
@@ -143,6 +147,7 @@ def test_bits_and_the_type_of_the_cache_are_chosen_together(auto, quantkit, sour
     assert rows[1]["metrics"]["kld"]["mean"] == pytest.approx(whole[1]["cache_kld"])
 
 
+@pytest.mark.nightly
 def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
@@ -186,6 +191,7 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     assert units("table.json") == units("other.json") and len(units("other.json")) == 7
 
 
+@pytest.mark.nightly
 def test_a_budget_of_exactly_a_preset_is_compared_with_it(auto):
     """The search finds something that is a few bytes smaller, or larger than all other presets."""
     bits = auto("--bpw", "4", "--dry-run")["presets"]["3 bit g32"]

@@ -158,6 +158,7 @@ def test_on_an_accelerator(tiny_model):
     assert rates["bandwidth"] > 0 and rates["flops"] > 0
 
 
+@pytest.mark.nightly
 def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
     pytest.importorskip("xllamacpp")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")

@@ -20,6 +20,7 @@ import pytest
 import torch
 import typer
 import yaml
+from nights import nightly
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -30,7 +31,7 @@ from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
 from quantkit.quantize.methods.gptq import Options
-from quantkit.quantize.prepare import plan, recipe
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.staging import blocks as staged_blocks
 from quantkit.quantize.staging import folder as staging
 
@@ -129,11 +130,6 @@ def test_help_shows_common_options_and_help_all_the_rest(quantkit):
         assert shown in short and shown in whole
     for advanced in ("--damp", "--checkpoint-format", "--max-shard-gb", "--revision"):
         assert advanced not in short and advanced in whole
-
-
-def test_help_groups_commands(quantkit):
-    panels = re.findall(r"─ ([A-Z][a-z ]+) ─", quantkit("--help").out)
-    assert panels == ["Options", "Compress", "Before you start", "Measure", "Run", "Housekeeping"]
 
 
 @pytest.mark.parametrize(
@@ -310,7 +306,7 @@ def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatc
 
 
 @pytest.mark.parametrize("solver", ["gptq", "rtn"])
-@pytest.mark.parametrize("factor", [1e8, 1e-9])
+@pytest.mark.parametrize("factor", [1e8, *nightly(1e-9)])
 def test_scales_that_float16_cannot_hold_are_reported(quantkit, model, small, solver, factor):
     """Half of the weight is lost, or more: a checkpoint like that must not pass for a good one."""
     name = "model.layers.0.mlp.down_proj"
@@ -323,12 +319,6 @@ def test_the_next_command_can_be_pasted(quantkit, model, small):
     done = quantkit("gptq", model, *small, "-o", "my models/it's 4 bit", "--solver", "rtn")
     command = shlex.split(re.search("^next: (.*)$", done.out, re.MULTILINE)[1])
     assert command == ["quantkit", "eval", str(model), "my models/it's 4 bit"]
-
-
-def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
-    output = "/".join(["a long way down"] * 10)
-    done = quantkit("gptq", model, *small, "-o", output, "--dry-run")
-    assert re.search(f"^output +{output}$", done.out, re.MULTILINE)
 
 
 def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
@@ -350,12 +340,6 @@ def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
     assert again["eval"] == record
     assert record["models"][1]["size"]["bits_per_quantized_weight"] == again["bits_per_weight"]
     assert result[quantized] == f"{again['bits_per_weight']:.2f}"
-
-
-def test_a_missing_eval_text_is_noticed_before_the_work(refuse, model, small, tmp_path):
-    error, _ = refuse(3, "gptq", model, *small, "--eval", "nowhere.txt")
-    assert "nowhere.txt" in error
-    assert not list(tmp_path.glob("tiny-*"))
 
 
 @pytest.mark.parametrize(
@@ -491,11 +475,6 @@ def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
-def test_a_recipe_without_a_model(refuse, mine):
-    error, hint = refuse(2, "run", mine(quant={"bits": 3}))
-    assert error == "mine.yaml has no model" and "quantkit run mine.yaml MODEL" in hint
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
@@ -545,11 +524,6 @@ def test_init_writes_a_recipe_of_the_defaults(quantkit, make, model, small, tmp_
     done = quantkit("recipes", "init", method)
     assert (done.code, done.out) == (2, "") and f"{method}.yaml exists" in done.err
     assert (tmp_path / f"{method}.yaml").read_bytes() == before
-
-
-def test_init_writes_where_it_is_told(quantkit, tmp_path):
-    assert quantkit("recipes", "init", "-o", "my recipe.yaml").out.startswith("wrote my recipe.yaml\n")
-    assert (tmp_path / "my recipe.yaml").read_text() == recipe.template("gptq")
 
 
 # ---- options that cannot be
@@ -662,11 +636,6 @@ def test_a_group_size_that_does_not_divide_says_where(refuse, tiny_model, small,
     )
     assert hint == "keep these linears in 16 bit with --exclude"  # it has no --group-size
     assert not list(tmp_path.glob("tiny-*"))
-
-
-def test_a_device_that_is_not_there(refuse, model, small):
-    error, hint = refuse(4, "gptq", model, *small, "--device", "cuda:99")
-    assert "cuda:99" in error and "--device cpu" in hint
 
 
 # ---- places
@@ -848,8 +817,8 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("full", FULL.values(), ids=FULL)
-@pytest.mark.parametrize("where", ["block", "merge"])
+@pytest.mark.parametrize("full", [FULL["safetensors"], *nightly(FULL["os"], FULL["quota"])])
+@pytest.mark.parametrize("where", ["merge", *nightly("block")])
 def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch, full, where):
     module, function = (staged_blocks, "save_file") if where == "block" else (safetensors_folder, "raw")
     whole, calls = getattr(module, function), []
@@ -876,12 +845,10 @@ def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.self_attn.q_proj.qweight",
         "model.layers.1.mlp.down_proj.scales",
-        "model.layers.1.mlp.down_proj.g_idx",
-        "model.layers.1.input_layernorm.weight",
         "model.norm.weight",
-        "lm_head.weight",
+        *nightly("model.layers.0.self_attn.q_proj.qweight", "model.layers.1.mlp.down_proj.g_idx"),
+        *nightly("model.layers.1.input_layernorm.weight", "lm_head.weight"),
     ],
 )
 def test_what_reads_back_otherwise_is_not_published(make, refuse, model, small, tmp_path, monkeypatch, name):

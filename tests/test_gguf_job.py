@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from nights import by_day, nightly
 from typer.testing import CliRunner
 
 from quantkit import cli
@@ -77,7 +78,10 @@ def text(short_demo) -> windows.Windows:
     return windows.load(open_checkpoint(str(short_demo)), HELDOUT, CTX, None, TOKENS)
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+DAY = ("F16", "Q4_0", "Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "NVFP4")
+
+
+@pytest.mark.parametrize("name", by_day(EXPORTED, DAY))
 def test_llama_cpp_has_the_perplexity_that_eval_measures(exported, text, name):
     path = exported / f"{name}.gguf"
     checkpoint = open_checkpoint(str(path))
@@ -163,7 +167,7 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     assert raw(file)[name].tobytes() == np.asarray(expected).tobytes()
 
 
-@pytest.mark.parametrize("name", ["F32", "Q4_K_M", "IQ4_NL"])
+@pytest.mark.parametrize("name", ["Q4_K_M", *nightly("F32", "IQ4_NL")])
 def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
     model = hf.AutoModelForCausalLM.from_pretrained(
         exported, gguf_file=f"{name}.gguf", dtype=torch.float32
@@ -184,6 +188,7 @@ def fed_back(short_demo, tmp_path_factory) -> tuple[Path, Summary]:
     return folder / "q4.gguf", summary
 
 
+@pytest.mark.nightly
 def test_error_feedback_loses_less_on_every_linear(fed_back, exported):
     path, summary = fed_back
     metadata, infos = read_header(path)

@@ -7,6 +7,7 @@ import json
 import jobs
 import pytest
 import torch
+from nights import nightly
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -142,7 +143,7 @@ def test_an_embedding_that_is_the_head_is_solved_by_moments_of_the_original(tiny
     assert summary.linears == 22 and made.infos.keys().isdisjoint({"lm_head.weight", "lm_head.scales"})
 
 
-@pytest.mark.parametrize("options", [OPTIONS, MLX | {"head": 4}])
+@pytest.mark.parametrize("options", [OPTIONS, *nightly(MLX | {"head": 4})])
 def test_a_job_that_died_after_the_head_goes_on(source, tmp_path, monkeypatch, options):
     text = jobs.calibration(tmp_path)
     jobs.quantize("gptq", source, tmp_path / "whole", options, calibration=text, **RUN)

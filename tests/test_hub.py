@@ -86,6 +86,7 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
     assert (home / "out" / TEMPLATE).read_bytes() == files[TEMPLATE]
 
 
+@pytest.mark.nightly
 def test_the_model_is_refused_without_the_token(hub, tmp_path):
     hub.repos["models/org/gated"] = Repo(hub.repos["models/org/name"].revisions, state="gated")
     with Elsewhere(tmp_path, hub.url) as process:

@@ -253,6 +253,7 @@ def test_a_column_of_another_kind_is_an_error(hub, calibrate):
     assert error["message"] == "org/numbers:train, row 1 read has no text under 'text' (it has: text: int)"
 
 
+@pytest.mark.nightly
 def test_a_hub_that_cannot_be_reached_is_an_error(model, tmp_path):
     with Elsewhere(tmp_path, "http://127.0.0.1:9") as other:
         error = other.ask(do="calibrate", model=str(model), calibration="org/data", **SIZE)

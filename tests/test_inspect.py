@@ -166,6 +166,7 @@ def test_a_gguf_file(made, tmp_path, kind, bits):
 # ---- the hub
 
 
+@pytest.mark.nightly
 def test_of_a_hub_id_the_headers_are_enough(made, hub_server, tmp_path):
     """Twice the size of what is fetched of the weights, and the same record as of the folder."""
     folder = tmp_path / "big"

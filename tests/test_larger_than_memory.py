@@ -15,6 +15,7 @@ import jobs
 import psutil
 import pytest
 import torch
+from nights import by_day, nightly
 from safetensors.torch import load_file, save_file
 
 from quantkit.models.files import head as head_of
@@ -138,7 +139,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", by_day(JOBS, ["original", "suspend"]))
 def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
     model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     method, options, run = JOBS[name]
@@ -149,7 +150,7 @@ def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
     assert one == other and "model.safetensors" in one
 
 
-@pytest.mark.parametrize("options", [{}, {"solver": "rtn"}])
+@pytest.mark.parametrize("options", [{"solver": "rtn"}, *nightly({})])
 def test_states_of_a_gguf_job_in_a_file_change_no_byte(options, tiny_model, tmp_path):
     model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     found = []
@@ -266,7 +267,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", by_day(METHODS, ["nf4", "gptq suspend", "gguf rtn"]))
 def test_weights_are_loaded_once_and_in_the_order_of_the_file(name, tiny_model, tmp_path, read):
     """And once more for the model's hash; what is not quantized is copied besides, byte for byte."""
     method, options, run = METHODS[name]

@@ -44,20 +44,6 @@ def test_every_command_has_the_same_manners(quantkit, name):
     assert {"--quiet", "-q"} <= flags or name in NO_PROGRESS
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_flag_means_the_same_everywhere(name):
-    """One letter, one meaning; and no flag whose help says nothing."""
-    letters = {
-        "-h": "--help", "-v": "--verbose", "-q": "--quiet", "-o": "--output", "-p": "--prompt",
-        "-n": "--tokens", "-t": "--type",
-    }  # fmt: skip
-    for option in COMMANDS[name].params:
-        for flag in option.opts:
-            if re.fullmatch("-[a-z]", flag):
-                assert letters[flag] in option.opts
-        assert option.help
-
-
 def test_the_exit_codes_stand_in_help_and_docs(quantkit):
     help_text = " ".join(quantkit("--help").out.split())
     assert running.exit_codes() in help_text
@@ -189,6 +175,7 @@ def test_asked_to_stop_while_it_loads(number, code, said):
     assert (process.returncode, err) == (code, said)
 
 
+@pytest.mark.nightly
 def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, quantkit, tmp_path):
     """`nohup quantkit ... &` in a script: neither a closed terminal nor Ctrl-C ends it, but `kill` does."""
     model = tiny_model("llama", tokenizer=True)
@@ -265,6 +252,7 @@ def test_a_long_name_is_broken_where_nothing_else_can_give():
     assert rows[0].endswith("64 × 128") and max(map(len, rows)) <= 40
 
 
+@pytest.mark.nightly
 def test_verbose_lets_the_libraries_speak(fails):
     """They read their levels when they are imported: here, in a process of its own."""
     levels = ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY")

@@ -20,6 +20,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
+from sums import assert_sums
 
 from quantkit import cli
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -215,7 +216,7 @@ def test_an_evaluation_by_two_processes_is_that_of_one(done):
         json.loads((folder / f"out-{count}-0-1").read_text())["models"]
         for count, folder in enumerate(done, 1)
     )
-    assert one[0] == two[0]  # of the same weights, to the last digit
+    assert_sums(two[0], one[0])  # of the same weights
     found, wanted = (models[1]["metrics"] for models in (two, one))
     assert found["ppl"]["value"] == pytest.approx(wanted["ppl"]["value"], rel=1e-3)
     assert found["kld"]["mean"] == pytest.approx(wanted["kld"]["mean"], rel=0.02)

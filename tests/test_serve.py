@@ -116,6 +116,7 @@ def check_answers(url: str, expected: str) -> None:
         asked(openai.OpenAI(base_url=url, api_key="wrong", max_retries=0), "demo")
 
 
+@pytest.mark.nightly
 def test_transformers_serves(demo_model, expected, monkeypatch):
     """Its proof was its first request, which samples as the model's own files say: by the likeliest token."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared

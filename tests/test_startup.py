@@ -143,18 +143,6 @@ def test_threads_are_those_that_torch_will_read(tmp_path):
     code = (
         "import os; from quantkit.cli import main\ntry: main()\nfinally: print(os.getenv('OMP_NUM_THREADS'))"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "eval",
-        "missing",
-        "--text",
-        "x",
-        "--max-memory",
-        "y",
-        "--threads",
-        "3",
-    ]
+    command = [sys.executable, "-c", code, *"eval missing --text x --max-memory y --threads 3".split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "3\n"
