@@ -94,7 +94,7 @@ def test_a_divergence_is_kept_within(auto):
 def test_a_size_holds_all_files(auto, tmp_path):
     asked = ["--sensitivities", "table.json", "--head", "4"]
     whole = auto("--bpw", "5", "-o", "whole", *asked)["searched"]["disk_bytes"]
-    found = auto("--max-size", f"{whole}", "-o", "sized", *asked)
+    found = auto("--max-size", f"{whole}B", "-o", "sized", *asked)
     assert open_checkpoint(str(tmp_path / "sized")).is_quantized("lm_head.weight")
     assert found["searched"]["disk_bytes"] <= whole
     assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole
@@ -251,6 +251,8 @@ def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     found = auto("--bpw", "4", "--dry-run")
     assert found["units"] == 7 and found["presets"]["4 bit g32"] == pytest.approx(4.5, abs=0.1)
     assert found["least_bits"] < 4 < found["most_bits"] and not (tmp_path / "found.auto").exists()
+    soonest, latest = found["expected_seconds"]
+    assert 4 < soonest < latest < 600 and auto("--max-kld", "1", "--dry-run")["expected_seconds"][1] > latest
     refused = auto("--bpw", "1", code=4)
     assert "1.00 bits per weight is too small; the smallest possible result is 2." in refused
     refused = auto("--max-size", "1KB", code=4)

@@ -172,6 +172,6 @@ def test_what_a_format_cannot_hold_is_said():
         == "awq's clients replace nn.Linear alone, and this is a Conv1D: use gptq (48 linears)"
     )
     settings, narrow = source.from_config(CONFIGS["Llama-2-7b"] | {"intermediate_size": 11000})
-    found = formats.weights("gptq", narrow, settings)
-    assert found.reason == "in_features 11000 is not a multiple of 128 (32 linears)"
+    found = formats.weights("mlx", narrow, settings)
+    assert found.reason == "11000 columns do not split into groups of 64 (32 linears)"
     assert formats.weights("int8", narrow, settings).bytes

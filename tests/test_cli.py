@@ -331,7 +331,8 @@ def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
     assert re.search(f"^output +{output}$", done.out, re.MULTILINE)
 
 
-def test_eval_at_the_end_of_a_run(quantkit, make, model, small, tmp_path):
+def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # one table
     done = quantkit("gptq", model, *small, "--eval", small[1])
     rows = {row[0]: row for line in done.out.splitlines() if (row := re.split(r"\s{2,}", line.strip()))}
     size, bits, quantized, perplexity, kld = 1, 2, 3, 4, 6
@@ -443,6 +444,7 @@ def test_shipped_recipes_run(make, model, small, path):
     method = content["method"]
     named = make("run", path.stem, model, *small, "--dry-run")
     options = json.loads(json.dumps(dataclasses.asdict(methods.load(method).Options())))
+    options |= {"group_size": 128} if "group_size" in options else {}
     assert (named["method"], named["options"]) == (method, options | content.get("quant", {}))
     assert named == make("run", path, model, *small, "--dry-run")
     assert named == make(method, model, *small, "--recipe", path.stem, "--dry-run")
@@ -468,7 +470,7 @@ def test_flags_win_over_set_and_set_over_the_recipe(make, model, small, mine):
     settings = [word for setting in settings for word in ("--set", setting)]
     record = make("run", name, model, *settings, "--seed", 0, "--exclude", "down_proj", "--dry-run")
     assert (record["source"], record["output"]) == (str(model), "theirs")
-    assert record["options"] == dataclasses.asdict(Options(bits=3))
+    assert record["options"] == dataclasses.asdict(Options(3, 128))
     used = record["calibration"]
     assert (used["samples"], used["seqlen"], used["seed"]) == (2, 24, 0)
     assert record["plan"]["execution"]["batch_size"] == 1
@@ -580,6 +582,43 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("gptq m --layout compressed-tensor", "did you mean compressed-tensors? see quantkit gptq --help"),
+        ("auto m --engine llamacpp", "did you mean llama.cpp? see quantkit auto --help"),
+        ("gptq m --dtype flaot16", "did you mean float16? see quantkit gptq --help"),
+        ("gptq m --solver gptqq", "did you mean gptq? choose one of gptq, yaqa, rtn"),
+        ("auto m --bpw 4 --solver yqa", "did you mean yaqa? choose one of gptq, yaqa"),
+        ("gptq m --device cdua", "did you mean cuda? choose auto, cpu, cuda, cuda:N or mps"),
+        ("convert m --to compressed", "did you mean compressed-tensors? choose one of gptq, awq, "),
+        ("eval m --as int", "did you mean int8? choose fp8 or int8 or nf4"),
+        ("run gptq-w4 m --set quant.layout=mxl", "did you mean mlx? Layout on disk."),
+        ("gptq m --bits 3.5", "for a mean of 3.5 bits, different in each linear: quantkit auto MODEL"),
+        ("gptq m --bits=3.5", "for a mean of 3.5 bits, different in each linear: quantkit auto MODEL"),
+        ("run gptq-w4 m --set bits=2.25", "for a mean of 2.25 bits, different in each linear: quantkit auto"),
+        ("auto m --max-size 4", "write --max-size 4GB, or 4B for bytes"),
+        ("gptq m --max-memory 6", "write --max-memory 6GB, or 6B for bytes"),
+    ],
+)
+def test_a_wrong_choice_is_answered_with_the_nearest(
+    refuse, tiny_model, monkeypatch, tmp_path, arguments, hint
+):
+    tiny_model("llama", name="m", tokenizer=True)
+    monkeypatch.chdir(tmp_path)
+    assert refuse(2, *arguments.split())[1].startswith(hint)
+
+
+@pytest.mark.parametrize(
+    "command", ["gptq m", "eval m m", "generate m -p x", "chat m", "sample m", "bench m"]
+)
+def test_types_are_read_by_their_short_names(command):
+    name, *arguments = command.split()
+    for short, full in {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "f16": "float16"}.items():
+        context = COMMANDS[name].make_context(name, [*arguments, "--dtype", short])
+        assert context.params["dtype"] == full
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ("gptq model --act-order sideways", ["--act-order", "sideways", "none", "group", "full"]),
@@ -615,8 +654,7 @@ def test_a_group_size_that_does_not_divide_says_where(refuse, tiny_model, small,
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 10}
     model = tiny_model("llama", name="tiny", tokenizer=True, **sizes)
     error, hint = refuse(2, "gptq", model, *small, "--group-size", 64)
-    assert error.startswith("the layout cannot hold 10 linears: ")
-    assert error.split(": ")[1] == "mlp.down_proj in 10 blocks (group size 64 does not divide 160)"
+    assert error == "160 columns do not split into groups of 64: mlp.down_proj in 10 blocks"
     assert [int(size) for size in re.findall(r"-?\d+(?=[,;])", hint)] == [32, 16, 8, -1]
     assert "--exclude" in hint
     _, hint = refuse(

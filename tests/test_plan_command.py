@@ -313,13 +313,6 @@ def test_small_models_show_their_size(quantkit, demo_model):
     assert quiet[0] == 0 and "time unknown" not in quiet[1] and quiet[1] == out[: len(quiet[1])]
 
 
-def test_a_group_size_that_fits_is_named(quantkit, tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(gated("llama", 2048, 10944, 2, 16, 16, 32000)))
-    out = quantkit(path)[1]
-    assert "gptq, awq: not possible: in_features 10944 is not a multiple of 128; --group-size 64 fits" in out
-
-
 @pytest.mark.parametrize(
     "code, arguments, words",
     [

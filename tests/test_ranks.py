@@ -179,7 +179,7 @@ def done(tmp_path_factory):
         [*GPTQ, "-o", "out"],
         EVAL,
         ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
-        ["awq", "model", "--group-size", "32", "--candidates", "4", *CALIBRATION, "-o", "awq"],
+        ["awq", "model", "--candidates", "4", *CALIBRATION, "-o", "awq"],
         ["gptq", "mixture", *PLAIN, *CALIBRATION, "-o", "experts"],
     ]
     one, two = make_folder(top / "one"), make_folder(top / "two")

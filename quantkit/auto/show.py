@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
+from quantkit.capacity.show import duration
 from quantkit.errors import count
 from quantkit.inspection import names
 from quantkit.tables import make_table, megabytes, print_facts, print_table, ranges
@@ -62,12 +63,19 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
             "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
             f"{record['statistics_tokens']:,} others",
+            "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
             "memory": f"about {megabytes(needs['memory_bytes'])} on {record['device']}, "
             f"{megabytes(needs['host_bytes'])} on the host",
             "disk": f"{megabytes(needs['disk_bytes'])} while it runs",
         },
     )
+
+
+def _time(seconds: tuple[float, float] | None) -> str:
+    if seconds is None:
+        return "unknown: nothing was measured on an accelerator"
+    return f"{duration(seconds[0])} to {duration(seconds[1])}, from operations at 20 to 80 GFLOPS a core"
 
 
 def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:

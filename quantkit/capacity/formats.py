@@ -64,15 +64,29 @@ class Weights:
 @dataclass(frozen=True)
 class Packed:
     """The format that a method writes with these options; other tensors stay as stored. computes: type in
-    which engines multiply (of FEWER in devices.py, or 16 bit)."""
+    which engines multiply (of FEWER in devices.py, or 16 bit). open_groups: the group size was chosen for the
+    model, as by a job without --group-size."""
 
     method: ModuleType
     options: Any
     computes: str
+    open_groups: bool = False
 
     @cached_property
     def layout(self) -> Layout:
         return self.method.layout(self.options)
+
+    def fitted(self, parameters: Parameters | None = None) -> Packed:
+        """Return the format with the group size that a job without --group-size chooses for a model."""
+        if not methods.has_open_groups(self.options):
+            return self
+        linears = parameters.linears if parameters else ()
+        options = methods.with_groups(self.options, ((one.in_features, one.size) for one in linears))
+        return replace(self, options=options, open_groups=True)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Return whether a linear stays in 16 bit because no group size divides its columns."""
+        return self.open_groups and tensor.in_features % self.options.group_size > 0
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of one packed linear."""
@@ -86,7 +100,9 @@ class Packed:
             if bits and tensor.block is None and pattern.fullmatch(tensor.name):
                 width = replace(self.method.width(self.options, tensor.shape[1]), bits=bits)
                 return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
-        return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
+        if not tensor.is_linear or self.stays(tensor):
+            return tensor.nbytes
+        return self.nbytes(tensor.out_features, tensor.in_features)
 
     @cached_property
     def stream_bits(self) -> float:
@@ -106,8 +122,10 @@ class Packed:
             raise Unsupported(fused if parameters.fused_experts else "no linears")
         refused: Counter[str] = Counter()
         for one, _, number in parameters.groups:
-            if one.is_linear and (why := self._unfit(one)):
+            if one.is_linear and not self.stays(one) and (why := self._unfit(one)):
                 refused[why] += number
+        if all(map(self.stays, parameters.linears)):
+            raise Unsupported(f"no linear splits into groups of {self.options.group_size}")
         if refused:
             found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unsupported(name_all(found, 2))
@@ -123,7 +141,7 @@ class Packed:
             smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
             grouped = smaller and hasattr(self.method.Options, "group_size")
             fix = f"; --group-size {smaller} fits" if grouped else ""
-            return f"in_features {spec.in_features} is not a multiple of {size}{fix}"
+            return f"{spec.in_features} columns do not split into groups of {size}{fix}"
         return self.layout.check(spec)
 
 
@@ -162,9 +180,12 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
     if name == STORED:
         return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
     try:
-        if method := _packed().get(name):
+        if found := _packed().get(name):
+            method = found.fitted(parameters)
             method.check(parameters, settings.model_type)
-            return _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
+            sizes = _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
+            kept = parameters.total(lambda tensor: tensor.nbytes if method.stays(tensor) else 0)
+            return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
         total, packed, read, weights = file_bytes(name, parameters, settings)
         return Weights(total, packed, read, 8 * total / parameters.count, 8 * packed / weights)
     except Unsupported as error:
@@ -179,7 +200,7 @@ def by_count(name: str, count: int, active: int) -> Weights:
     if name == "bf16":
         bits = 16.0
     elif name in _packed():
-        bits = _packed()[name].stream_bits
+        bits = _packed()[name].fitted().stream_bits
     else:
         bits = typical_bits(name, count)
     nbytes = round(count * bits / 8)

@@ -11,7 +11,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.job import base_name
+from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ from quantkit.options import SHARD_GB, CalibrationOptions, RunOptions, check_val
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import linears, plan
+from quantkit.quantize.prepare import linears, names, plan
 from quantkit.quantize.prepare.memory import loss_tokens
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
@@ -60,6 +59,7 @@ class Request:
     trust_remote_code: bool = False
     resume: bool = False
     overwrite: bool = False
+    open_groups: bool = False  # no group size was typed: linears that it does not divide stay in 16 bit
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def prepare(
     methods.check(request.method, request.options)
     check_run(request.run)
     checkpoint = _open(request, progress)
+    request = settled(request, checkpoint)
     staging = staging_of(request)
     may_replace.check_source(staging.output, checkpoint.folder)
     staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
@@ -182,6 +183,19 @@ def prepare(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
         source_sha256, batch_count, _held_back(checkpoint, calibrated, 0 if dry_run else wanted),
     )  # fmt: skip
+
+
+def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
+    """Return the request with the group size for its model, if the user left it open. The output's name and
+    the job's identity contain it."""
+    if not methods.has_open_groups(request.options):
+        return request
+    named = request.source, request.revision, request.offline, request.trust_remote_code
+    skeleton = Skeleton(checkpoint or open_checkpoint(*named), torch.float32, torch.device("cpu"))
+    if request.options.head:
+        skeleton.add_head()
+    options = linears.fitted(skeleton, request.options, request.run.exclude, request.run.override)
+    return replace(request, options=options, open_groups=True)
 
 
 def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted: int) -> HeldBack | None:
@@ -268,15 +282,19 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     override = run.override
     if head := getattr(request.options, "head", 0):
         override = (f"^{skeleton.add_head()}$={head}", *override)
-    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, override)
+    chosen = run.exclude, override, request.open_groups
+    specs = linears.resolve(skeleton, method.make_grid, method.layout, *chosen)
     if bits := getattr(request.options, "embedding", 0):
         specs.append(linears.embedding(skeleton, method.make_grid, method.layout, bits))
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     what = f"modules besides the blocks' linears are quantized: {name_all(sorted(outside))}"
     require(not outside, what, "start from the original checkpoint", UNSUPPORTED)
-    if all(row.kept for row in specs):
-        raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return replace(method, layout=method.layout.of_job(specs)), specs
+    what, hint = f"no linear can be quantized: {specs[0].kept}", "choose --group-size 16 or 8, or -1"
+    if run.exclude:
+        what, hint = "--exclude leaves nothing to quantize", "narrow the pattern"
+    require(not all(row.kept for row in specs), what, hint, USAGE)
+    notes = linears.group_notes(specs, request.options.group_size) if request.open_groups else ()
+    return replace(method, layout=method.layout.of_job(specs), notes=(*method.notes, *notes)), specs
 
 
 def _check_ranks(method: Method) -> None:
@@ -291,19 +309,9 @@ def _check_ranks(method: Method) -> None:
 
 
 def output_of(request: Request) -> Path:
-    """Return the output path: as requested, or derived from source and options, with `mixed` if bits are
-    overridden."""
-    suffix = methods.load(request.method).suffix(request.options)
-    bits = getattr(request.options, "bits", None)
-    if any(linears.parse_override(text).bits != bits for text in request.run.override):
-        suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
-    return request.output or Path(f"{base_name(request.source)}-{suffix}")
-
-
-def base_name(source: str) -> str:
-    """Return the name of a source on which output names are based."""
-    path = Path(source) if source not in (".", "..") else Path(source).resolve()
-    return gguf_shards.whole(path).name.removesuffix(".gguf") or "model"
+    """Return the output path: as requested, or derived from source and options."""
+    named = request.source, request.method, request.options, request.run.override
+    return request.output or names.derived(*named)
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

@@ -35,6 +35,7 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "LICENSE*",
     "NOTICE*",
 )
+LOSS_FIGURES = ("kld", "stderr", "top1", "rtn_kld", "tokens")
 TEXT = {"type": ["string", "null"]}
 MANIFEST_SCHEMA = {  # as far as it is read again
     "type": "object",
@@ -47,6 +48,13 @@ MANIFEST_SCHEMA = {  # as far as it is read again
             "properties": dict.fromkeys(("execution", "calibration"), {"type": ["object", "null"]}),
         },
         "distilled": {"type": "object"},
+        "loss": {
+            "type": ["object", "null"],
+            "properties": {"text": {"type": "string"}}
+            | dict.fromkeys(LOSS_FIGURES, {"type": ["number", "null"]}),
+            "required": ["text", *LOSS_FIGURES],
+            "additionalProperties": False,
+        },
     },
 }
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes

@@ -99,8 +99,8 @@ def _compared(expected: Tensor, skeleton: Skeleton, hidden: Tensor) -> tuple[Ten
 
 
 def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Iterator[Tensor]:
-    """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens of a sequence at a time: a model
-    may have no more positions."""
+    """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens of one sequence at a time: a
+    model may have no more positions."""
     size = max(1, LOSS_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
     for part in (part for sequence in hidden for part in sequence.split(size)):
         yield torch.log_softmax(skeleton.logits(part).float(), -1).cpu()
