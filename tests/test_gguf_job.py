@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 CTX = 256
 TOKENS = 1024
 PLAIN = ("F32", "F16", "BF16")
+PLAIN_Q8 = {"type": ("Q8_0",), "transform": "none", "target": "own", "refine": 0}
 OTHERS = ("IQ2", "IQ3")  # see test_gguf_iquants
 OTHERS += ("Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "MXFP4_MOE")  # blocks of the rest, mixed in other ways
 EXPORTED = [name for name in FILE_TYPES if not name.startswith(OTHERS)]
@@ -285,6 +287,56 @@ def test_not_a_number_is_refused_by_name(short_demo, tmp_path):
     with pytest.raises(QuantkitError, match=f"{name} holds NaN"):
         jobs.quantize("gguf", model, tmp_path / "out.gguf", {"solver": "rtn", "imatrix": "none"})
     assert not (tmp_path / "out.gguf").exists()
+
+
+def out_of_range(model: Path, large: float) -> Path:
+    """A model with one weight above the range of a type, and queries below that of float16."""
+
+    def change(name: str, tensor: torch.Tensor) -> None:
+        if name == "model.layers.1.mlp.up_proj.weight":
+            tensor[3, 5] = large
+        if name == "model.layers.0.self_attn.q_proj.weight":
+            tensor *= 2.0**-30
+
+    return jobs.rewrite(model, change)
+
+
+def test_weights_beyond_float16_are_refused_or_told(short_demo, tmp_path):
+    model = out_of_range(Path(shutil.copytree(short_demo, tmp_path / "model")), 1e5)
+    options, out = {"type": ("F16",), "solver": "rtn", "imatrix": "none"}, tmp_path / "out.gguf"
+    with pytest.raises(QuantkitError, match=r"blk\.1\.ffn_up\.weight: .* 9.98e[+]04 .* for F16") as caught:
+        jobs.quantize("gguf", model, out, options)
+    assert caught.value.exit_code == 4 and not list(tmp_path.glob("out*"))
+    wide = re.search("'(.*)'", caught.value.hint)[1]
+    assert wide == r"blk\.1\.ffn_up\.weight=BF16"
+    progress = jobs.Listener()
+    loop.run(jobs.prepare("gguf", model, out, options | {"tensor_type": (wide,)}), progress)
+    weight = open_checkpoint(str(model)).read("model.layers.0.self_attn.q_proj.weight", torch.float32)
+    lost = int(((weight.half() == 0) & (weight != 0)).sum())
+    told = f"blk.0.attn_q.weight: {lost:,} weights became 0, too small for F16"
+    assert progress.warnings == [told] and lost > weight.numel() / 2
+
+
+@pytest.mark.parametrize(
+    "solver, what", [("rtn", r"blk\.1\.ffn_up\.weight"), ("gptq", "layers.1.mlp.up_proj")]
+)
+def test_weights_beyond_the_scales_of_a_type_are_refused(short_demo, tmp_path, solver, what):
+    model = out_of_range(Path(shutil.copytree(short_demo, tmp_path / "model")), 1e8)
+    options = {"type": ("Q8_0",), "solver": solver, "imatrix": "none"} if solver == "rtn" else PLAIN_Q8
+    with pytest.raises(QuantkitError, match=rf"{what}.* up to 1e[+]08(:| are) too large for Q8_0"):
+        jobs.quantize("gguf", model, tmp_path / "out.gguf", options, calibration=jobs.calibration(tmp_path))
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_groups_that_become_zeros_are_told(short_demo, tmp_path):
+    """NVFP4: queries share the divisor of keys and values, far above them."""
+    model = out_of_range(Path(shutil.copytree(short_demo, tmp_path / "model")), 0.0)
+    summary = jobs.quantize("fp4", model, tmp_path / "out", {"solver": "rtn"})
+    name = "model.layers.0.self_attn.q_proj"
+    values = open_checkpoint(str(tmp_path / "out")).read(f"{name}.weight")
+    assert not values.any()
+    groups = f"{values.numel() // 16:,} groups of weights became 0, too small for nvfp4, groups of 16"
+    assert summary.notes == {name: [groups]}
 
 
 def test_a_file_of_floats_is_as_good_a_source(exported, tmp_path):

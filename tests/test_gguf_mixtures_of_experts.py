@@ -179,6 +179,18 @@ def test_llama_cpp_computes_the_same(case):
     assert expected.abs().max() > 0.1
 
 
+def test_a_matrix_of_one_row_is_a_vector(tmp_path):
+    """The gate of a shared expert, for which llama.cpp and transformers expect `[hidden]`."""
+    folder = save(tmp_path / "model", *CASES["qwen2moe"])
+    path = gguf_files.export(folder, tmp_path / "model.gguf")
+    shapes = {tensor.name: tensor.shape.tolist() for tensor in gguf.GGUFReader(path).tensors}
+    assert shapes["blk.0.ffn_gate_inp_shexp.weight"] == [64]
+    assert shapes["blk.0.ffn_gate_inp.weight"] == [64, 6]
+    name = "model.layers.0.mlp.shared_expert_gate.weight"
+    values = [open_checkpoint(str(one)).read(name) for one in (folder, path)]
+    assert values[0].shape == (1, 64) and torch.equal(*values)
+
+
 def test_the_file_read_back_computes_the_same(case):
     _, path, ids, expected = case
     assert_sums(streamed(path, ids), expected, 1e-5)

@@ -52,6 +52,7 @@ def test_weights_beyond_float16_are_cut_off_and_reported():
     grid = Int8Grid(3)
     params = grid.fit_matrix(weight)
     assert params.absmax.tolist() == [[HALF_MAX], [2.0]] and grid.clipped(params) == 1
+    assert grid.clipped(grid.fit_matrix(torch.tensor([[1e-7, 0.0, 0.0], [0.0, 0.0, 0.0]]))) == 1
     flat = Int8Params(params.absmax[:, 0])
     assert (grid.round(weight, flat).int() - 128).tolist() == [[127, -58, 0], [64, -127, 32]]
     assert grid.scaled(flat, torch.tensor([0.5, 3.0])).absmax.tolist() == [HALF_MAX / 2, 6.0]

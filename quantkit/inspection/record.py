@@ -112,7 +112,7 @@ def _quantization(
     nbytes = sum(weight.code_bytes + weight.scale_bytes for weight in coded)
     count = sum(weight.parameters for weight in coded)
     kept = [weight for weight in weights if is_linear(weight.name, weight.shape) and not weight.codes]
-    reasons = {str(row.get("name")): str(row["kept"]) for row in _written(contents) if row.get("kept")}
+    reasons = {str(row.get("name")): str(row["kept"]) for row in written(contents) if row.get("kept")}
     return {
         "layout": layout,
         "method": (contents.manifest or {}).get("method"),
@@ -274,7 +274,7 @@ def _place(weight: Weight, language: str | None) -> tuple:
     return other, outside if block is None else block, natural(local)
 
 
-def _written(contents: Contents) -> list[dict[str, Any]]:
+def written(contents: Contents) -> list[dict[str, Any]]:
     """Return the rows of quantkit's manifest, one for each linear; [] without a manifest."""
     rows = (contents.manifest or {}).get("linears")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -288,7 +288,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        rows = [row for row in _written(contents) if not row.get("tower")]  # their inputs are unknown
+        rows = [row for row in written(contents) if not row.get("tower")]  # their inputs are unknown
         errors = [row["error"] for row in rows if isinstance(row.get("error"), (int, float))]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",

@@ -176,18 +176,19 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
 
 
 def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
-    unequal = [row for row in found["differences"] if row["largest"]]
+    unequal = [row for row in found["differences"] if row["largest"] != 0]
     if unequal:
         rows = make_table("largest differences", "|A − B| / |A|", "largest |A − B|")
         for row in unequal[:top]:
-            rows.add_row(
-                row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", f"{row['largest']:.3g}"
-            )
+            largest = "up to scales" if row["largest"] is None else f"{row['largest']:.3g}"
+            rows.add_row(row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", largest)
         print_table(console, rows)
     facts = {
         "weights": f"{found['compared']} compared, {found['equal']} equal",
         "|A − B|/|A|": f"{found['relative']:.5f} over all of them",
     }
+    if divided := found["divided"]:
+        facts["not compared"] = f"{count(len(divided), 'vector')} divided by scales: {name_all(divided, 2)}"
     for place, names in zip("AB", found["only"], strict=True):
         if names:
             facts[f"only in {place}"] = name_all(names)
