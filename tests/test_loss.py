@@ -118,6 +118,16 @@ def test_a_gguf_file_holds_it_in_its_metadata(model, tmp_path):
     assert Loss(**contents.manifest["loss"]) == found and 0 < found.kld < 1e-3
 
 
+def test_several_files_are_measured_on_the_same_tokens(make, tiny_model, tmp_path):
+    """Though only one of them calibrates."""
+    model = tiny_model("llama", tokenizer=True, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    jobs.calibration(tmp_path)
+    text = ("--calibration", "calibration.txt", "--samples", 2, "--seqlen", 32)
+    types = ("-t", "BF16", "-t", "Q4_K_M", "--solver", "rtn")
+    exact, coded = (one["loss"] for one in make("gguf", model, *types, *text)["jobs"])
+    assert exact["tokens"] == coded["tokens"] and exact["kld"] < coded["kld"]
+
+
 def post_norm(tmp_path):
     """A model whose projections end in norms, with a massive first token, in bfloat16, as Gemma 3. The norms
     undo that the projections' outputs are small beside the hidden states."""

@@ -114,7 +114,7 @@ def _verify(
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.names.check_complete()
     batches = [] if states is None else job.batches[:1]
-    batches += [job.held_back.tokens] if expected else []
+    batches += [expected.held_back.tokens] if expected else []
     if not batches:
         return None
     with mapped():
@@ -123,7 +123,7 @@ def _verify(
     if states is not None:
         pairs = {"hidden states": (final[0], states), "logits": (skeleton.logits(final[0][0, LAST]), logits)}
         refuse_unlike(pairs, job.plan.execution.dtype, place)
-    return loss.of_output(job, expected, skeleton, final[len(batches) - 1]) if expected else None
+    return loss.of_output(expected, skeleton, final[len(batches) - 1]) if expected else None
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
