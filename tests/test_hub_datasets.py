@@ -197,6 +197,7 @@ def test_conversations_of_a_dataset_go_through_the_template(calibrate, decode):
     assert len(found["chat_template"]) == 64 and found["dataset"]["column"] == "messages"
 
 
+@pytest.mark.nightly
 def test_a_private_dataset_needs_the_token_of_the_environment(hub, model, calibrate, tmp_path):
     refused = calibrate("org/private")
     assert refused["message"] == "the hub has no dataset org/private, or it is private"

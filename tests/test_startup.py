@@ -139,6 +139,7 @@ def test_a_context_is_read_with_its_suffix(typed):
     assert commands.build(name).make_context(name, arguments).params["ctx"] == 32768
 
 
+@pytest.mark.nightly
 def test_threads_are_those_that_torch_will_read(tmp_path):
     code = (
         "import os; from quantkit.cli import main\ntry: main()\nfinally: print(os.getenv('OMP_NUM_THREADS'))"

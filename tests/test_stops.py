@@ -11,6 +11,7 @@ import signal
 import forked
 import pytest
 import stops
+from nights import by_day
 
 SIGNALS = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
 CHAINS = {
@@ -37,7 +38,10 @@ def test_the_chains_are_many_and_of_all_kinds():
     assert sum(map(len, CHAINS.values())) >= 80
 
 
-@pytest.mark.parametrize("name, shift", CHAINS)
+DAY = [(name, shift) for name, shift in CHAINS if name in ("gptq", "awq", "nf4", "gguf", "imatrix")]
+
+
+@pytest.mark.parametrize("name, shift", by_day(CHAINS, DAY))
 def test_stopped_at_every_moment(server, workplace, name, shift):
     reference, folder = workplace / f"{name} whole", workplace / name
     assert server.learn(reference, stops.command(name)) == 0, forked.said(reference)

@@ -33,6 +33,7 @@ def outputs_of(cells: list[list[dict]]) -> list[str]:
     ]
 
 
+@pytest.mark.nightly
 def test_the_cells_print_on_the_bundled_model_what_the_notebook_shows(
     notebook, demo_model, tmp_path, monkeypatch
 ):

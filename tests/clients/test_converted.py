@@ -31,6 +31,7 @@ def client(folders, tmp_path_factory):
     return cases.load(CASES, folders, tmp_path_factory.mktemp("loaded"))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CASES)
 def test_client_computes_what_was_converted(name, folders, client):
     assert client[name]["error"] is None

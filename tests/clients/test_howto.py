@@ -24,6 +24,7 @@ QUICK = {"nf4": [], "gptq": ROUNDED, "gguf": [*ROUNDED, "--imatrix", "none"]}
 SAME = 5  # tokens that are surely equal: clients compute in 16 bit
 
 
+@pytest.mark.nightly
 @pytest.mark.clients
 @pytest.mark.parametrize("page", PYTHONS)
 def test_the_lines_of_the_page_print_what_generate_does(page, demo_model, quantkit, tmp_path):
