@@ -4,17 +4,18 @@
     python scripts/bench_peers.py quality --text frankenstein.txt --dtype float32 [--write]
         [--ours "NAME=METHOD,OPTION=VALUE"]
     python scripts/bench_peers.py formats --text frankenstein.txt --dtype float32 [--write]
-    python scripts/bench_peers.py plot          # writes docs/loss.svg
+    python scripts/bench_peers.py real --text TEXT [--keep FOLDER] [--peers REGEX] [--write]
 
 gptq: two random Llama blocks of 768/2048, 32 sequences of 512 tokens, 4 bit in groups of 128, default
 options: CPU seconds at one thread, wall seconds at two, peak memory. awq: one block, 4 and 16 sequences.
 quality: KL divergence at 4, 3 and 2 bit and of GGUF types, of the decoded weights in float32, read by
 quantkit. formats: of FP8, W8A8 and NVFP4, as clients compute them, activations rounded. Both on the demo
 model and on its twin with outlier channels; what the others reached is kept in peers/*.json, and only
-missing rows are run. plot: loss against size, from the table that `quality --write` has written; nothing is
-measured. The quantization phase is from tokens to solved weights; imports, loading, saving and verification
-stand apart. Each tool runs in an environment of its own, made on the first run unless a python is given.
-Machines are noisy: everything runs in turn, and the least of the repeats counts.
+missing rows are run. real: the same and more on a pretrained model that real_models.py makes; rows of
+quantkit are kept as well, and `peer_pages.py` prints pages from them. The quantization phase is from tokens
+to solved weights; imports, loading, saving and verification stand apart. Each tool runs in an environment
+of its own, made on the first run unless a python is given. Machines are noisy: everything runs in turn, and
+the least of the repeats counts.
 """
 
 from __future__ import annotations
@@ -536,8 +537,6 @@ class Quality:
         for marker, text in self.sections(peers, ours, texts, note).items():
             if self.args.write and not self.args.only:
                 write_section(marker, text, ROOT / "docs/measurements/other-tools.md")
-                if f"<!-- {marker} -->" in (ROOT / "README.md").read_text():
-                    write_section(marker, text, ROOT / "README.md")
             else:
                 print(text)
 
@@ -691,7 +690,7 @@ def quality_tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tup
 def parse(benches: dict) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all), or plot")
+    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all but real)")
     for tool in ENVIRONMENTS:
         flag = "llmc" if tool == "llmcompressor" else tool
         parser.add_argument(f"--{flag}-python", dest=tool, metavar="PYTHON", help=f"of {tool}'s environment")
@@ -701,7 +700,7 @@ def parse(benches: dict) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
     add_flags(parser.add_argument_group("quality"))
     args = parser.parse_args()
-    if unknown := set(args.parts) - benches.keys() - {"plot"}:
+    if unknown := set(args.parts) - benches.keys():
         parser.error(f"no part is called {', '.join(unknown)}")
     args.parts = args.parts or [name for name in benches if name != Real.NAME]
     return args
@@ -712,8 +711,6 @@ def main() -> None:
     for part in (Quality, Formats, Real):
         benches[part.NAME] = lambda bench, part=part: part(bench, bench.args).show()
     args = parse(benches)
-    if args.parts == ["plot"]:
-        return peer_pages.plot()
     given = {tool: getattr(args, tool) for tool in ENVIRONMENTS}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(given, Path(folder), args)

@@ -1,8 +1,13 @@
-"""Print pages from the rows that `bench_peers.py real` keeps in `peers/real.json`: the page of real models,
-the README's results, and docs/loss.svg. Nothing is measured here."""
+"""Print pages from the rows that `bench_peers.py real` keeps in `peers/real.json`; nothing is measured.
+
+    python scripts/peer_pages.py [--write]
+
+--write: put the tables into the page of real models and the README, and write the picture docs/loss.svg.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -176,7 +181,7 @@ LINES = {  # label -> label in the picture, colour, marker
 }
 
 
-def plot(path: Path = ROOT / "scripts/peers/real.json") -> None:
+def plot(path: Path) -> None:
     """Write docs/loss.svg, the picture of the README: loss against size, and loss against CPU seconds."""
     import matplotlib
 
@@ -204,3 +209,13 @@ def plot(path: Path = ROOT / "scripts/peers/real.json") -> None:
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(ROOT / "docs/loss.svg", metadata={"Date": None}, facecolor="white")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="put tables and picture where they belong")
+    real(ROOT / "scripts/peers/real.json", parser.parse_args().write)
+
+
+if __name__ == "__main__":
+    main()

