@@ -147,6 +147,11 @@ class RunOptions:
         "limits of a container or ulimit)",
     )
     threads: int | None = option(None, "CPU threads. (default: all cores)")
+    loss_tokens: int | None = option(
+        None,
+        "Tokens of held-back calibration text on which the loss of the output is measured; 0: no "
+        "measurement. (default: 512; without calibration 256 of the shipped held-out text)",
+    )
     max_shard_gb: float | None = option(
         None, "Largest size of a weight file, in GB. (default: 5; GGUF: no limit)"
     )

@@ -38,14 +38,14 @@ def table(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[str, tuple[int, .
 
 def prepare(
     method: str, source: Path, output: Path, options: dict | None = None, progress: Progress | None = None,
-    calibration: CalibrationOptions | None = None, resume: bool = False, **run,
+    calibration: CalibrationOptions | None = None, resume: bool = False, loss_tokens: int | None = 0, **run,
 ) -> job.Job:  # fmt: skip
     request = job.Request(
         str(source),
         method,
         methods.load(method).Options(**options or {}),
         calibration or CalibrationOptions(),
-        RunOptions(threads=1, **run),
+        RunOptions(threads=1, loss_tokens=loss_tokens, **run),
         output=output,
         resume=resume,
     )

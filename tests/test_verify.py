@@ -8,18 +8,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
-from quantkit.grids.distance import FIT_ROUNDS, error_up_to_scales, relative_distance, weight_error
+from quantkit.grids.distance import FIT_ROUNDS, error_up_to_scales, token_distances, weight_error
 from quantkit.inspection import verify
 from quantkit.models.files import checksums
 
 TEXT = ["--samples", 4, "--seqlen", 32, "--group-size", 32]
 
 
-def test_the_distance_of_zeros():
+def test_the_distance_of_tokens():
     zeros, ones = torch.zeros(4), torch.ones(4)
-    assert relative_distance(zeros, zeros) == 0 and relative_distance(ones, zeros) == float("inf")
-    assert relative_distance(ones * 1.5, ones) == 0.5
-    assert not relative_distance(ones * float("nan"), ones) <= 1
+    expected = torch.stack([zeros, zeros, ones, 1000 * ones, ones])
+    found = torch.stack([zeros, ones, 1.5 * ones, 1000 * ones, ones * float("nan")])
+    assert token_distances(found, expected)[:4].tolist() == [0, float("inf"), 0.5, 0]
+    assert not token_distances(found, expected).max() <= 1
 
 
 def test_a_mixture_of_zeros_is_verified(tiny_model, quantkit):

@@ -24,9 +24,8 @@ from quantkit.auto.curve import Divergence
 from quantkit.auto.scaling import exchanged
 from quantkit.auto.solving import Solving, States, Values
 from quantkit.auto.units import Candidate, Unit
-from quantkit.distillation import divergence
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import walk
+from quantkit.quantize.calibrate import divergence, walk
 
 
 @dataclass(frozen=True)

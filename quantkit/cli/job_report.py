@@ -18,7 +18,7 @@ from quantkit.inspection import clients, look
 from quantkit.inspection.names import of_experts, starred
 from quantkit.models.files import gguf_shards
 from quantkit.quantize.job import Job
-from quantkit.quantize.outputs import ExpertTokens, Summary
+from quantkit.quantize.outputs import ExpertTokens, Loss, Summary
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
 
@@ -161,6 +161,17 @@ def _scaled(linears: Mapping[str, dict]) -> str:
     return "; ".join(parts) or "no linear: scaling does not reduce the error"
 
 
+def _loss(found: Loss | None) -> str:
+    """Return a phrase such as `KL divergence 0.105 ± 0.007 (round to nearest: 0.718), same top token 82%`."""
+    if found is None:
+        return "not measured"
+    nearest = "" if found.rtn_kld is None else f" (round to nearest: {found.rtn_kld:#.3g})"
+    return (
+        f"KL divergence {found.kld:#.3g} ± {found.stderr:.1g}{nearest}, same top token {found.top1:.0%}; "
+        f"{found.tokens} held-back tokens ({found.text})"
+    )
+
+
 def total(stages: dict[str, float]) -> str:
     """Return total and single stages, such as `15.5 (forward 10.1, solve 5.4)`."""
     parts = ", ".join(f"{stage} {value:.1f}" for stage, value in stages.items() if value >= 0.05)
@@ -200,6 +211,7 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
     measured = "output error of a linear" if against_rtn else "squared error of a linear's weights"
     against = f" (round to nearest: {summary.rtn_error:#.2g})" if against_rtn else ""
     facts = {"written": _whole(gguf_shards.of(Path(summary.output))), **_sizes(summary, summary.linears)}
+    facts["loss"] = _loss(summary.loss)
     if summary.error is not None:
         facts["error"] = f"{summary.error:#.2g} mean relative {measured}{against}"
     if summary.activations:

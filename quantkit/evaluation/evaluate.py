@@ -29,6 +29,7 @@ from quantkit.models.gguf.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.states import HERE, Place, States
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 from quantkit.quantize.staging.folder import disk_errors
@@ -197,8 +198,7 @@ def _score(
             original, expected_states = base
             expected = original.log_probs(expected_states[batch][place])
             agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
-            apart = (expected - log_probs).mul_(expected.exp_())
-            kld.append(apart.sum(-1).cpu())
+            kld.append(divergence.of_log_probs(expected, log_probs).cpu())
     return Scores(
         torch.cat(nll),
         torch.cat(kld) if compared and "kld" in chosen else None,

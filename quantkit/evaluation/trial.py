@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from quantkit.errors import USAGE, QuantkitError, require
-from quantkit.layouts import LinearSpec, WeightsOnly
+from quantkit.layouts import LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Sizes
 from quantkit.quantize.prepare import linears, recipe
+from quantkit.quantize.solving import round_block
 
 
 def data_free() -> list[str]:
@@ -70,15 +70,9 @@ class Trial:
 
     def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> None:
         """Quantize the loaded block `index`; make it compute as a client would, or with decoded weights if
-        `weights_only`. Streamed experts stay in memory as codes only."""
-        layout = WeightsOnly(self.method.layout) if weights_only else self.method.layout
-        for row in self.specs:
-            if row.block == index and row.grid is not None:
-                weight = skeleton.part(index, row.local).weight.float()
-                (solved,) = self.method.solver.solve([weight], [row.grid], None)
-                parts = self.method.layout.encode(solved.weight)
-                again = partial(dict, parts)
-                skeleton.install(index, row.local, layout, parts, f"{row.name}.weight", again)
+        `weights_only`."""
+        method = self.method
+        round_block(skeleton, index, self.specs, method.solver, method.layout, weights_only)
 
     def sizes(self, checkpoint: Checkpoint) -> Sizes:
         """Return the sizes of the tensors that the method would write."""

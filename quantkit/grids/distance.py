@@ -11,10 +11,15 @@ from quantkit.grids.parallel import elements_at_once
 FIT_ROUNDS = 6  # of fitting rows and columns in turn
 
 
-def relative_distance(found: Tensor, expected: Tensor) -> float:
-    """Return `|found - expected| / |expected|` of tensors of the same shape; 0 if both are all zeros."""
-    lost, whole = (found.float() - expected.float()).norm(), expected.float().norm()
-    return 0.0 if not (lost.any() or whole.any()) else (lost / whole).item()
+def token_distances(found: Tensor, expected: Tensor) -> Tensor:
+    """Return `|found - expected| / |expected|` of every token, float32 `[...]`, for tensors `[..., width]`; 0
+    where both are zero.
+
+    The first token of real models may be fifty times as large as the others: one distance for all tokens
+    together would measure that token alone.
+    """
+    lost = (found.float() - expected.float()).norm(dim=-1)
+    return torch.where(lost == 0, 0.0, lost / expected.float().norm(dim=-1))
 
 
 def weight_error(weight: Tensor, values: Tensor) -> float:

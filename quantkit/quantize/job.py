@@ -31,17 +31,19 @@ from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
 from quantkit.quantize.prepare import linears, plan
+from quantkit.quantize.prepare.memory import LOSS_BYTES
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.fingerprint import check_equal
 from quantkit.quantize.staging.folder import Staging
 from quantkit.text import calibration
-from quantkit.text.calibration import CalibrationSet
+from quantkit.text.calibration import CalibrationSet, HeldBack
 
 HASHED_AT_ONCE = 64 << 20  # bytes: a larger source is hashed while its job runs
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
 DATA_FREE_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
+LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Request:
 @dataclass(frozen=True)
 class Job:
     """A checked job. batches: token ids `[batch, tokens]` of this rank, out of batch_count; a data-free job
-    has one batch, to verify the output.
+    has one batch, to verify the output. held_back: tokens on which the loss is measured; None: it is not.
 
     source_sha256 may arrive last; until then the fingerprint has None in its place.
     """
@@ -81,6 +83,7 @@ class Job:
     fingerprint: dict
     source_sha256: Future[str]
     batch_count: int
+    held_back: HeldBack | None
 
     @property
     def identity(self) -> dict:
@@ -156,9 +159,11 @@ def prepare(
             f"linears that engines such as vLLM fuse are quantized differently: {name_all(split)}; "
             "quantkit inspect lists the clients that load it"
         )
-    calibrated = calibrate(checkpoint, request, progress) if method.needs else None
+    wanted = _loss_tokens(request.run, bool(method.needs), checkpoint)
+    calibrated = calibrate(checkpoint, request, progress, wanted) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted)
+    log_probs = 4 * wanted * checkpoint.text_config.vocab_size
+    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, log_probs)
     execution = job_plan.execution
     fingerprint = {}
     if not dry_run:
@@ -174,8 +179,20 @@ def prepare(
     batch_count = -(-len(tokens) // execution.batch_size)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
-        source_sha256, batch_count,
+        source_sha256, batch_count, _held_back(checkpoint, calibrated, 0 if dry_run else wanted),
     )  # fmt: skip
+
+
+def _loss_tokens(run: RunOptions, calibrates: bool, checkpoint: Checkpoint) -> int:
+    """Return the number of tokens to measure the loss on, at most as many as LOSS_BYTES allow."""
+    wanted = LOSS_TOKENS[calibrates] if run.loss_tokens is None else run.loss_tokens
+    return min(wanted, LOSS_BYTES // (4 * checkpoint.text_config.vocab_size))
+
+
+def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted: int) -> HeldBack | None:
+    """Return the tokens to measure the loss on: of the calibration text, else of the shipped text."""
+    own = calibrated and calibrated.held_back
+    return own or (calibration.shipped_held_out(checkpoint, wanted) if wanted else None)
 
 
 def _open(request: Request, progress: Progress) -> Checkpoint:
@@ -208,6 +225,8 @@ def check_run(run: RunOptions) -> None:
     for name in ("batch_size", "threads"):
         value = getattr(run, name)
         check_value(flag_of(name), value, value is None or value >= 1, "choose 1 or more")
+    tokens = run.loss_tokens
+    check_value("--loss-tokens", tokens, tokens in (None, 0) or tokens >= 16, "choose 0, or 16 or more")
     if run.max_memory is not None:
         size_bytes(run.max_memory, "--max-memory")
     shard = run.max_shard_gb
@@ -232,10 +251,12 @@ def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None 
     return skeleton
 
 
-def calibrate(checkpoint: Checkpoint, request: Request, progress: Progress) -> CalibrationSet:
-    """Return the requested calibration text as tokens."""
+def calibrate(
+    checkpoint: Checkpoint, request: Request, progress: Progress, held_back: int = 0
+) -> CalibrationSet:
+    """Return the requested calibration text as tokens. held_back: how many more to hold back."""
     progress.phase("reading the calibration text")
-    calibrated = calibration.load(checkpoint, request.calibration, request.offline)
+    calibrated = calibration.load(checkpoint, request.calibration, request.offline, held_back)
     if calibrated.warning:
         progress.warn(calibrated.warning)
     return calibrated

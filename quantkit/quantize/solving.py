@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.grids.grid import Grid
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import Layout, LinearSpec, WeightsOnly
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.curvature import Curvatures
@@ -110,6 +110,26 @@ class Solving:
         if self.method.transform is not None:
             solved = replace(solved, weight_error=None, scaled_error=error_up_to_scales(weight, values))
         return solved
+
+
+def round_block(
+    skeleton: Skeleton,
+    index: int,
+    specs: Sequence[LinearSpec],
+    solver: Solver,
+    layout: Layout,
+    weights_only: bool = False,
+) -> None:
+    """Quantize a loaded block in memory with a solver that needs no statistics. The block then computes as a
+    client of `layout`, or with decoded weights if `weights_only`. Streamed experts stay in memory as codes.
+    """
+    computing = WeightsOnly(layout) if weights_only else layout
+    for row in specs:
+        if row.block == index and row.grid is not None:
+            weight = skeleton.part(index, row.local).weight.float()
+            (solved,) = solver.solve([weight], [row.grid], None)
+            parts = layout.encode(solved.weight)
+            skeleton.install(index, row.local, computing, parts, f"{row.name}.weight", partial(dict, parts))
 
 
 def groups(sites: Sequence[Site], independent: bool, together: int = 1) -> Iterator[list[Site]]:

@@ -10,16 +10,17 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from quantkit.errors import USAGE, require
+from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text.chat import ChatTemplate
 from quantkit.text.hub_datasets import Dataset
-from quantkit.text.sources import Document, open_source
+from quantkit.text.sources import Document, held_out, open_source
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
+HELD_BACK = 128  # tokens of a held-back sequence, at most
 HELD_OUT = 8  # one of eight sequences is held out
 MOST_HELD_OUT = 32  # maximum of held-out sequences
 
@@ -43,24 +44,37 @@ class Provenance:
 
 
 @dataclass(frozen=True)
+class HeldBack:
+    """Tokens that a job does not calibrate on, int64 `[sequences, at most HELD_BACK]`, and the name of their
+    text."""
+
+    tokens: Tensor
+    text: str
+
+
+@dataclass(frozen=True)
 class CalibrationSet:
-    """Calibration tokens, int64 `[samples, seqlen]`, their origin, and a warning if there are too few."""
+    """Calibration tokens, int64 `[samples, seqlen]`, their origin, and a warning if there are too few.
+    held_back: tokens of the same text after these; None if there are none."""
 
     tokens: Tensor
     provenance: Provenance
     warning: str | None = None
+    held_back: HeldBack | None = None
 
     def record(self) -> dict:
         return asdict(self.provenance)
 
 
-def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = False) -> CalibrationSet:
+def load(
+    checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = False, held_back: int = 0
+) -> CalibrationSet:
     """Tokenize as much of the source as is needed and cut it into sequences.
 
     Documents are read in an order given by the seed and concatenated. If the tokenizer begins texts with a
-    BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache. Raises
-    QuantkitError if the text is missing, empty, or shorter than one sequence. If it gives fewer sequences
-    than requested, the result has a warning.
+    BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache.
+    held_back: how many further tokens of the text to hold back. Raises QuantkitError if the text is missing,
+    empty, or shorter than one sequence. If it gives fewer sequences than requested, the result has a warning.
     """
     positive = options.samples > 0 and (options.seqlen is None or options.seqlen > 1)
     require(positive, "--samples and --seqlen must be positive", "try 128 and 512", USAGE)
@@ -72,8 +86,10 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
     tokenizer = checkpoint.tokenizer
     bos = begins_with_bos(tokenizer)
     with closing(source.documents) as documents:
-        stream, chat_template = _take(tokenizer, documents, options.samples * (seqlen - bos), bos)
-    tokens = _slice(stream, options.samples, seqlen, tokenizer.bos_token_id if bos else None)
+        calibrating = options.samples * (seqlen - bos)
+        stream, chat_template = _take(tokenizer, documents, calibrating + held_back, bos)
+    bos_token = tokenizer.bos_token_id if bos else None
+    tokens = _slice(stream, options.samples, seqlen, bos_token)
     holds = f"calibration text {source.name} holds {len(stream)} tokens; "
     hint = "give more text with --calibration, or shorter sequences with --seqlen"
     require(len(tokens), f"{holds}one sequence needs {seqlen}", hint, USAGE)
@@ -87,7 +103,31 @@ def load(checkpoint: Checkpoint, options: CalibrationOptions, offline: bool = Fa
     provenance = Provenance(
         source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
     )
-    return CalibrationSet(tokens, provenance, warning)
+    left = None
+    if held_back:
+        more = _held_back(stream[calibrating:], held_back, min(seqlen, HELD_BACK), bos_token)
+        left = HeldBack(more, source.name) if len(more) else None
+    return CalibrationSet(tokens, provenance, warning, left)
+
+
+def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
+    """Return about `count` tokens of the shipped held-out text; None if the checkpoint's tokenizer does not
+    load."""
+    try:
+        tokenizer = checkpoint.tokenizer
+    except QuantkitError:  # the job does not need it
+        return None
+    name, text = held_out(None)
+    bos = tokenizer.bos_token_id if begins_with_bos(tokenizer) else None
+    length = min(HELD_BACK, checkpoint.context or HELD_BACK)
+    ids = tokenizing.encode(tokenizer, text, count)
+    return HeldBack(_held_back(ids, count, length, bos), name.removesuffix(" text"))
+
+
+def _held_back(stream: list[int], count: int, length: int, bos: int | None) -> Tensor:
+    """Return sequences of at most `length` tokens, at most `count` tokens in all."""
+    length = min(length, count)
+    return _slice(stream, count // length, length, bos)
 
 
 def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation import divergence
 from quantkit.distillation.compressed import blocks, publish, whole
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student, vectors
@@ -25,11 +24,12 @@ from quantkit.errors import UNSUPPORTED, USAGE, name_all, require
 from quantkit.evaluation import of_job, windows
 from quantkit.evaluation.evaluate import check_comparable
 from quantkit.evaluation.windows import Windows
-from quantkit.grids.distance import relative_distance
+from quantkit.grids.distance import token_distances
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.job import calibrate, check_run, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS
@@ -41,7 +41,7 @@ from quantkit.text.calibration import CalibrationSet, hold_out
 
 SCHEMA = "quantkit.distill/1"
 STEP_TOKENS = 512  # tokens per step without --batch-size
-UNLIKE = 0.5  # relative difference of embeddings that rounding cannot cause
+UNLIKE = 0.5  # relative difference of an embedding, median of all tokens, that rounding cannot cause
 HINT = "give the model that the student was compressed from"
 
 
@@ -207,7 +207,7 @@ class Job:
         models = self.teacher.model, self.student.skeleton.model
         theirs, ours = (model.get_input_embeddings().weight for model in models)
         made = f"{self.request.student} was not made from {self.request.teacher}"
-        like = theirs.shape == ours.shape and relative_distance(ours, theirs) <= UNLIKE
+        like = theirs.shape == ours.shape and token_distances(ours, theirs).median() <= UNLIKE
         require(like, f"{made}: their embeddings have nothing in common", HINT, UNSUPPORTED)
 
 

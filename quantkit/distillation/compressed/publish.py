@@ -19,7 +19,7 @@ from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
 from quantkit.inspection.verify import ERRORS
 from quantkit.models.files import checksums, gguf_writer, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.headers import MANIFEST, MANIFEST_SCHEMA
+from quantkit.models.files.headers import LOSS, MANIFEST, MANIFEST_SCHEMA
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.gguf.checkpoint import GgufCheckpoint
@@ -46,6 +46,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
         for _, start, data in changes:
             _write(place, start + moved, data)
+        checksums.fill(place, LOSS, "")
         checksums.seal(place)
         return
     place.mkdir()
@@ -123,7 +124,7 @@ def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
     for row in stored.get("linears", ()):  # outdated, since the floats changed
         for name in ERRORS:
             row.pop(name, None)
-    return stored | {"distilled": record}
+    return stored | {"distilled": record, "loss": None}
 
 
 def _card(record: dict, name: str) -> str:

@@ -18,7 +18,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.distillation import divergence
 from quantkit.distillation.compressed.blocks import Final, Text
 from quantkit.distillation.compressed.student import Floats, Student
 from quantkit.distillation.options import DistillOptions
@@ -27,6 +26,7 @@ from quantkit.models.files import safetensors_folder
 from quantkit.models.files.reading import tensor as load
 from quantkit.models.machine.device import free_memory
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.backward import (
     CHUNK_BYTES,
     CHUNK_TOKENS,

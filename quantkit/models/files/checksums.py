@@ -47,6 +47,20 @@ def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) 
     return of_file(path, gguf_file.read_whole_header(path).tensors, listen)
 
 
+def fill(path: Path, key: str, text: str) -> None:
+    """Write a text into a GGUF file's metadata, where spaces are reserved for it; nothing without `key`."""
+    from quantkit.models.files import gguf_file
+
+    header = gguf_file.read_whole_header(path)
+    if place := header.places.get(key):
+        room = len(header.metadata[key])
+        data = text.encode().ljust(room)
+        assert len(data) == room, f"{key} has {room} bytes: {text}"
+        with open(path, "r+b") as file:
+            file.seek(place[1] - room)  # a text ends its entry
+            file.write(data)
+
+
 def seal(path: Path) -> None:
     """Write the sha256 of a GGUF file's tensors into its metadata, where space is reserved for the sum."""
     from quantkit.models.files import gguf_file

@@ -16,6 +16,7 @@ from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, Tens
 from quantkit.models.files.untrusted import SMALL_BYTES
 
 MANIFEST = "quantkit.json"
+LOSS = "quantkit.loss"  # the manifest's `loss` in a GGUF file, which is measured after the file is written
 COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "tokenizer*",
     "special_tokens_map.json",
@@ -93,7 +94,10 @@ class Contents:
         stored = self.metadata.get("quantkit.manifest")
         if stored is None:
             return self.json(MANIFEST)
-        return _parse(MANIFEST, str(stored).encode(errors="replace"), self.problems)
+        found = _parse(MANIFEST, str(stored).encode(errors="replace"), self.problems)
+        if found and (loss := str(self.metadata.get(LOSS, "")).strip()):
+            found["loss"] = _parse(LOSS, loss.encode(errors="replace"), self.problems)
+        return found
 
     @cached_property
     def absent(self) -> frozenset[str]:

@@ -8,17 +8,19 @@ Linears before a norm (OLMo 2, Gemma) or a multiplier (Granite) and those of exp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from quantkit.grids.distance import token_distances
+from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.calibrate.sites import Site
 
-ROUNDINGS = 8  # of the precision that a block computes in, by which sums may differ
+TOLERANCE = 1e-5  # of a token in float32: a sum of a few terms
 Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
 
 
@@ -63,7 +65,11 @@ class Replay:
 
 
 def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tensor) -> list[str]:
-    """Return the names of writers in the order of calls; calls `run` a few times."""
+    """Return the names of writers in the order of calls; calls `run` a few times.
+
+    The block runs in float32, and every token is compared and nudged by its own size: in 16 bit, an error of
+    the largest token may exceed all of a smaller one.
+    """
     candidates = [
         name
         for site in sites
@@ -71,22 +77,52 @@ def find_writers(block: nn.Module, sites: Sequence[Site], run: Run, hidden: Tens
         for name in site.linears
         if block.get_submodule(name).out_features == hidden.shape[-1]
     ]
+    if not candidates:
+        return []
+    with _in_float32(block):
+        return _proven(block, candidates, run, hidden.float())
+
+
+def _proven(block: nn.Module, candidates: Sequence[str], run: Run, hidden: Tensor) -> list[str]:
+    """Return the candidates that add to the hidden states."""
     children = [name for name, child in block.named_children() if not isinstance(child, nn.Dropout)]
     replay = Replay(block, run, hidden, [*children, *candidates])
     order = [name for name in replay.returned if name in children]
     nudge = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0)).to(hidden)
-    nudge *= hidden.float().square().mean().sqrt().to(nudge)
-    found: list[str] = []
+    nudge *= hidden.square().mean(-1, keepdim=True).sqrt()
+    writers: list[str] = []
     for name in candidates:
         if replay.returned[name].numel() != hidden.numel():
             continue
-        own = name.partition(".")[0]
-        after = order[order.index(own) + 1 :] if own in order else []
+        child = name.partition(".")[0]
+        after = order[order.index(child) + 1 :] if child in order else []
         outcome = replay.nudged(nudge, after, name)
-        written = [replay.returned[writer].reshape(hidden.shape) for writer in (*found, name)]
+        written = [replay.returned[writer].reshape(hidden.shape) for writer in (*writers, name)]
         if outcome.shape == hidden.shape and _equal(outcome, sum(written, hidden) + nudge):
-            found.append(name)
-    return found
+            writers.append(name)
+    return writers
+
+
+@contextmanager
+def _in_float32(block: nn.Module) -> Iterator[None]:
+    """Let a block compute in float32 in the context, except for experts, which return their inputs: some are
+    not in memory. Their output must not be zero, else a linear whose output is added to it would be found."""
+    layers = [part for part in block.modules() if isinstance(part, Experts)]
+    inside = {part for layer in layers for part in layer.modules()}
+    modules = [part for part in block.modules() if part not in inside]
+    tensors = [x for part in modules for x in (*part.parameters(recurse=False), *part.buffers(recurse=False))]
+    kept = [(tensor, tensor.dtype) for tensor in tensors if tensor.is_floating_point()]
+    try:
+        for layer in layers:
+            layer.forward = lambda hidden, *routing: hidden
+        for tensor, _ in kept:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, dtype in kept:  # exact: the values came from this type
+            tensor.data = tensor.data.to(dtype)
+        for layer in layers:
+            del layer.forward
 
 
 def _copied(output: object) -> object:
@@ -94,7 +130,6 @@ def _copied(output: object) -> object:
     return tree_map_only(Tensor, torch.clone, output)
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    """Return whether two tensors are equal up to a few rounding errors."""
-    tolerance = ROUNDINGS * torch.finfo(found.dtype).eps * expected.abs().amax()
-    return bool(((found - expected).abs() <= tolerance).all())
+def _equal(outcome: Tensor, expected: Tensor) -> bool:
+    """Return whether every token is as expected, up to a few rounding errors."""
+    return bool((token_distances(outcome, expected) <= TOLERANCE).all())

@@ -94,6 +94,23 @@ class ExpertTokens:
 
 
 @dataclass(frozen=True)
+class Loss:
+    """The loss of an output, measured on held-back tokens (`loss.py`).
+
+    kld: mean KL divergence from the original model in nats; stderr: its standard error. top1: share of tokens
+    for which both models predict the same token. rtn_kld: KL divergence of the blocks rounded to nearest;
+    None if the method rounds to nearest itself. tokens: number of predictions; text: where they come from.
+    """
+
+    kld: float
+    stderr: float
+    top1: float
+    rtn_kld: float | None
+    tokens: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Summary:
     """Report of a finished job. Sizes are bytes of all tensors. matrices: number of quantized matrices, also
     outside the blocks; bits_per_weight refers to these. fallbacks: linear -> reason. kept_parameters: name,
@@ -101,7 +118,8 @@ class Summary:
     copied: bytes of each copied module outside the language model. steps_down: changes to the plan that saved
     memory. scaled: by linear, how a transform scaled its columns: `into`, the divided producer, None if there
     is none; `spread`, largest over smallest scale; `loss`, estimated share of the loss that remains; None
-    without a transform. activations: how clients quantize activations; None if they do not."""
+    without a transform. activations: how clients quantize activations; None if they do not. loss: on
+    held-back tokens; None: not measured."""
 
     source: str
     output: str
@@ -125,6 +143,7 @@ class Summary:
     seconds: dict[str, float]
     steps_down: list[str]
     activations: str | None
+    loss: Loss | None
 
 
 @dataclass(frozen=True)

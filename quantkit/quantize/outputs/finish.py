@@ -8,12 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
-from quantkit.grids.distance import relative_distance
+from quantkit.grids.distance import token_distances
 from quantkit.inspection.record import activations
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine import distributed
@@ -22,15 +21,15 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.job import Job
-from quantkit.quantize.outputs import Draft, ExpertTokens, Summary
+from quantkit.quantize.outputs import Draft, ExpertTokens, Loss, Summary, loss
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.timings import Timings
 
 if TYPE_CHECKING:  # gguf takes a while to import, and few jobs need it
     from quantkit.models.gguf.imatrix import Imatrix
 
-VERIFY_TOKENS = 8  # whose logits are compared: they depend on final norm and head
-# Relative difference of hidden states between the loop and the files read back. Both compute the same
+LAST = slice(-8, None)  # tokens whose logits are compared: they depend on final norm and head
+# Largest relative difference of a token between the loop and the files read back. Both compute the same
 # values in the same order; the slack is for devices whose kernels are not bit-reproducible.
 VERIFY_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-3}
 FAULTY = "the disk or memory may be faulty; --resume writes and checks it again. Please report this"
@@ -56,12 +55,22 @@ def finish(
             assembled.enter_context(job.staging.assemble())
         drafts[0].output.write(drafts, imatrix, progress)
     check_unchanged(jobs[0].checkpoint)  # the disk is not to be blamed for it
+    reference = None if final_states is None else jobs[0].skeleton.logits(final_states[0, LAST])
+    jobs[0].skeleton.model.to("meta")  # no second embedding next to the original's or the written one
+    expected = None
+    if jobs[0].held_back:
+        progress.phase("measuring the loss: the original model")
+        with timings("loss"):
+            expected = loss.of_original(jobs[0])
+    return_freed_pages(also_kept=True)
     progress.phase("verifying what was written")
     summaries = []
     for job, draft in zip(jobs, drafts, strict=True):
         with timings("verify"):
-            _verify(job, draft.place, final_states)
-        summaries.append(summarize(job, timings))
+            measured = _verify(job, draft.place, final_states, reference, expected)
+        if measured and (warning := loss.warning(measured, job.request.options)):
+            progress.warn(warning)
+        summaries.append(summarize(job, timings, measured))
         draft.output.describe(draft, summaries[-1])
         job.staging.publish()
     return summaries
@@ -92,30 +101,34 @@ def manifest(job: Job) -> dict:
     return described | ({"notes": list(job.method.notes)} if job.method.notes else {})
 
 
-def _verify(job: Job, place: Path, expected: Tensor | None) -> None:
-    """Read the output back and run the loop's first batch through it, block by block. Without `expected`
-    hidden states, only check that the output is complete."""
-    if expected is None:
-        written = open_checkpoint(str(place))
-        return Skeleton(written, torch.float32, torch.device("cpu")).names.check_complete()
-    last = slice(-VERIFY_TOKENS, None)
-    reference = job.skeleton.logits(expected[0, last])
-    job.skeleton.model.to("meta")  # no second embedding next to the written one
-    return_freed_pages(also_kept=True)
+def _verify(
+    job: Job, place: Path, states: Tensor | None, logits: Tensor | None, expected: loss.Expected | None
+) -> Loss | None:
+    """Read the output back and run the loop's first batch and the held-back tokens through it, block by
+    block. Return the loss on the held-back tokens. states, logits: of the first batch; None: not known, then
+    only check that the output is complete. expected: predictions of the original model.
+    """
     written = open_checkpoint(str(place), trust_remote_code=job.request.trust_remote_code)
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
+    skeleton.names.check_complete()
+    batches = [] if states is None else job.batches[:1]
+    batches += [job.held_back.tokens] if expected else []
+    if not batches:
+        return None
     with mapped():
         skeleton.load_rest()
-    (hidden,) = walk.through(skeleton, job.batches[:1], place=HERE)
-    logits = skeleton.logits(hidden[0, last]), reference
-    refuse_unlike({"hidden states": (hidden, expected), "logits": logits}, job.plan.execution.dtype, place)
+    final = walk.through(skeleton, batches, place=HERE)
+    if states is not None:
+        pairs = {"hidden states": (final[0], states), "logits": (skeleton.logits(final[0][0, LAST]), logits)}
+        refuse_unlike(pairs, job.plan.execution.dtype, place)
+    return loss.of_output(job, expected, skeleton, final[len(batches) - 1]) if expected else None
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
     """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
     expected. pairs: name -> (computed, expected)."""
     for what, (found, reference) in pairs.items():
-        difference = relative_distance(found, reference)
+        difference = token_distances(found, reference).max().item()
         if not difference <= VERIFY_TOLERANCE[dtype]:
             raise QuantkitError(
                 f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
@@ -139,8 +152,8 @@ def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
     )
 
 
-def summarize(job: Job, timings: Timings) -> Summary:
-    """Return the report of a job whose output is verified."""
+def summarize(job: Job, timings: Timings, measured: Loss | None) -> Summary:
+    """Return the report of a job whose output is verified. measured: its loss."""
     records = job.staging.records()
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
@@ -168,6 +181,7 @@ def summarize(job: Job, timings: Timings) -> Summary:
         seconds=dict(timings.seconds),
         steps_down=list(timings.notes),
         activations=activations(job.material.config),
+        loss=measured,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from quantkit.models.files import card, checksums, gguf_shards, safetensors_fold
 from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.reading import Slice, stacked
-from quantkit.models.files.safetensors_folder import TensorInfo
+from quantkit.models.files.safetensors_folder import TensorInfo, read_json
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary, outside
@@ -108,7 +109,9 @@ class Output:
         write_json(place / MANIFEST, draft.manifest | written | ({"copied": copied} if copied else {}))
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Add timings (they vary between equal jobs) and the model card. Called after verification."""
+        """Add the loss, timings (they vary between equal jobs) and the card. Called after verification."""
+        manifest = read_json(draft.place / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
+        write_json(draft.place / MANIFEST, manifest)
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
         (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         made = model_card(draft.place, draft.material, draft.manifest, summary)

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scal
 from quantkit.models.files import card, checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
+from quantkit.models.files.headers import LOSS
 from quantkit.models.files.reading import Rewritten
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.models.gguf.checkpoint import PLAIN
@@ -44,6 +45,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 
 DECODED = 1 << 24  # values that are decoded at a time
+LOSS_ROOM = 512  # bytes reserved in the metadata for the loss, which is measured later
 
 
 @dataclass(frozen=True)
@@ -220,8 +222,11 @@ class GgufOutput(Output):
                 checksums.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
-        """Write the model card next to the file, unless a card that quantkit did not write is there."""
+        """Add the loss, and write the model card next to the file, unless a card that quantkit did not write
+        is there."""
         place = gguf_shards.first(draft.place)
+        if summary.loss:
+            checksums.fill(place, LOSS, json.dumps(asdict(summary.loss)))
         made = model_card(place, draft.material, draft.manifest, summary)
         card.write_own(card.path_of(Path(summary.output)), *made)
 
@@ -249,6 +254,7 @@ class GgufOutput(Output):
             **self.metadata,
             **used,
             "quantkit.manifest": json.dumps(manifest, ensure_ascii=False),
+            LOSS: " " * LOSS_ROOM,
         }
 
     def _changed(self, material: Material) -> Checkpoint:

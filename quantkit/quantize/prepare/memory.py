@@ -21,6 +21,8 @@ COMFORT = 0.8  # of the free memory that a job may take where there is another w
 FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 LOADED_LATER_BYTES = 80 * MIB  # what Python with torch for CPUs and transformers load on the way; measured
+CHUNK_BYTES = 1 << 24  # float32 logits at a time where the loss of an output is measured
+LOSS_BYTES = 1 << 28  # log-probabilities of the original model that are kept meanwhile, at most
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
 SEARCH_VALUES = 1 << 26  # of a range search's temporaries on an accelerator, see grids/parallel.py
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
@@ -235,6 +237,13 @@ def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
     """Return the peak bytes of running the blocks while the next is read. spilled: states are in a file."""
     states = shapes.moving if spilled else shapes.states
     return (shapes.rest + 2 * shapes.block) * shapes.element + states + shapes.batch
+
+
+def loss_memory(shapes: Shapes, log_probs: int) -> int:
+    """Return the peak bytes of measuring the loss of an output. log_probs: bytes of the original model's
+    predictions."""
+    block = shapes.block * shapes.element + 18 * shapes.largest_linear  # one linear is rounded to nearest
+    return LOADED_LATER_BYTES + shapes.rest * shapes.element + block + log_probs + LOGITS * CHUNK_BYTES
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:

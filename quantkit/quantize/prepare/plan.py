@@ -27,9 +27,11 @@ from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
+    LOADED_LATER_BYTES,
     Peak,
     Shapes,
     forward_memory,
+    loss_memory,
     peak_memory,
     scratch_bytes,
     sites_at_once,
@@ -88,9 +90,29 @@ def job_memory(
     method: Method,
     shapes: Shapes,
     shape: tuple[int, int],
+    log_probs: int,
     way: Execution,
 ) -> Peak:
-    """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens."""
+    """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens. log_probs: see
+    `decide`."""
+    peak = _quantizing(skeleton, specs, method, shapes, shape, way)
+    if not log_probs:
+        return peak
+    measuring = loss_memory(shapes, log_probs)
+    if is_accelerator(skeleton.device):
+        return Peak(max(peak.device, measuring - log_probs), max(peak.host, log_probs + LOADED_LATER_BYTES))
+    return Peak(0, max(peak.host, measuring))
+
+
+def _quantizing(
+    skeleton: Skeleton,
+    specs: Sequence[LinearSpec],
+    method: Method,
+    shapes: Shapes,
+    shape: tuple[int, int],
+    way: Execution,
+) -> Peak:
+    """Return the peak bytes of one rank until the output is written."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
     batches = -(-samples // way.batch_size)
     own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
@@ -178,15 +200,17 @@ def decide(
     options: RunOptions,
     shape: tuple[int, int],
     kept: dict,
+    log_probs: int = 0,
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the resumed job's execution, or {}; used for options that the user left open. Chooses the fastest of
+    kept: the resumed job's execution, or {}; used for options that the user left open. log_probs: bytes of
+    the original model's predictions, with which the output is compared. Chooses the fastest of
     the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5) if the way with the
     least memory does not fit.
     """
     shapes = shapes_of(skeleton, specs, shape[0] * shape[1], 0)
-    need = partial(job_memory, skeleton, specs, method, shapes, shape)
+    need = partial(job_memory, skeleton, specs, method, shapes, shape, log_probs)
     ways = list(_ways(skeleton, method, options, shape, kept))
     rooms = Rooms.of(skeleton.device, Limit.of(max_memory(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)

@@ -25,13 +25,14 @@ def parting(
     prompt: int64 `[1, tokens]`. own, drafted: new token ids. index: position of the first difference among
     the new tokens. token, expected: ids of the drafted and the own text there; None if one text ends there.
     margin: logit of `expected` minus logit of `token`, computed token by token. noise: largest difference of
-    the target's logits between token by token and one pass. tie: whether margin <= 2 · noise.
+    the target's logits at that position between token by token and one pass. tie: margin <= 2 · noise.
     """
     index = first_difference(own, drafted)
     if index is None:
         return None
     single = _one_by_one(target, prompt, own)
-    noise = (_at_once(target, prompt, own) - single).abs().max().item()
+    at = min(index, len(own) - 1)  # another position may be noisier
+    noise = (_at_once(target, prompt, own)[at] - single[at]).abs().max().item()
     if index >= min(len(own), len(drafted)):  # one text ended: rounding cannot explain that
         found = {"token": None, "expected": None, "margin": None, "tie": False}
     else:

@@ -1,4 +1,4 @@
-"""KL(teacher ‖ student) over the whole vocabulary, from final hidden states, some tokens at a time.
+"""KL divergence over the whole vocabulary, from final hidden states, some tokens at a time.
 
 Measurements on held-out text use temperature 1. A loss may have another temperature T (Hinton et al. 2015,
 arXiv:1503.02531, section 2): logits are divided by T and divergences multiplied by T².
@@ -35,4 +35,10 @@ def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:
     `[..., vocabulary]`."""
     expected = torch.log_softmax(teacher.float() / temperature, -1)
     found = torch.log_softmax(student.float() / temperature, -1)
-    return (expected.exp() * (expected - found)).sum(-1)
+    return of_log_probs(expected, found)
+
+
+def of_log_probs(expected: Tensor, found: Tensor) -> Tensor:
+    """Return the KL divergence `[...]` of each prediction in nats, from log-probabilities
+    `[..., vocabulary]`."""
+    return (expected - found).mul_(expected.exp()).sum(-1)

@@ -1,0 +1,154 @@
+"""The loss that ends every job: KL divergence from the original on tokens kept out of the calibration."""
+
+import json
+from types import SimpleNamespace
+
+import families
+import jobs
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from quantkit.models.files import headers
+from quantkit.models.files.open import open_checkpoint
+from quantkit.options import CalibrationOptions
+from quantkit.quantize import loop
+from quantkit.quantize.calibrate import original
+from quantkit.quantize.outputs import Loss, loss
+from quantkit.quantize.progress import Progress
+from quantkit.text import calibration
+
+PLAIN = {"group_size": 32, "transform": "none", "refine": 0}
+SHORT = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model("llama", tokenizer=True, **SHORT)
+
+
+def log_probs(folder, tokens):
+    """By transformers, of a checkpoint that quantkit decodes."""
+    checkpoint = open_checkpoint(str(folder))
+    model = transformers.AutoModelForCausalLM.from_config(checkpoint.config, dtype=torch.float32).eval()
+    state = {name: checkpoint.read(name).float() for name in checkpoint.names}
+    model.load_state_dict(state, strict=False)
+    with torch.no_grad():
+        return torch.log_softmax(model(tokens).logits, -1).flatten(0, 1).double()
+
+
+def literal(expected, found):
+    kld = (expected.exp() * (expected - found)).sum(-1)
+    same = (expected.argmax(-1) == found.argmax(-1)).double().mean()
+    return kld.mean().item(), (kld.std() / len(kld) ** 0.5).item(), same.item()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_the_loss_is_that_of_the_models_that_transformers_runs(model, tmp_path, bits):
+    arguments = {"calibration": jobs.calibration(tmp_path, 6, 32), "dtype": "float32", "loss_tokens": 200}
+    job = jobs.prepare("gptq", model, tmp_path / "out", {**PLAIN, "bits": bits}, **arguments)
+    tokens = job.held_back.tokens
+    found = loop.run(job, Progress()).loss
+    rounded = jobs.quantize(
+        "gptq",
+        model,
+        tmp_path / "rtn",
+        {"bits": bits, "group_size": 32, "transform": "none", "solver": "rtn"},
+    )
+    expected = log_probs(model, tokens)
+    kld, stderr, top1 = literal(expected, log_probs(rounded.output, tokens))
+    assert found.rtn_kld == pytest.approx(kld, rel=6e-3)  # three digits
+    kld, stderr, top1 = literal(expected, log_probs(tmp_path / "out", tokens))
+    assert (found.kld, found.stderr) == pytest.approx((kld, stderr), rel=6e-3)
+    assert found.top1 == pytest.approx(top1, rel=6e-3)
+    assert (found.tokens, found.text) == (tokens.numel(), "calibration.txt")
+    assert tokens.shape == (200 // 32, 32)
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    assert Loss(**manifest["loss"]) == found
+    assert f"{found.kld:.3g}" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_tokens_are_held_back_from_the_text_behind_the_calibration(model, tmp_path):
+    options = jobs.calibration(tmp_path, 6, 32)
+    checkpoint = open_checkpoint(str(model))
+    plain = calibration.load(checkpoint, options)
+    found = calibration.load(checkpoint, options, held_back=64)
+    more = calibration.load(checkpoint, CalibrationOptions(options.calibration, samples=8, seqlen=32))
+    assert plain.held_back is None
+    assert found.provenance == plain.provenance and torch.equal(found.tokens, plain.tokens)
+    assert torch.equal(torch.cat([found.tokens, found.held_back.tokens]), more.tokens)
+
+
+def test_a_text_that_is_used_up_is_replaced_by_the_shipped_one(model, tmp_path):
+    job = jobs.prepare(
+        "gptq",
+        model,
+        tmp_path / "out",
+        PLAIN,
+        calibration=jobs.calibration(tmp_path, 999, 32),
+        loss_tokens=64,
+    )
+    assert job.held_back.text == "shipped held-out"
+    assert job.held_back.tokens.numel() == 64
+
+
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_data_free_jobs_measure_it_where_there_is_a_tokenizer(tiny_model, tmp_path, tokenizer):
+    model = tiny_model("llama", tokenizer=tokenizer, **SHORT)
+    found = jobs.quantize("nf4", model, tmp_path / "out", loss_tokens=None).loss
+    assert (found and (found.tokens, found.rtn_kld)) == ((256, None) if tokenizer else None)
+
+
+def test_a_gguf_file_holds_it_in_its_metadata(model, tmp_path):
+    pytest.importorskip("gguf")
+    options = {"type": ("Q8_0",), "solver": "rtn"}
+    found = jobs.quantize("gguf", model, tmp_path / "out.gguf", options, loss_tokens=64).loss
+    contents = headers.open_contents(str(tmp_path / "out.gguf"))
+    assert Loss(**contents.manifest["loss"]) == found and 0 < found.kld < 1e-3
+
+
+def post_norm(tmp_path):
+    """A model whose projections end in norms, with a massive first token, in bfloat16, as Gemma 3. The norms
+    undo that the projections' outputs are small beside the hidden states."""
+    folder = families.save_model(
+        tmp_path / "gemma2", "gemma2", tie_word_embeddings=False, num_hidden_layers=2
+    )
+    families.save_tokenizer(folder, bos=True)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor *= 0.05
+    embedding = tensors["model.embed_tokens.weight"]
+    embedding[0, 3] = 1e4 * embedding.abs().max()
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("faulty", [False, True])
+def test_writers_of_hidden_states_that_are_none_are_seen(tmp_path, monkeypatch, faulty):
+    if faulty:  # as quantkit 0.3 found them in Gemma 3
+        writers = ["self_attn.o_proj", "mlp.down_proj"]
+        monkeypatch.setattr(original, "find_writers", lambda *arguments: writers)
+    listener = jobs.Listener()
+    job = jobs.prepare(
+        "gptq", post_norm(tmp_path), tmp_path / "out", {**PLAIN, "bits": 4}, progress=listener,
+        calibration=jobs.calibration(tmp_path, 32, 64), dtype="bfloat16", loss_tokens=None,
+    )  # fmt: skip
+    found = loop.run(job, listener).loss
+    said = [text for text in listener.warnings if "loses more than round to nearest" in text]
+    assert (found.kld > found.rtn_kld) == faulty
+    assert bool(said) == faulty and all("--target own" in text for text in said)
+
+
+def test_what_a_user_is_warned_of():
+    def warning(kld, rtn_kld, **options):
+        return loss.warning(Loss(kld, 0.01, 0.5, rtn_kld, 512, "shipped"), SimpleNamespace(**options))
+
+    feedback = {"target": "original", "transform": "auto", "solver": "gptq"}
+    assert warning(0.125, 0.1) is None and warning(0.009, 0.001) is None, "chance"
+    found = warning(3.41, 0.96, **feedback)
+    assert "3.41 against 0.96; try --target own or --transform none or --solver rtn" in found
+    assert "try --solver rtn" in warning(3.41, 0.96, **feedback | {"target": "own", "transform": "none"})
+    assert "predicts little like the original" in warning(1.2, 1.5) and warning(0.99, None) is None
