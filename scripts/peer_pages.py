@@ -104,13 +104,22 @@ def short_table(rows: list[Row], text: str) -> str:
     return table(["format", "tool", *(head.partition(",")[0] for head in figures)], lines, left=2)
 
 
+def short_protocol(how: dict, text: str) -> str:
+    """Markdown: the same for the README."""
+    size = " × ".join(map(str, how["calibration_size"]))
+    return (
+        f"\n{SHORT.get(text, text)}: {how['limit']:,} tokens, context {how['context']}. All tools: the same "
+        f"{size} calibration tokens, groups of {how['group_size']}, CPU seconds of one thread.\n"
+    )
+
+
 def protocol(stored: dict) -> str:
     """Markdown: how all rows were measured, and by which versions."""
     rows, how = stored["rows"], stored["protocol"]
     found = {f"{row['tool']} {row['versions'][row['tool']]}" for row in rows if row["tool"]}
     texts = ", ".join(f"{SHORT.get(text, text)} (sha256 {sha[:12]})" for text, sha in how["texts"].items())
     (model, weights), *_ = how["model"].items()
-    size = "×".join(map(str, how["calibration_size"]))
+    size = " × ".join(map(str, how["calibration_size"]))
     return (
         f"\n{model}, model.safetensors sha256 {weights[:12]}. Calibration of all tools: {size} tokens of the "
         f"{how['calibration']}. Groups of {how['group_size']}. Measured on {texts}: the first "
@@ -151,11 +160,12 @@ def real(path: Path, write: bool) -> None:
     stored = json.loads(path.read_text(encoding="utf-8"))
     texts = list(stored["protocol"]["texts"])
     rows = ordered(stored["rows"], texts[0])
-    short, readme = short_table(rows, texts[0]), ROOT / "README.md"
+    readme = ROOT / "README.md"
+    short = short_table(rows, texts[0]) + short_protocol(stored["protocol"], texts[0])
     sections = {
         ("real", PAGE): whole_table(rows, texts) + protocol(stored),
         ("headline", readme): headline(rows, texts[0]),
-        ("results", readme): short + protocol(stored) + "\n" + bundled(),
+        ("results", readme): short + bundled(),
     }
     for (marker, document), text in sections.items():
         if write:
@@ -195,13 +205,13 @@ def plot(path: Path) -> None:
     for label, (shown, colour, marker) in LINES.items():
         rows = [row for row in stored["rows"] if row["label"] == label and text in row.get("kld", {})]
         style = {"marker": marker, "color": colour, "ms": 5}
-        style["lw"] = 1.8 if shown.startswith("quantkit") else 1
+        style["lw"] = 0 if label == "bitsandbytes" else 1.8 if shown.startswith("quantkit") else 1
         for axis, figures in zip(axes, ("weight_bytes", "cpu"), strict=True):
             unit = 1e6 if figures == "weight_bytes" else 1
             points = sorted((row[figures] / unit, row["kld"][text]) for row in rows)
             if points:
                 axis.plot(*zip(*points, strict=True), label=shown, **style)
-            style["lw"] = 0.6
+            style["lw"] = 0  # seconds do not follow from bits
     axes[0].set(yscale="log", ylabel="KL divergence", xlabel="MB of the whole model")
     axes[1].set(xscale="log", xlabel="CPU seconds of the job, one thread")
     for one in axes:
