@@ -31,7 +31,7 @@ FORMATS = {  # as rows are ordered; the name of a format in tables
     "Q2_K": "Q2_K",
     "IQ2_XXS": "IQ2_XXS",
 }
-README = (16, 8, "int8", "fp8", "Q8_0", 4, "nf4", "Q4_K_M")  # formats of the README's table
+README = (16, 8, "Q8_0", 4, "nf4", "Q4_K_M")  # formats of the README's table
 SHORT = {"wikitext2_test.tokens.txt": "WikiText-2", "frankenstein.txt": "Frankenstein"}
 PAGE = ROOT / "docs/measurements/real-models.md"
 Row = dict
