@@ -58,12 +58,17 @@ def quantize(
     asked = {"resume": resume, "overwrite": overwrite, "revision": revision, "offline": offline}
     with _listening(progress) as listener:
         from quantkit.evaluation import of_job, windows
+        from quantkit.quantize.outputs import finish
         from quantkit.quantize.prepare import several
 
         outputs, jobs = several.prepare(choice, listener, trust_remote_code=trust_remote_code, **asked)
         if not jobs:
-            return of_job.Result(outputs, [])
-        text = windows.load(jobs[0].checkpoint, evaluate_on, None, None, None) if evaluate_on else None
+            asked["resume"] = False
+            _, jobs = several.prepare(choice, Progress(), True, trust_remote_code=trust_remote_code, **asked)
+            return of_job.Result(outputs, list(map(finish.of_finished, jobs)), finished=True)
+        column, text = choice.calibration.text_column, None
+        if evaluate_on:
+            text = windows.load(jobs[0].checkpoint, evaluate_on, column=column)
         return of_job.run(jobs, text, listener)
 
 

@@ -163,11 +163,21 @@ def one_of(
 
     Raises QuantkitError (exit code 2) with the complaint, the most similar name and all names.
     """
-    import difflib
-
     known = (aliases or {}).get(name, name)
     if known in names:
         return known
-    near = difflib.get_close_matches(name, [*names, *(aliases or ())], 1)
-    guess = f"did you mean {near[0]}? " if near else ""
+    guess = did_you_mean(nearest(name, [*names, *(aliases or ())]))
     raise QuantkitError(complaint, f"{guess}choose one of {', '.join(names)}", USAGE)
+
+
+def nearest(name: str, names: Collection[str]) -> list[str]:
+    """Return the most similar name; [] if none is similar."""
+    import difflib
+
+    lower = {known.lower(): known for known in names}
+    return [lower[near] for near in difflib.get_close_matches(name.lower(), lower, 1)]
+
+
+def did_you_mean(near: Collection[str], between: str = " or ") -> str:
+    """Return the beginning of a hint that offers similar names; "" without any."""
+    return f"did you mean {between.join(near)}? " if near else ""

@@ -9,21 +9,30 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest, require
 
 MOST = 1 << 32  # maximum of numbers of tokens
 SHARD_GB = 5.0  # default of --max-shard-gb; a GGUF file is whole by default
 BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20}  # units of token numbers
 DEVICES = r"auto|cpu|mps|(cuda|xpu|hpu|npu)(:\d+)?"
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+DTYPES = {"fp32": "float32", "f32": "float32", "bf16": "bfloat16", "fp16": "float16", "f16": "float16"}
 
 
 def size_bytes(text: str, flag: str) -> int:
-    """Parse a size such as `3.5GiB` and return bytes. Raises QuantkitError for other texts."""
-    parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?B)?\s*", text, re.IGNORECASE)
+    """Parse a size such as `3.5GiB` or `4G` and return bytes. Raises QuantkitError for other texts."""
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([KMG]i?)?(B)?\s*", text, re.IGNORECASE)
     if not parts or float(parts[1]) == 0:
         raise QuantkitError(f"{flag} {text!r} is not a size", "write 4GB, 700MB or 3.5GiB", USAGE)
+    hint = f"write {flag} {text}GB, or {text}B for bytes"
+    require(parts[2] or parts[3], f"{flag} {text} has no unit", hint, USAGE)
     return int(float(parts[1]) * UNITS[(parts[2] or "").upper()])
+
+
+def mean_bits(typed: str) -> str:
+    """Return the hint for a fraction typed as a number of bits; "" for other texts."""
+    hint = f"for a mean of {typed} bits, different in each linear: quantkit auto MODEL --bpw {typed}"
+    return hint if re.fullmatch(r"\d+\.\d+", typed) else ""
 
 
 def parse_tokens(text: str) -> int:
@@ -52,7 +61,13 @@ def check_machine(device: str | None, threads: int | None) -> None:
     """
     check_value("--threads", threads, threads is None or threads >= 1, "choose 1 or more")
     if device and "torch" not in sys.modules and not re.fullmatch(DEVICES, device):
-        raise QuantkitError(f"{device!r} is not a device", "choose auto, cpu, cuda, cuda:N or mps", USAGE)
+        raise unknown_device(device)
+
+
+def unknown_device(name: str) -> QuantkitError:
+    """Return the error for a device that no machine has."""
+    near = did_you_mean(nearest(name, ("auto", "cpu", "cuda", "mps")))
+    return QuantkitError(f"{name!r} is not a device", f"{near}choose auto, cpu, cuda, cuda:N or mps", USAGE)
 
 
 def option(
@@ -75,24 +90,29 @@ def option(
     return dataclasses.field(default=default, metadata=metadata | {"flag": flag, "metavar": metavar})
 
 
+def text_column() -> Any:
+    """Return the option that names the column of a text, for every dataclass that takes a text."""
+    return option(
+        "text",
+        "Key or column that holds the text or the conversations. Conversations are rendered with the "
+        "model's chat template. (default: text, else messages or conversations)",
+    )
+
+
 @dataclass(frozen=True)
 class CalibrationOptions:
     """The calibration text: source, number and length of sequences."""
 
     calibration: str | None = option(
         None,
-        "Calibration text: a .txt, .jsonl or .parquet file, or a hub dataset: wikitext2, c4, ORG/NAME, "
-        "ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a dataset is "
-        "downloaded. (default: the shipped text)",
+        "Calibration text: a .txt, .jsonl, .csv, .tsv or .parquet file, or a hub dataset: wikitext2, c4, "
+        "ORG/NAME, ORG/NAME:SPLIT:COLUMN or ORG/NAME@CONFIG:SPLIT:COLUMN. Only the needed part of a dataset "
+        "is downloaded. (default: the shipped text)",
     )
     calibration_revision: str | None = option(
         None, "Branch, tag or commit of the calibration dataset. (default: main; its commit is recorded)"
     )
-    text_column: str = option(
-        "text",
-        "Key or column that holds the text or the conversations. Conversations are rendered with the "
-        "model's chat template. (default: text, else messages or conversations)",
-    )
+    text_column: str = text_column()
     samples: int = option(128, "Number of calibration sequences.")
     seqlen: int | None = option(
         None, "Tokens per sequence. (default: 2048, or 512 for the shipped text; at most the model's context)"

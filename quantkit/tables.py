@@ -8,17 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 
 from quantkit.errors import printable
 
+GAP = 3  # cells between two columns of a table
 MODEL_BITS = "model bits"  # per weight, over all tensors; "bits/weight" counts quantized matrices only
-
-
-def stdout() -> Console:
-    """Return a console for stdout. Its width is the terminal's; in files and pipes lines do not wrap."""
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 10_000)
 
 
 def megabytes(nbytes: float) -> str:
@@ -37,12 +34,27 @@ def figure(value: float | None) -> str:
 
 
 def make_table(*columns: str) -> Table:
-    """Return an empty table; the first column is for words, the others for numbers that never wrap."""
+    """Return an empty table; the first column is for names, the others for numbers that never wrap."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     made.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
         made.add_column(column, justify="right", no_wrap=True)
     return made
+
+
+def print_table(console: Console, table: Table, *words: int) -> None:
+    """Print a table of strings. words: indices of columns of text, such as lists of blocks, which wrap before
+    names in column 0 are broken."""
+    widths = []  # that a column needs without breaking a name, a number or a word
+    for index, column in enumerate(table.columns):
+        cells = [str(cell) for cell in (column.header, *column.cells)]
+        if index in words:
+            column.justify, column.no_wrap, column.overflow = "left", False, "fold"
+            cells = " ".join(cells).split()
+        widths.append(max(map(cell_len, cells)))
+    lacking = sum(width + GAP for width in widths) - 1 - console.width
+    table.columns[0].width = max(1, widths[0] - max(0, lacking))
+    console.print(table)
 
 
 def print_facts(console: Console, facts: Mapping[str, str]) -> None:
@@ -71,9 +83,9 @@ def print_written(paths: Iterable[object], as_json: bool = False, quiet: bool = 
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return sorted numbers as ranges: `0-3,5` for [0, 1, 2, 3, 5]."""
+    """Return sorted numbers as ranges: `0-3, 5` for [0, 1, 2, 3, 5]."""
     parts = []
     for _, group in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
-    return ",".join(parts)
+    return ", ".join(parts)

@@ -17,8 +17,8 @@ others: each tool compresses the demo model in its own environment with its defa
     heldout/heldout.txt in windows of 256 tokens is measured by its own client, by transformers with the
     decoded weights in float32, and by `quantkit eval`.
 served: `quantkit serve` of every layout in every engine that is here, asked by the `openai` client. Each
-    checkpoint is served, asked for a completion and a stream, put under load by one and by several users,
-    and stopped by SIGTERM; nothing may be left running. An engine that is not here is a row that says so.
+    checkpoint is served, asked for a completion and a stream, and stopped by SIGTERM; nothing may be left
+    running. An engine that is not here is a row that says so.
 """
 
 from __future__ import annotations
@@ -553,7 +553,6 @@ def others_section(args: argparse.Namespace, root: Path) -> str:
 
 # Engines that serve
 
-USERS = "1,4"
 PROMPT, TOKENS = "Once upon a time", 16
 SERVED = {  # engine -> commands that compress; "" is the model itself
     "transformers": ["", "int8", "nf4"],
@@ -561,8 +560,7 @@ SERVED = {  # engine -> commands that compress; "" is the model itself
     "vllm": ["", "gptq", "awq", "gptq --layout compressed-tensors"],
 }
 EXTRA = {"vllm": ["--", "--enforce-eager"]}  # compiling a model this small takes minutes and gains nothing
-SERVED_HEADER = ["engine", "command", "healthy after", "greedy equal", "streamed", "tokens/s, 1 user",
-          "4 users", "left running"]  # fmt: skip
+SERVED_HEADER = ["engine", "command", "healthy after", "greedy equal", "streamed", "left running"]
 
 
 def checkpoint(command: str, root: Path) -> Path:
@@ -616,11 +614,8 @@ def served_row(engine: str, command: str, root: Path) -> list[str]:
 
 
 def ask_server(told: dict, expected: str) -> list[str]:
-    """Whether it answers as it should, whole and in a stream, and how fast under load."""
+    """Whether it answers as it should, whole and in a stream."""
     import openai
-
-    from quantkit.serving.bench.settings import Server
-    from quantkit.serving.endpoint.load import measure
 
     client = openai.OpenAI(base_url=told["url"], api_key="none", max_retries=0)
     options = {"model": told["model"], "prompt": PROMPT, "max_tokens": TOKENS}
@@ -629,11 +624,7 @@ def ask_server(told: dict, expected: str) -> list[str]:
     chunks = [c.choices[0].text for c in client.completions.create(**options, stream=True) if c.choices]
     alike = len(os.path.commonprefix([text.split(), expected.split()]))
     streamed = "the same" if "".join(chunks) == text else "another text"
-    load = Server(concurrency=USERS, requests=8, prompt_words=64, tokens=32)
-    levels = measure(told["url"], load)["levels"]
-    assert not any(level["errors"] for level in levels), levels
-    speeds = [f"{level['output_tokens_per_second']:.0f}" for level in levels]
-    return [f"{alike} of {len(expected.split())} words", streamed, *speeds]
+    return [f"{alike} of {len(expected.split())} words", streamed]
 
 
 def served_section(args: argparse.Namespace, root: Path) -> str:

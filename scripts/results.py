@@ -3,7 +3,6 @@
     python scripts/results.py PART [MODEL ...] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
 methods: every method at default options; then the same for a twin with outlier channels.
-transforms: KL divergence and CPU seconds of jobs of one thread by `--transform`, for the model and its twin.
 gguf: error feedback against llama-quantize in the same bytes, as decoded and as llama.cpp computes, whose
     kernels round activations; `--i-quants`: the types of 2 and 3 bits.
 experts: a mixture by `--experts` choice, by ever fewer calibration tokens, and as GGUF files.
@@ -25,7 +24,6 @@ import json
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
@@ -191,40 +189,6 @@ def by_method(args: argparse.Namespace, folder: Path) -> list[str]:
             if not found[better] <= factor * found[worse]:
                 missed.append(f"{better} is above {factor:g} of {worse}")
     return missed
-
-
-# transforms
-
-TRANSFORMED = {
-    "gptq 4 bit": ("gptq", {}),
-    "gptq 3 bit": ("gptq", {"bits": 3}),
-    "gptq 3 bit, zero points": ("gptq", {"bits": 3, "sym": False}),
-    "gptq 2 bit": ("gptq", {"bits": 2}),
-    "nf4": ("nf4", {"solver": "rtn"}),
-    "nf4 gptq": ("nf4", {"solver": "gptq"}),
-} | TYPES
-
-
-def by_transform(args: argparse.Namespace, folder: Path) -> list[str]:
-    demo, rows = args.models[0], []
-    twin = outlier_twin(Path(demo), folder / "twin")
-    for name, (method, options) in TRANSFORMED.items():
-        for kind, model in {"": demo, ", twin": str(twin)}.items():
-            if args.only not in f"{name}{kind}":
-                continue
-            outputs, seconds = [], []
-            with tempfile.TemporaryDirectory() as place:  # what is kept would take no time
-                for transform in args.transforms:
-                    before = time.process_time()
-                    made = method, options | {"transform": transform}
-                    text, run = CalibrationOptions(samples=args.samples), RunOptions(threads=1)
-                    outputs.append(quantize(model, Path(place), transform, made, run, text))
-                    seconds.append(time.process_time() - before)
-                found = zip(divergences(evaluated(demo, outputs, args)), seconds, strict=True)
-            rows.append([f"{name}{kind}", *(f"{kld:.5f} ({cpu:.1f} s)" for kld, cpu in found)])
-            print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
-    print(table(["", *args.transforms], rows, left=1))
-    return []
 
 
 # gguf: type -> KL divergence with error feedback, at most so many times that with the imatrix encoder
@@ -592,7 +556,6 @@ def by_passage(args: argparse.Namespace, folder: Path) -> list[str]:
 
 PARTS = {  # name -> function, defaults of its flags
     "methods": (by_method, {}),
-    "transforms": (by_transform, {"limit": 10240, "samples": 48}),
     "gguf": (by_gguf_type, {"limit": 10240}),
     "experts": (by_expert_choice, {"models": [str(ROOT / "tests/data/demo-moe-8m")]}),
     "auto": (by_search, {"limit": 10240, "samples": 128}),
@@ -616,8 +579,6 @@ def main() -> None:
     add("--only", default="", help="rows that contain this, or one engine of auto")
     add("--keep", type=Path, help="folder for what is made")
     add("--write", action="store_true", help="put the tables where they belong")
-    add("--transforms", type=lambda text: text.split(","), help="of transforms, parted by commas",
-        default=["none", "awq", "auto"])  # fmt: skip
     add("--i-quants", action="store_true", help="of gguf: the types of 2 and 3 bits")
     add("--search-tokens", type=int, default=4096, help="of auto")
     add("--best", action="store_true", help="of auto: the searched recipes by yaqa, too")

@@ -44,7 +44,9 @@ def download(repo: str, patterns: list[str] | None = None) -> dict:
 def held_out(text: str) -> dict:
     """Name and content of a text to evaluate on."""
     try:
-        return dict(zip(("name", "text"), sources.held_out(text), strict=True))
+        return dict(
+            zip(("name", "text"), sources.held_out(text, lambda talk: str(talk.messages)), strict=True)
+        )
     except QuantkitError as error:
         return {"message": error.message, "code": error.exit_code}
 

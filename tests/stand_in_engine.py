@@ -1,6 +1,7 @@
 """A stand-in for an engine's server, as a program: stand_in_engine.py PORT HOW.
 
-HOW: well; dies (before it listens); mute (answers requests with an error); deaf (to SIGTERM, with a child).
+HOW: well; dies (before it listens); mute (answers requests with an error); prose (answers
+without JSON); deaf (to SIGTERM, with a child).
 """
 
 import json
@@ -38,7 +39,9 @@ class Handler(BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if how == "mute":
             print("the worker is dead", flush=True)
-            return self.answer(500, {"detail": "no worker"})
+            return self.answer(500, {"detail": f"no worker for {self.headers['Authorization']}"})
+        if how == "prose":
+            return self.answer(200, "not a completion")
         text = f" as {asked['model']} says"
         choice = {"text": text} if self.path == "/v1/completions" else {"message": {"content": f"chat{text}"}}
         self.answer(200, {"choices": [choice], "usage": {"total_tokens": 4}})

@@ -132,7 +132,7 @@ def brute_force(grid: AffineGrid, weight: Tensor, importance: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", ["normal", "heavy"])
-@pytest.mark.parametrize("bits, symmetric", list(product((2, 3, 4), (True, False))))
+@pytest.mark.parametrize("bits, symmetric", [(2, False), (3, True)])
 def test_search_comes_close_to_brute_force(bits, symmetric, kind, size):
     grid = AffineGrid(bits, size, symmetric)
     weight = groups(kind, rows=128, size=size)

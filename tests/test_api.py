@@ -1,8 +1,8 @@
 """The Python API: every example of its page, and how it behaves in a process that goes on."""
 
 import asyncio
+import dataclasses
 import re
-import shutil
 import subprocess
 import sys
 import warnings
@@ -11,9 +11,12 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+from sums import assert_sums
 
 import quantkit
 from quantkit.errors import USAGE, VERIFICATION, QuantkitError
+from quantkit.evaluation.settings import Settings
+from quantkit.quantize.prepare import recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 FAST = {"group_size": 32, "transform": "none", "refine": 0}
@@ -27,8 +30,9 @@ class Stop(quantkit.Progress):
         raise KeyboardInterrupt
 
 
-def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsys):
-    shutil.copytree(short_demo, tmp_path / "model")
+def test_every_example_of_the_page_runs(tiny_model, tmp_path, monkeypatch, capsys):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    tiny_model("llama", name="model", tokenizer=True, **sizes)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_TOKEN", "hf_none")
     names = {"__name__": "notebook"}
@@ -42,6 +46,34 @@ def test_every_example_of_the_page_runs(short_demo, tmp_path, monkeypatch, capsy
     assert "README.md names no base_model and no license | write `base_model: ORG/NAME` and" in printed.out
     assert str({"schema": "quantkit.job/3", "finished": True, "output": "./model-nf4"})[1:40] in printed.out
     assert "unknown keys: bitz | did you mean bits?" in printed.out
+
+
+def test_options_that_are_texts_of_flags_take_numbers_and_lists():
+    typed = {"max_kld": 0.5, "min_top1": 1, "metrics": ["ppl", "kld"], "limit": 7, "trials": ["nf4", "int8"]}
+    found = recipe.filled(Settings, typed, "evaluate")
+    expected = {
+        "max_kld": "0.5",
+        "min_top1": "1",
+        "metrics": "ppl,kld",
+        "limit": 7,
+        "trials": ("nf4", "int8"),
+    }
+    assert found == Settings(**expected)
+    assert recipe.filled(Settings, {"dtype": "fp16"}, "evaluate").dtype == "float16"
+    for wrong in ({"max_kld": True}, {"metrics": [1]}, {"limit": "7"}):
+        with pytest.raises(QuantkitError, match=f"evaluate: {next(iter(wrong))} is "):
+            recipe.filled(Settings, wrong, "evaluate")
+
+
+def test_a_finished_file_has_its_summaries(tiny_model, tmp_path):
+    source = tiny_model("llama", tokenizer=True, num_hidden_layers=1)
+    options = {"type": ["Q8_0"], "solver": "rtn", "imatrix": "none", "transform": "none", "threads": 1}
+    asked = {"output": tmp_path / "made.gguf", **options}
+    made = quantkit.quantize("gguf", source, **asked)
+    again = quantkit.quantize("gguf", source, resume=True, **asked)
+    (expected,), (found,) = made.summaries, again.summaries
+    assert dataclasses.replace(expected, seconds={}) == found and not made.finished
+    assert again.record() == {"schema": "quantkit.job/3", "finished": True} | dataclasses.asdict(found)
 
 
 def test_the_import_loads_no_library():
@@ -89,7 +121,8 @@ def test_an_interrupted_call_continues_in_the_same_process(tiny_model, tmp_path)
     made = quantkit.quantize("nf4", source, output=tmp_path / "out", threads=threads + 1, resume=True)
     whole = jobs.quantize("nf4", source, tmp_path / "whole")
     weights = [(place / "model.safetensors").read_bytes() for place in (made.output, tmp_path / "whole")]
-    assert weights[0] == weights[1] and made.summaries[0].error == whole.error
+    assert weights[0] == weights[1]
+    assert_sums(made.summaries[0].error, whole.error)
 
 
 def test_a_call_inside_a_running_event_loop(tiny_model, tmp_path):
@@ -107,7 +140,7 @@ def test_a_call_inside_a_running_event_loop(tiny_model, tmp_path):
         (lambda: quantkit.quantize("gptk", "m"), "no method 'gptk'"),
         (lambda: quantkit.quantize("gptq", "m", bits="4"), "gptq: bits is '4', not int"),
         (lambda: quantkit.evaluate("m", context=4), "evaluate has unknown keys: context"),
-        (lambda: quantkit.evaluate("m", max_kld=0.1), "evaluate: max_kld is 0.1, not str"),
+        (lambda: quantkit.evaluate("m", max_kld=True), "evaluate: max_kld is True, not str"),
         (lambda: quantkit.plan("m", gpus=True), "plan: gpus is True, not int"),
         (lambda: quantkit.plan(), "give either a model or --params"),
         (lambda: quantkit.auto("m"), "no budget is given"),

@@ -66,6 +66,7 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     assert "table.json holds sensitivities of another search; different:" in refused
 
 
+@pytest.mark.nightly
 def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
     """The allocation is a bad one: most at 2 bits, some at 8. The uniform preset of its size stays."""
 
@@ -83,6 +84,7 @@ def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
     assert not manifest["job"]["override"] and "override" not in (tmp_path / "kept.yaml").read_text()
 
 
+@pytest.mark.nightly
 def test_a_divergence_is_kept_within(auto):
     found = auto("--max-kld", "0.002", "-o", "close")
     assert found["reached"] and found["searched"]["kld"] <= 0.002
@@ -94,7 +96,7 @@ def test_a_divergence_is_kept_within(auto):
 def test_a_size_holds_all_files(auto, tmp_path):
     asked = ["--sensitivities", "table.json", "--head", "4"]
     whole = auto("--bpw", "5", "-o", "whole", *asked)["searched"]["disk_bytes"]
-    found = auto("--max-size", f"{whole}", "-o", "sized", *asked)
+    found = auto("--max-size", f"{whole}B", "-o", "sized", *asked)
     assert open_checkpoint(str(tmp_path / "sized")).is_quantized("lm_head.weight")
     assert found["searched"]["disk_bytes"] <= whole
     assert sum(path.stat().st_size for path in (tmp_path / "sized").iterdir()) <= whole
@@ -104,6 +106,7 @@ MEMORY = 12 << 30  # of an rtx-3060, of which nine tenths are used
 PER_TOKEN = 6 * 2 * 2 * 64  # values of the demo model: layers, keys and values, heads, size of a head
 
 
+@pytest.mark.nightly
 def test_what_a_device_leaves_to_the_weights_is_counted(quantkit, demo_model):
     """Against the formula by hand, and the fixed bytes that --max-size subtracts."""
 
@@ -125,6 +128,7 @@ def test_what_a_device_leaves_to_the_weights_is_counted(quantkit, demo_model):
     assert refused.code == 4 and "too small" in refused.err and "less --ctx or --batch" in refused.err
 
 
+@pytest.mark.nightly
 def test_bits_and_the_type_of_the_cache_are_chosen_together(auto, quantkit, source, tmp_path, monkeypatch):
     gib = 0.00038  # with a cache of 16 bit, 5 bits a weight are left
     monkeypatch.setitem(devices.DEVICES, "toy", devices.Device("toy", "cuda", gib, 1.0, 1.0))
@@ -143,6 +147,7 @@ def test_bits_and_the_type_of_the_cache_are_chosen_together(auto, quantkit, sour
     assert rows[1]["metrics"]["kld"]["mean"] == pytest.approx(whole[1]["cache_kld"])
 
 
+@pytest.mark.nightly
 def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
     def stop(*arguments):
         raise KeyboardInterrupt
@@ -186,6 +191,7 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     assert units("table.json") == units("other.json") and len(units("other.json")) == 7
 
 
+@pytest.mark.nightly
 def test_a_budget_of_exactly_a_preset_is_compared_with_it(auto):
     """The search finds something that is a few bytes smaller, or larger than all other presets."""
     bits = auto("--bpw", "4", "--dry-run")["presets"]["3 bit g32"]
@@ -221,15 +227,38 @@ def test_a_choice_of_many_types_is_read_on_a_narrow_terminal(monkeypatch, capsys
     show._print_choice(Console(highlight=False, markup=False, width=80), choice)
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    told = " ".join(" ".join(lines).split())
-    assert "IQ2_S 6; IQ2_XS 7; IQ2_XXS 8; IQ3_S 3; IQ3_XXS 4; IQ4_XS 1; Q2_K 5,9; Q3_K 2; Q5_K 0" in told
-    assert "token_embd.weight Q5_K" in told
+    rows = [line.split() for line in lines if "attn_k" in line]
+    assert ["attn_k.weight", "5,", "9", "Q2_K"] in rows and len(rows) == len(kinds)
+    assert ["token_embd.weight", "Q5_K"] in [line.split() for line in lines]
+
+
+def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
+    """Both models, one figure per row."""
+    monkeypatch.setenv("COLUMNS", "80")
+    made = {
+        "output_bytes": 123_456_789_012, "disk_bytes": 2e9, "bits_per_weight": 3.6, "ppl": 12.3,
+        "predicted_kld": 0.02, "kld": 0.03, "kld_stderr": 0.001, "name": "3 bit g64",
+    }  # fmt: skip
+    show.print_record(
+        {
+            "rooms": [], "choice": {f"model.layers.{k}.mlp.up_proj": "2,64" for k in range(3)},
+            "searched": made, "uniform": made, "measured_on": {"tokens": 9, "text": "text"}, "cache": None,
+            "kept": "searched", "output": "out", "reached": True, "seconds": 2, "sensitivities_seconds": 1,
+        }
+    )  # fmt: skip
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["mlp.up_proj", "0-2", "2", "bit", "g64"] in rows
+    assert ["searched", "uniform"] in rows
+    assert ["size", *["123.46", "GB"] * 2] in rows
+    assert ["measured", "KL", "divergence", *["0.03000", "±", "0.00100"] * 2] in rows
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     found = auto("--bpw", "4", "--dry-run")
     assert found["units"] == 7 and found["presets"]["4 bit g32"] == pytest.approx(4.5, abs=0.1)
     assert found["least_bits"] < 4 < found["most_bits"] and not (tmp_path / "found.auto").exists()
+    soonest, latest = found["expected_seconds"]
+    assert 4 < soonest < latest < 600 and auto("--max-kld", "1", "--dry-run")["expected_seconds"][1] > latest
     refused = auto("--bpw", "1", code=4)
     assert "1.00 bits per weight is too small; the smallest possible result is 2." in refused
     refused = auto("--max-size", "1KB", code=4)

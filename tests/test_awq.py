@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import blocks
 import pytest
 import torch
+from nights import by_day
+from sums import assert_sums
 
 from quantkit.grids.affine import AffineGrid
 from quantkit.quantize import solvers
@@ -215,7 +217,8 @@ def test_clipping_is_kept_only_where_the_outputs_gain(symmetric):
     (with_clip,), (without,) = (RtnSolver(weighted=True).solve([weight], [g], hessian) for g in (clip, plain))
     relative = token_by_token(x, with_clip.weight.values() - weight) / token_by_token(x, weight)
     assert with_clip.error == pytest.approx(relative, rel=1e-4)
-    assert with_clip.rtn_error == without.error and with_clip.error <= without.error
+    assert_sums(with_clip.rtn_error, without.error)
+    assert with_clip.error <= without.error
     assert torch.equal(without.weight.values(), rtn.quantize(weight, plain).values())
 
 
@@ -239,7 +242,7 @@ def with_outliers(bench: blocks.Bench) -> blocks.Bench:
     return bench
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", by_day(FAMILIES, ["llama", "gemma3", "gpt2"]))
 def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
     """Site by site, the others left alone: their errors are measured with their own inputs."""
     folder = tiny_model(family)

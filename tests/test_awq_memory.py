@@ -3,6 +3,7 @@
 import families
 import jobs
 import pytest
+from nights import nightly
 from test_experts_fused import MIXTURES
 
 from quantkit.models.machine import expert_share
@@ -24,9 +25,8 @@ def scaled(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "dtype", "moved"),
     [
-        ("mixtral", "bfloat16", 4),
         ("qwen2_moe", "float32", 4),
-        ("llama4", "float32", 4),
+        *nightly(("mixtral", "bfloat16", 4), ("llama4", "float32", 4)),
         ("gpt_oss", "bfloat16", 4),
     ],
 )

@@ -5,6 +5,7 @@ import families
 import jobs
 import pytest
 import torch
+from nights import nightly
 from test_experts_fused import MIXTURES
 from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
@@ -124,7 +125,7 @@ def test_experts_that_no_token_of_the_probe_reaches_are_proven_all_the_same(benc
     assert [set(fold.columns) for folds in found for fold in folds] == [{"down_proj.weight"}] * 32
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["mixtral", *nightly("qwen2_moe", "qwen3_moe", "deepseek_v3")])
 @pytest.mark.parametrize("searched", [4096, 40])
 def test_experts_lose_less_with_the_norm_folded(bench, monkeypatch, family, searched):
     """Σ tokens · tr(dW H dWᵀ) over experts with their own H, of every reader of the norm."""
@@ -193,7 +194,7 @@ def test_an_expert_alone_is_what_it_is_in_its_layer(bench):
     torch.testing.assert_close(layer.alone(2, hidden), layer(hidden, *everyone))
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen2_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen2_moe", *nightly("mixtral", "deepseek_v3")])
 def test_routers_are_written_as_they_were_stored(tiny_model, tmp_path, kind):
     """The columns of a router are multiplied by what its norm is divided by, under the source's names, and it
     is reported as kept; the job verifies that what it wrote computes what it saw."""

@@ -10,7 +10,6 @@ import jsonschema
 import pytest
 import torch
 import transformers
-from rich.console import Console
 from transformers.generation.continuous_batching import continuous_api
 
 from quantkit.errors import QuantkitError
@@ -78,12 +77,6 @@ def test_a_padded_batch_is_counted():
     assert (found["tokens_per_second"], found["requests_per_second"]) == (0.5, 0.25)
     assert found["latency"] == pytest.approx({"p50": 7.5, "p90": 7.9, "p99": 7.99})
     assert found["first_token"] == pytest.approx({"p50": 5.5, "p90": 5.9, "p99": 5.99})
-
-
-def test_one_request_alone_wastes_nothing():
-    served, steps = padded.account([Request(0.0, 5, 1)], 0.0, [2.0], [[1]])
-    found = figures(Replay(tuple(served), tuple(steps)))
-    assert (found["padded"], found["idle"], found["used"], found["reserved"]) == (0.0, 0.0, 5.0, 5.0)
 
 
 def test_static_batches_on_the_clock(model, prompts):
@@ -183,13 +176,6 @@ def test_the_record_is_what_its_schema_says(result):
     assert [len(outcome["requests"]) for outcome in record["outcomes"]] == [3, 3, 3]
 
 
-def test_what_is_shown_fits_a_narrow_terminal(result, capsys):
-    show.report(result).show(Console(width=80, force_terminal=True, color_system=None))
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "3 requests in 0.5 s; prompts 2 to 4 tokens" in " ".join(shown.split())
-
-
 def test_the_plot_shows_latencies(result):
     (figure,) = show.report(result).figures
     assert [series.label for series in figure.series] == ["static", "dynamic", "continuous"]
@@ -214,13 +200,6 @@ def test_another_loop_in_transformers_is_an_outcome(checkpoint, monkeypatch):
     monkeypatch.delattr(continuous_api.ContinuousMixin, "init_continuous_batching")
     made = measure.measure(checkpoint, asked("static,continuous"), torch.float32, torch.device("cpu"))
     assert "init_continuous_batching" in made["outcomes"][1]["refused"]
-
-
-def test_where_nothing_serves_the_reasons_are_the_error(checkpoint, monkeypatch):
-    monkeypatch.setattr(continuous, "serve", refusing)
-    with pytest.raises(QuantkitError, match="no batching ran: continuous: Invalid layer type") as error:
-        measure.measure(checkpoint, asked("continuous"), torch.float32, torch.device("cpu"))
-    assert error.value.exit_code == 4
 
 
 def test_a_strategy_that_fails_midway_is_an_outcome(checkpoint, monkeypatch):

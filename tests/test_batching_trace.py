@@ -7,7 +7,6 @@ import pytest
 
 from quantkit.serving.bench.batching import trace
 from quantkit.serving.bench.batching.padded import next_batch
-from quantkit.serving.bench.batching.show import describe
 from quantkit.serving.bench.batching.trace import Request
 from quantkit.serving.bench.settings import Batching
 
@@ -20,12 +19,6 @@ def test_a_seed_gives_one_trace_and_another_seed_another():
     assert drawn(50) == drawn(50)
     assert drawn(50) != drawn(50, seed=1)
     assert drawn(5) == drawn(50)[:5]
-
-
-def test_another_rate_brings_the_same_requests_at_other_times():
-    slow, fast = drawn(50, rate=2.0), drawn(50, rate=8.0)
-    assert [(r.prompt, r.output) for r in slow] == [(r.prompt, r.output) for r in fast]
-    assert [r.arrival for r in slow] == pytest.approx([4 * r.arrival for r in fast])
 
 
 def test_arrivals_are_a_poisson_process():
@@ -48,13 +41,6 @@ def test_no_request_is_longer_than_the_context():
     requests = drawn(context=64)
     assert max(r.prompt for r in requests) == 32
     assert max(r.prompt + r.output for r in requests) == 64 and min(r.output for r in requests) >= 1
-
-
-def test_a_trace_in_words():
-    requests = [{"arrival": 0.0, "prompt": 20, "output": 4}, {"arrival": 2.0, "prompt": 10, "output": 2}]
-    assert describe(requests) == (
-        "2 requests in 2 s; prompts 10 to 20 tokens (median 15), outputs 2 to 4 tokens (median 3)"
-    )
 
 
 ARRIVALS = [0.0, 1.0, 2.0, 5.0, 5.5]

@@ -1,8 +1,11 @@
 """`quantkit bench`: what is run and counted, what cannot run, and the command (see test_bench_record.py)."""
 
 import json
+import logging
 import os
 import pickle
+import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +110,35 @@ def test_a_client_that_fails_at_first_use_is_not_used(make, tiny_model, tmp_path
     assert found.note == "transformers does not load it packed: no kernel for this device"
 
 
+def test_packages_that_are_missing_are_named_as_inspect_names_them(make, tiny_model, tmp_path, monkeypatch):
+    make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
+    checkpoint = open_checkpoint(str(tmp_path / "nf4"))
+    monkeypatch.setattr(engine, "installed", lambda package: package == "bitsandbytes")
+    found = engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+    assert found.note == "transformers does not load it packed: it needs accelerate (pip install accelerate)"
+    assert engine.client_of(checkpoint)["note"] == "with accelerate and bitsandbytes installed"
+
+
+def test_clients_are_silent_while_they_load(make, tiny_model, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("bitsandbytes")
+    make("nf4", tiny_model("llama", num_hidden_layers=1), "-o", tmp_path / "nf4")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+
+    def chatty(*arguments, **options):
+        print("INFO a banner")
+        print("a bar", file=sys.stderr)
+        warnings.warn("x is deprecated", FutureWarning, stacklevel=2)
+        logging.getLogger("torchao").warning("no GPU")
+        return load(*arguments, **options)
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", chatty)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = engine.load(open_checkpoint(str(tmp_path / "nf4")), torch.float32, torch.device("cpu"), 8)
+    assert found.packed and capsys.readouterr() == ("", "")
+    assert logging.root.manager.disable == 0
+
+
 def test_prompts_are_the_seeds_and_of_the_middle_of_the_vocabulary():
     known = subject("a")
     first = known.prompts(Point(2, 50), 0)
@@ -126,6 +158,7 @@ def test_on_an_accelerator(tiny_model):
     assert rates["bandwidth"] > 0 and rates["flops"] > 0
 
 
+@pytest.mark.nightly
 def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
     pytest.importorskip("xllamacpp")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
@@ -293,7 +326,7 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
         (["--repeats", "0"], "--repeats 0 is invalid"),
         (["--threads", "0"], "--threads 0 is invalid"),
         (["--engine", "lama.cpp"], "no engine 'lama.cpp'"),
-        (["--engine", "vllm"], "bench measures vLLM as a server"),
+        (["--engine", "vllm"], "bench does not run vLLM"),
         (["--plot", "plot.pdf"], "plots are .svg or .png"),
         (["--concurrency", "4"], "no such option: --concurrency"),
     ],

@@ -6,7 +6,6 @@ import pytest
 
 pytest.importorskip("quantkit.serving.bench.attention")
 pytest.importorskip("quantkit.serving.bench.batching")
-pytest.importorskip("quantkit.serving.endpoint")
 
 SMALL = ("--repeats", "1", "--dtype", "float32", "--threads", "1", "-q")
 
@@ -47,11 +46,6 @@ def test_batching(quantkit, model):
     assert (len(made["trace"]), made["settings"]["rate"]) == (3, 8.0)
 
 
-def test_an_endpoint_elsewhere_needs_remote(refuse):
-    error, hint = refuse(2, "bench", "server", "http://example.com")
-    assert "another machine" in error and "--allow-remote" in hint
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -60,8 +54,6 @@ def test_an_endpoint_elsewhere_needs_remote(refuse):
         (["attention", "MODEL", "MODEL"], "unexpected extra argument"),
         (["batching", "MODEL", "--policies", "eager"], "unknown policy 'eager'"),
         (["batching", "MODEL", "--rate", "0"], "--rate 0.0 is invalid"),
-        (["server", "http://127.0.0.1:1", "--html", "page.html"], "no such option: --html"),
-        (["server", "http://127.0.0.1:1", "--concurrency", "x"], "--concurrency 'x' is not a list"),
     ],
 )
 def test_bad_input_is_refused(refuse, model, arguments, said):
@@ -71,7 +63,7 @@ def test_bad_input_is_refused(refuse, model, arguments, said):
 
 def test_the_help_lists_the_subcommands(quantkit):
     told = quantkit("bench", "--help").out
-    assert all(f"quantkit bench {name} --help" in told for name in ("attention", "batching", "server"))
+    assert all(f"quantkit bench {name} --help" in told for name in ("attention", "batching"))
 
 
 def test_a_folder_may_have_the_name_of_a_subcommand(refuse):

@@ -4,13 +4,14 @@ import itertools
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jobs
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.auto import allocation, curve, unit_divergence
+from quantkit.auto import allocation, cost, curve, run, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import ENGINES, GgufOutside
 from quantkit.auto.job import prepare
@@ -18,6 +19,7 @@ from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.auto.solving import Solving
 from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
+from quantkit.cli.progress import Lines
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -161,6 +163,50 @@ def prepared_for(space, source, tmp_path, **options):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("tied, head", [(False, "--head 8 quantizes the head, "), (True, "")])
+def test_embeddings_that_take_most_of_the_budget_are_named(tiny_model, tmp_path, tied, head):
+    source = tiny_model("llama", tokenizer=True, tie_word_embeddings=tied)
+    typed = {"calibration.samples": 8, "calibration.seqlen": 32, "run.threads": 1}
+
+    def said(**options) -> tuple[int, str | None]:
+        found = prepare(
+            AutoRequest(str(source), AutoOptions(**options), typed), jobs.Progress(), dry_run=True
+        )
+        return cost.outside_bytes(found), cost.note(found)
+
+    table, weights = 4 * 512 * 64, 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 128)
+    nbytes, line = said(bpw=4.0)
+    assert nbytes == table * (1 if tied else 2)
+    assert line == (
+        f"embedding and head take {nbytes / 1e6:.2f} MB as they are stored, all that is searched "
+        f"{weights / 2e6:.2f} MB: {head}quantkit gptq --layout mlx --embedding 8 the embedding, and "
+        "--engine llama.cpp searches both"
+    )
+    assert said(bpw=5.0, engine="llama.cpp") == (0, None)
+    assert said(max_kld=0.1)[1] and said(max_size="1MB")[1] is None
+    if not tied:
+        assert said(bpw=4.0, head=8)[0] == table
+
+
+@pytest.mark.parametrize(
+    "options, most",
+    [({"bpw": 4.0}, 5), ({"max_size": "1GB"}, 5), ({"max_kld": 0.1}, 11), ({"gpu": "h100-80g"}, 6)],
+)
+def test_the_steps_of_a_search_are_counted(options, most, capsys):
+    auto = SimpleNamespace(request=SimpleNamespace(options=AutoOptions(**options)))
+    progress = Lines()
+    steps = run._Steps(auto, progress)
+    for _ in range(most + 1):
+        steps.next()
+        progress.phase("loading")
+    progress.close()
+    heard = capsys.readouterr().err.splitlines()
+    assert heard == [
+        *(f"step {number} of {most}: loading" for number in range(1, most + 1)),
+        f"step {most + 1} of {most + 1}: loading",
+    ]
+
+
 def options_of(values: dict) -> dict:
     """Method's options and run options of a recipe's values."""
     from quantkit.quantize.methods import gptq
@@ -184,6 +230,20 @@ def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projecti
     count = len(experts[0].rows) // 3
     assert {names[f"blk.0.ffn_{part}_exps.weight"] for part in ("gate", "up", "down")} == {count}
     assert names["token_embd.weight"] == 0
+
+
+@pytest.mark.parametrize(("family", "scaled"), [("olmo2", False), ("llama", True)])
+def test_llama_cpp_has_types_with_separate_scales_only_where_it_applies_them(
+    tiny_model, tmp_path, family, scaled
+):
+    """Else the file would have another type than the one that was searched, or no search began at all."""
+    space = ENGINES["llama.cpp"]
+    job = prepared_for(space, tiny_model(family, tokenizer=True), tmp_path)
+    units = space.units(job)
+    offered = {unit.name for unit in units if "NVFP4" in {candidate.name for candidate in unit.candidates}}
+    assert offered == {unit.name for unit in units if scaled and unit.block is not None}
+    presets = [preset.name for preset in space.presets(units, job)]
+    assert ("NVFP4" in presets) == scaled and "Q4_K_M" in presets
 
 
 class Noisy:
@@ -339,7 +399,14 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
 
 @pytest.mark.parametrize(
     "text, size",
-    [("4GB", 4 * 10**9), ("3.5GiB", 3.5 * 2**30), ("700 mb", 7 * 10**8), ("12", 12)],
+    [
+        ("4GB", 4 * 10**9),
+        ("3.5GiB", 3.5 * 2**30),
+        ("700 mb", 7 * 10**8),
+        ("4g", 4 * 10**9),
+        ("12B", 12),
+        (".5Gi", 2**29),
+    ],
 )
 def test_sizes_are_read(text, size):
     assert size_bytes(text, "--max-size") == size
@@ -352,6 +419,7 @@ def test_sizes_are_read(text, size):
         ({"bpw": 3.0, "max_kld": 0.1}, "2 budgets are given"),
         ({"bpw": -1.0}, "--bpw -1 is invalid"),
         ({"max_size": "many"}, "--max-size 'many' is not a size"),
+        ({"max_size": "4"}, "--max-size 4 has no unit"),
     ],
 )
 def test_a_budget_is_one_and_makes_sense(options, message):

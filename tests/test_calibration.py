@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import chats
 import pytest
 import torch
 from families import sentences
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
+from quantkit.evaluation import generate, self_text, windows
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
@@ -269,3 +273,33 @@ def test_the_shipped_text_is_what_a_job_gets_by_default(demo_model):
     assert 100 <= found.provenance.samples == len(found.tokens) <= 128
     text = checkpoint.tokenizer.decode(found.tokens.flatten())
     assert 0.05 < hangul(text) < 0.5
+
+
+NOTE = "<|note|>"
+
+
+def test_a_token_beyond_the_embedding_is_one_error_before_any_work(checkpoint, write):
+    """A fine-tune added it to the tokenizer and not to the model: its first use was a traceback."""
+    tokenizer, path = checkpoint.tokenizer, write(NOTE.join(sentences(100)))
+    tokenizer.add_tokens([NOTE], special_tokens=True)
+    tokenizer.save_pretrained(checkpoint.folder)
+    harness = SimpleNamespace(model=SimpleNamespace(skeleton=SimpleNamespace(checkpoint=checkpoint)))
+    harness.tokenizer = tokenizer
+    chat = chats.begin(checkpoint.folder, raw=True)
+    readers = [
+        lambda: load(checkpoint, path, samples=2, seqlen=32),
+        lambda: windows.load(checkpoint, Path(path), 32, None, None),
+        lambda: generate.encode(checkpoint, generate.Settings(prompt=f"Kobu{NOTE}")),
+        lambda: chat.say(f"Kobu{NOTE}", chats.silent),
+    ]
+    if find_spec("lm_eval"):
+        from quantkit.evaluation.tasks.harness import HarnessModel
+
+        readers.append(lambda: HarnessModel.tok_encode(harness, f"Kobu{NOTE}"))
+    tokenizer.bos_token = NOTE
+    readers.append(lambda: self_text.beginning(checkpoint))
+    for read in readers:
+        with pytest.raises(QuantkitError) as caught:
+            read()
+        says = f"the text holds '<|note|>', id 512: the embedding of {checkpoint.source} has 512 rows"
+        assert (caught.value.message, caught.value.exit_code) == (says, UNSUPPORTED)

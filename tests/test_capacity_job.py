@@ -43,12 +43,25 @@ def test_the_forecast_of_a_mixture_is_the_plan(method, tmp_path, monkeypatch):
     agree("mixtral", method, tmp_path, monkeypatch)
 
 
-def agree(family, method, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("width", [1536, 1528])
+def test_the_forecast_without_a_group_size_is_the_plan(method, width, tmp_path, monkeypatch):
+    """128 does not divide 576 columns, and 32 does not divide 1528."""
+    sizes = {
+        "hidden_size": 576,
+        "intermediate_size": width,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    }
+    agree("llama", method, tmp_path, monkeypatch, **sizes)
+
+
+def agree(family, method, tmp_path, monkeypatch, **other) -> None:
     """The forecast from the headers of a model, and the plan of a job on it."""
     monkeypatch.chdir(tmp_path)
     tied, family = family == "tied", "llama" if family == "tied" else family
     sizes = {"ffn_dim": 512, "word_embed_proj_dim": 256} if family == "opt" else {}
-    sizes |= {key: value for key, value in WIDE.items() if key in (FAMILIES | KINDS)[family][1]}
+    sizes |= {key: value for key, value in WIDE.items() if key in (FAMILIES | KINDS)[family][1]} | other
     folder = save_model(tmp_path / family, family, dtype="bfloat16", tie_word_embeddings=tied, **sizes)
     save_tokenizer(folder)
     options = methods.load(method).Options()

@@ -25,19 +25,6 @@ def caches(name: str, **changes) -> list[LayerCache]:
 # ---- textbook
 
 
-def test_llama_2_13b_takes_3_125_gib_at_4096_tokens():
-    assert kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, Fraction(2)) == 3.125 * GIB
-
-
-def test_octocoder_at_16000_tokens():
-    """With a key and a value per head, and with the one it has."""
-    full = caches("octocoder", multi_query=False)
-    assert kv_cache.values(full, 16000) == 7_864_320_000
-    assert kv_cache.sequence_bytes(full, 16000, Fraction(2)) == 15_728_640_000
-    single = kv_cache.sequence_bytes(caches("octocoder"), 16000, Fraction(2))
-    assert single == 15_728_640_000 // 48 == 327_680_000 < 400e6
-
-
 def test_grouped_heads_share():
     """Llama 2 70B has 64 heads and keeps 8."""
     grouped = kv_cache.sequence_bytes(caches("Llama-2-70b"), 4096, Fraction(2))
@@ -62,21 +49,6 @@ def test_a_window_bounds_the_cache():
 def test_precision_of_the_cache(dtype, factor):
     found = kv_cache.sequence_bytes(caches("Llama-2-13b"), 4096, kv_types.TYPES[dtype].nbytes)
     assert found == factor * 3.125 * GIB
-
-
-def test_attention_scores_of_16000_tokens_take_19_gib():
-    assert kv_cache.attention_scores(40, 16_000) == 20_480_000_000
-    assert kv_cache.attention_scores(40, 16_000) / GIB == pytest.approx(19.07, abs=0.01)
-
-
-@pytest.mark.parametrize("page, tokens, wasted", [(16, 1000, 8), (32, 1000, 24), (16, 1024, 0), (32, 1, 31)])
-def test_pages_waste_less_than_one_page(page, tokens, wasted):
-    """vLLM's allocator: blocks of `page` tokens, the last one perhaps not full."""
-    llama = caches("Llama-2-13b")
-    each = kv_cache.sequence_bytes(llama, 1, Fraction(2))
-    paged = kv_cache.sequence_bytes(llama, tokens, Fraction(2), page)
-    assert paged - kv_cache.sequence_bytes(llama, tokens, Fraction(2)) == wasted * each
-    assert paged == len(range(0, tokens, page)) * page * each
 
 
 # ---- the tensors that transformers keeps

@@ -8,11 +8,11 @@ import torch
 import transformers as hf
 from families import FAMILIES, GROUPED, save_model
 from published import CONFIGS, PARAMETERS
+from safetensors.torch import load_file, save_file
 
 from quantkit.capacity import parameters, source
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError
-from quantkit.models.files import safetensors_folder
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,14 @@ def test_headers_and_configuration_agree(family, tmp_path):
 
 def test_buffers_and_copies_of_a_tied_head_are_no_parameters(tmp_path):
     folder = save_model(tmp_path / "m", "gpt2")
-    infos = list(safetensors_folder.read_folder(folder).values())
-    settings = source.read(str(folder)).settings
-    count = parameters.from_headers(infos, settings)[0].count
-    wte = next(info for info in infos if info.name.endswith("wte.weight"))
-    stray = [
-        safetensors_folder.TensorInfo(name, "F32", shape, wte.file, 0, 4 * math.prod(shape))
-        for name, shape in {
-            "transformer.h.0.attn.bias": (1, 1, 256, 256),
-            "transformer.h.0.attn.masked_bias": (),
-            "lm_head.weight": wte.shape,
-        }.items()
-    ]
-    found, _ = parameters.from_headers(infos + stray, settings)
-    assert found.count == count
-    assert found.stored_bytes == sum(i.nbytes for i in infos) + wte.nbytes
+    before = source.read(str(folder)).parameters
+    stored = load_file(folder / "model.safetensors")
+    stored |= {"transformer.h.0.attn.bias": torch.ones(1, 1, 256, 256)}
+    stored |= {"transformer.h.0.attn.masked_bias": torch.ones(())}
+    stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    found = source.read(str(folder)).parameters
+    assert (found.count, found.stored_bytes) == (before.count, before.stored_bytes) and found.is_tied
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ DEEPSEEK = {
 }
 
 
+@pytest.mark.nightly
 def test_deepseek_v3_is_planned_from_its_headers(tmp_path):
     """671 billion parameters, 37 of them active; the published files hold 8 bits a weight."""
     save_headers(tmp_path / "m", deepseek_v3(), DEEPSEEK)

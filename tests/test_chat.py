@@ -10,8 +10,8 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.text import calibration
-from quantkit.text.chat import SHAREGPT_ROLES, column_of
+from quantkit.text import calibration, sources
+from quantkit.text.chat import SHAREGPT_ROLES, ChatTemplate, Conversation, column_of
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
 BOS, EOS = 0, 1
@@ -145,6 +145,48 @@ def test_a_conversation_that_does_not_fit_is_named(chat_model, write, messages, 
     error = error_of(chat_model(refusing + TEMPLATE), path)
     assert error.message.startswith(f"{path}:1 {words}")
     assert error.exit_code == USAGE and error.hint
+
+
+LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": {"word": "Wer"}}}
+
+
+@pytest.mark.parametrize("unsaid", [{}, {"content": None}])
+@pytest.mark.parametrize("tools", [[LOOKUP], json.dumps([LOOKUP]), [json.dumps(LOOKUP)]])
+def test_tools_and_messages_that_call_them_reach_the_template(chat_model, write, unsaid, tools):
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}[{{ m.role }}]"
+    template += "{{ m.tool_calls | tojson if m.tool_calls }}{{ '' + m.content }}{% endfor %}"
+    checkpoint = chat_model(template)
+    path = write(
+        {"messages": [TALK[0], {"role": "assistant", "tool_calls": [CALL], **unsaid}], "tools": tools}
+    )
+    (found,) = sources.open_source(CalibrationOptions(calibration=path), True).documents
+    expected = json.dumps([LOOKUP]) + "[user]Wer da?[assistant]" + json.dumps([CALL])
+    assert ChatTemplate(checkpoint.tokenizer).render(found) == expected
+
+
+def test_null_is_no_text_and_no_key_except_where_a_template_asks_for_it(chat_model):
+    talk = Conversation(
+        [{"role": "assistant", "content": None, "x": None, "parts": [{"image": None}]}], "here"
+    )
+    shown = "{% for m in messages %}{{ m.content }}{{ 'x' in m }}{{ m.parts }}{% endfor %}"
+    assert ChatTemplate(chat_model(shown).tokenizer).render(talk) == "False[{}]"
+    asking = "{% for m in messages %}{{ 'call' if m['content'] is none else 'text' }}{% endfor %}"
+    assert ChatTemplate(chat_model(asking).tokenizer).render(talk) == "call"
+
+
+def test_tools_choose_their_own_template(chat_model):
+    tokenizer = chat_model().tokenizer
+    tokenizer.chat_template = {"default": "D", "tool_use": "T"}
+    assert ChatTemplate(tokenizer).render(Conversation(TALK, "here")) == "D"
+    assert ChatTemplate(tokenizer).render(Conversation(TALK, "here", [LOOKUP])) == "T"
+
+
+def test_tools_that_are_no_schemas_are_refused(chat_model, write):
+    error = error_of(chat_model(), path := write({"messages": TALK, "tools": ["hammer"]}))
+    assert error.message.startswith(f"tools of {path}:1 is not JSON") and error.exit_code == USAGE
+    error = error_of(chat_model(), path := write({"messages": TALK, "tools": 7}))
+    assert error.message == f"{path}:1 has tools that are no list of JSON objects"
 
 
 def test_other_roles_mean_themselves(chat_model, write):

@@ -17,6 +17,7 @@ from stand_in_hub import SHA, TOKEN, environment
 
 from quantkit.errors import NOT_FOUND, RUNTIME, UNSUPPORTED, QuantkitError
 from quantkit.models.files import hub
+from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.safetensors_folder import (
     INDEX,
@@ -320,10 +321,24 @@ def test_a_folder_without_weights_is_refused(tiny_model):
     assert (error.exit_code, error.message) == (NOT_FOUND, f"{folder} holds no {SINGLE} and no {INDEX}")
 
 
+@pytest.mark.parametrize("config", [True, False])
+def test_an_adapter_is_refused_with_its_base(tiny_model, config):
+    folder = tiny_model("llama")
+    (folder / SINGLE).rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    if not config:
+        (folder / "config.json").unlink()
+    for read in (open_checkpoint, open_contents):
+        error = error_of(read, str(folder))
+        assert error.message == f"{folder} is an adapter (LoRA) of org/base, not a model"
+        assert error.exit_code == UNSUPPORTED and "merge_and_unload" in error.hint
+
+
 @pytest.mark.parametrize(
     ("text", "words", "code"),
     [
         (None, "holds no config.json", NOT_FOUND),
+        ("\ufeff{}", "is not JSON: it begins with a byte order mark: save it as UTF-8 without one", RUNTIME),
         ("{", "is not JSON", RUNTIME),
         ("[" * 10**5, "is not JSON", RUNTIME),
         ("[1]", "is not a JSON object", RUNTIME),
@@ -419,6 +434,7 @@ def test_what_is_not_in_the_cache_cannot_be_opened_offline(cache, source, revisi
 RESOLVE = """
 import json, sys
 from quantkit.models.files import hub
+from quantkit.models.files.headers import open_contents
 from quantkit.errors import QuantkitError
 for line in sys.stdin:
     try:

@@ -13,22 +13,25 @@ import sys
 from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import families
 import pytest
 import torch
 import typer
 import yaml
+from nights import nightly
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from quantkit import cli
+from quantkit.cli import job_report
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.checkpoint import MANIFEST
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
 from quantkit.quantize.methods.gptq import Options
-from quantkit.quantize.prepare import plan, recipe
+from quantkit.quantize.prepare import plan
 from quantkit.quantize.staging import blocks as staged_blocks
 from quantkit.quantize.staging import folder as staging
 
@@ -129,11 +132,6 @@ def test_help_shows_common_options_and_help_all_the_rest(quantkit):
         assert advanced not in short and advanced in whole
 
 
-def test_help_groups_commands(quantkit):
-    panels = re.findall(r"─ ([A-Z][a-z ]+) ─", quantkit("--help").out)
-    assert panels == ["Options", "Compress", "Before you start", "Measure", "Run", "Housekeeping"]
-
-
 @pytest.mark.parametrize(
     ("command", "sections", "own"),
     [
@@ -215,6 +213,20 @@ def test_the_plan_is_what_happens(make, model, small):
 # ---- a run
 
 
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4e6, 1e6), "4.00 MB → 1.00 MB (4.00× smaller)"),
+        ((1.11e9, 2.54e9), "1.11 GB → 2.54 GB (2.29× larger)"),
+    ],
+)
+def test_a_larger_output_is_called_larger(sizes, words):
+    found = SimpleNamespace(
+        source_bytes=sizes[0], output_bytes=sizes[1], bits_per_weight=None, bits_per_weight_model=4.0
+    )
+    assert job_report._sizes(found, 1)["size"] == words
+
+
 def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     done = quantkit("gptq", model, *small)
     folder = tmp_path / "tiny-gptq-w4g128"
@@ -234,8 +246,9 @@ def test_a_run_says_what_it_made(quantkit, model, small, tmp_path):
     assert errors == [f"{sum(row[key] for row in rows) / 14:#.2g}" for key in ("error", "rtn_error")]
     assert done.out.endswith(f"\nnext: quantkit eval {model} {folder.name}\n")
     lines = done.err.splitlines()
-    assert [line.split(" error")[0] for line in lines[-4:]] == [
-        "block 1/2", "block 2/2", "writing the checkpoint", "verifying what was written",
+    assert [line.split(" error")[0] for line in lines[-5:]] == [
+        "block 1/2", "block 2/2", "writing the checkpoint", "measuring the loss: the original model",
+        "verifying what was written",
     ]  # fmt: skip
     assert "\x1b" not in done.out + done.err
     assert [path.name for path in tmp_path.glob("*.partial")] == []
@@ -246,7 +259,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     record = json.loads(done.out)
     assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/3", 14, 0)
     assert "block 2/2" in done.err
-    stages = set("load original forward hessian solve pack write verify hash transform".split())
+    stages = set("load original forward hessian solve pack write verify hash transform loss".split())
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
@@ -293,7 +306,7 @@ def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatc
 
 
 @pytest.mark.parametrize("solver", ["gptq", "rtn"])
-@pytest.mark.parametrize("factor", [1e8, 1e-9])
+@pytest.mark.parametrize("factor", [1e8, *nightly(1e-9)])
 def test_scales_that_float16_cannot_hold_are_reported(quantkit, model, small, solver, factor):
     """Half of the weight is lost, or more: a checkpoint like that must not pass for a good one."""
     name = "model.layers.0.mlp.down_proj"
@@ -308,13 +321,8 @@ def test_the_next_command_can_be_pasted(quantkit, model, small):
     assert command == ["quantkit", "eval", str(model), "my models/it's 4 bit"]
 
 
-def test_the_plan_keeps_long_paths_whole(quantkit, model, small):
-    output = "/".join(["a long way down"] * 10)
-    done = quantkit("gptq", model, *small, "-o", output, "--dry-run")
-    assert re.search(f"^output +{output}$", done.out, re.MULTILINE)
-
-
-def test_eval_at_the_end_of_a_run(quantkit, make, model, small, tmp_path):
+def test_eval_at_the_end_of_a_run(quantkit, make, model, small, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # one table
     done = quantkit("gptq", model, *small, "--eval", small[1])
     rows = {row[0]: row for line in done.out.splitlines() if (row := re.split(r"\s{2,}", line.strip()))}
     size, bits, quantized, perplexity, kld = 1, 2, 3, 4, 6
@@ -332,12 +340,6 @@ def test_eval_at_the_end_of_a_run(quantkit, make, model, small, tmp_path):
     assert again["eval"] == record
     assert record["models"][1]["size"]["bits_per_quantized_weight"] == again["bits_per_weight"]
     assert result[quantized] == f"{again['bits_per_weight']:.2f}"
-
-
-def test_a_missing_eval_text_is_noticed_before_the_work(refuse, model, small, tmp_path):
-    error, _ = refuse(3, "gptq", model, *small, "--eval", "nowhere.txt")
-    assert "nowhere.txt" in error
-    assert not list(tmp_path.glob("tiny-*"))
 
 
 @pytest.mark.parametrize(
@@ -426,6 +428,7 @@ def test_shipped_recipes_run(make, model, small, path):
     method = content["method"]
     named = make("run", path.stem, model, *small, "--dry-run")
     options = json.loads(json.dumps(dataclasses.asdict(methods.load(method).Options())))
+    options |= {"group_size": 128} if "group_size" in options else {}
     assert (named["method"], named["options"]) == (method, options | content.get("quant", {}))
     assert named == make("run", path, model, *small, "--dry-run")
     assert named == make(method, model, *small, "--recipe", path.stem, "--dry-run")
@@ -451,7 +454,7 @@ def test_flags_win_over_set_and_set_over_the_recipe(make, model, small, mine):
     settings = [word for setting in settings for word in ("--set", setting)]
     record = make("run", name, model, *settings, "--seed", 0, "--exclude", "down_proj", "--dry-run")
     assert (record["source"], record["output"]) == (str(model), "theirs")
-    assert record["options"] == dataclasses.asdict(Options(bits=3))
+    assert record["options"] == dataclasses.asdict(Options(3, 128))
     used = record["calibration"]
     assert (used["samples"], used["seqlen"], used["seed"]) == (2, 24, 0)
     assert record["plan"]["execution"]["batch_size"] == 1
@@ -470,11 +473,6 @@ def test_a_recipe_makes_what_the_flags_make(make, model, small, mine, tmp_path):
     assert (made["output"], made["linears"]) == ("one/out", 14)
     make("gptq", model, *small, *"--group-size 64 --bits 3 --solver rtn -o two/out".split())
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
-
-
-def test_a_recipe_without_a_model(refuse, mine):
-    error, hint = refuse(2, "run", mine(quant={"bits": 3}))
-    assert error == "mine.yaml has no model" and "quantkit run mine.yaml MODEL" in hint
 
 
 @pytest.mark.parametrize(
@@ -528,11 +526,6 @@ def test_init_writes_a_recipe_of_the_defaults(quantkit, make, model, small, tmp_
     assert (tmp_path / f"{method}.yaml").read_bytes() == before
 
 
-def test_init_writes_where_it_is_told(quantkit, tmp_path):
-    assert quantkit("recipes", "init", "-o", "my recipe.yaml").out.startswith("wrote my recipe.yaml\n")
-    assert (tmp_path / "my recipe.yaml").read_text() == recipe.template("gptq")
-
-
 # ---- options that cannot be
 
 
@@ -560,6 +553,43 @@ def test_values_no_job_can_have(refuse, model, small, tmp_path, option, words):
     said = " ".join(refuse(2, "gptq", model, *small, *option.split()))
     assert words in said
     assert not list(tmp_path.glob("tiny-*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("gptq m --layout compressed-tensor", "did you mean compressed-tensors? see quantkit gptq --help"),
+        ("auto m --engine llamacpp", "did you mean llama.cpp? see quantkit auto --help"),
+        ("gptq m --dtype flaot16", "did you mean float16? see quantkit gptq --help"),
+        ("gptq m --solver gptqq", "did you mean gptq? choose one of gptq, yaqa, rtn"),
+        ("auto m --bpw 4 --solver yqa", "did you mean yaqa? choose one of gptq, yaqa"),
+        ("gptq m --device cdua", "did you mean cuda? choose auto, cpu, cuda, cuda:N or mps"),
+        ("convert m --to compressed", "did you mean compressed-tensors? choose one of gptq, awq, "),
+        ("eval m --as int", "did you mean int8? choose fp8 or int8 or nf4"),
+        ("run gptq-w4 m --set quant.layout=mxl", "did you mean mlx? Layout on disk."),
+        ("gptq m --bits 3.5", "for a mean of 3.5 bits, different in each linear: quantkit auto MODEL"),
+        ("gptq m --bits=3.5", "for a mean of 3.5 bits, different in each linear: quantkit auto MODEL"),
+        ("run gptq-w4 m --set bits=2.25", "for a mean of 2.25 bits, different in each linear: quantkit auto"),
+        ("auto m --max-size 4", "write --max-size 4GB, or 4B for bytes"),
+        ("gptq m --max-memory 6", "write --max-memory 6GB, or 6B for bytes"),
+    ],
+)
+def test_a_wrong_choice_is_answered_with_the_nearest(
+    refuse, tiny_model, monkeypatch, tmp_path, arguments, hint
+):
+    tiny_model("llama", name="m", tokenizer=True)
+    monkeypatch.chdir(tmp_path)
+    assert refuse(2, *arguments.split())[1].startswith(hint)
+
+
+@pytest.mark.parametrize(
+    "command", ["gptq m", "eval m m", "generate m -p x", "chat m", "sample m", "bench m"]
+)
+def test_types_are_read_by_their_short_names(command):
+    name, *arguments = command.split()
+    for short, full in {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "f16": "float16"}.items():
+        context = COMMANDS[name].make_context(name, [*arguments, "--dtype", short])
+        assert context.params["dtype"] == full
 
 
 @pytest.mark.parametrize(
@@ -598,8 +628,7 @@ def test_a_group_size_that_does_not_divide_says_where(refuse, tiny_model, small,
     sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 10}
     model = tiny_model("llama", name="tiny", tokenizer=True, **sizes)
     error, hint = refuse(2, "gptq", model, *small, "--group-size", 64)
-    assert error.startswith("the layout cannot hold 10 linears: ")
-    assert error.split(": ")[1] == "mlp.down_proj in 10 blocks (group size 64 does not divide 160)"
+    assert error == "160 columns do not split into groups of 64: mlp.down_proj in 10 blocks"
     assert [int(size) for size in re.findall(r"-?\d+(?=[,;])", hint)] == [32, 16, 8, -1]
     assert "--exclude" in hint
     _, hint = refuse(
@@ -607,11 +636,6 @@ def test_a_group_size_that_does_not_divide_says_where(refuse, tiny_model, small,
     )
     assert hint == "keep these linears in 16 bit with --exclude"  # it has no --group-size
     assert not list(tmp_path.glob("tiny-*"))
-
-
-def test_a_device_that_is_not_there(refuse, model, small):
-    error, hint = refuse(4, "gptq", model, *small, "--device", "cuda:99")
-    assert "cuda:99" in error and "--device cpu" in hint
 
 
 # ---- places
@@ -761,7 +785,7 @@ def test_the_predicted_disk_is_what_a_run_takes(make, model, small, tmp_path, mo
 
 
 def test_memory_decides_the_mode_and_is_refused_when_short(make, refuse, model, small, tmp_path, monkeypatch):
-    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1]
+    small = [*small, "--samples", 8, "--seqlen", 64, "--batch-size", 1, "--loss-tokens", 0]
 
     def need(mode: str, states: str = "auto") -> int:
         asked = "--sequential", mode, "--states", states
@@ -793,8 +817,8 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("full", FULL.values(), ids=FULL)
-@pytest.mark.parametrize("where", ["block", "merge"])
+@pytest.mark.parametrize("full", [FULL["safetensors"], *nightly(FULL["os"], FULL["quota"])])
+@pytest.mark.parametrize("where", ["merge", *nightly("block")])
 def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch, full, where):
     module, function = (staged_blocks, "save_file") if where == "block" else (safetensors_folder, "raw")
     whole, calls = getattr(module, function), []
@@ -821,12 +845,10 @@ def test_a_disk_that_fills_up(make, refuse, model, small, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     "name",
     [
-        "model.layers.0.self_attn.q_proj.qweight",
         "model.layers.1.mlp.down_proj.scales",
-        "model.layers.1.mlp.down_proj.g_idx",
-        "model.layers.1.input_layernorm.weight",
         "model.norm.weight",
-        "lm_head.weight",
+        *nightly("model.layers.0.self_attn.q_proj.qweight", "model.layers.1.mlp.down_proj.g_idx"),
+        *nightly("model.layers.1.input_layernorm.weight", "lm_head.weight"),
     ],
 )
 def test_what_reads_back_otherwise_is_not_published(make, refuse, model, small, tmp_path, monkeypatch, name):

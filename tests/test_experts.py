@@ -7,6 +7,7 @@ import jobs
 import pytest
 import torch
 import transformers as hf
+from nights import nightly
 from safetensors.torch import load_file
 
 from quantkit.models.files.open import open_checkpoint
@@ -141,9 +142,8 @@ def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     ("method", "options"),
     [
         ("gptq", jobs.GPTQ),
-        ("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}),
+        *nightly(("gptq", jobs.GPTQ | {"layout": "compressed-tensors"}), ("nf4", {})),
         ("awq", {"group_size": 32, "candidates": 4}),
-        ("nf4", {}),
         ("int8", {}),
     ],
 )

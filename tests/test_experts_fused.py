@@ -9,7 +9,9 @@ import jobs
 import pytest
 import torch
 import transformers as hf
+from nights import nightly
 from safetensors.torch import load_file
+from sums import assert_sums
 from test_skeleton import assert_same_logits, open_skeleton, rewrite, streamed, tokens, whole
 
 from quantkit.errors import QuantkitError
@@ -79,7 +81,11 @@ def test_streamed_logits_equal_the_whole_models(mixture, family):
 
 @pytest.mark.parametrize(
     ("method", "family"),
-    [("nf4", "gpt_oss"), ("nf4", "granitemoe"), ("nf4", "llama4"), ("gptq", "gpt_oss"), ("gptq", "llama4")],
+    [
+        ("nf4", "granitemoe"),
+        ("gptq", "gpt_oss"),
+        *nightly(("nf4", "gpt_oss"), ("nf4", "llama4"), ("gptq", "llama4")),
+    ],
 )
 def test_what_is_written_has_experts_one_by_one_and_evaluates(mixture, make, tmp_path, family, method):
     folder = mixture(family, tokenizer=True, dtype="bfloat16")
@@ -125,7 +131,7 @@ def test_families_that_store_experts_one_by_one_may_have_them_fused(tiny_model):
     model = hf.AutoModelForCausalLM.from_pretrained(one_by_one, dtype=torch.float32)
     rewrite(one_by_one, lambda stored: {name: tensor.clone() for name, tensor in model.state_dict().items()})
     skeleton = open_skeleton(one_by_one)
-    assert torch.equal(streamed(skeleton, ids), expected)
+    assert_sums(streamed(skeleton, ids), expected, 1e-5)
     assert set(skeleton.checkpoint.names) == set(names)
 
 
@@ -137,7 +143,7 @@ def test_matrices_that_are_stored_the_other_way_round_are_read(mixture):
         name: tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
         for name, tensor in stored.items()
     })  # fmt: skip
-    assert torch.equal(streamed(open_skeleton(folder), tokens()), expected)
+    assert_sums(streamed(open_skeleton(folder), tokens()), expected, 1e-5)
 
 
 def test_nan_in_one_expert_is_named(mixture):

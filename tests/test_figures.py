@@ -1,5 +1,6 @@
 """Plots: the data they show, and the drawings, read between their ticks as people do."""
 
+import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
@@ -77,6 +78,33 @@ def test_all_names_are_in_the_legend_above_the_plot(width, height):
         ]
         box, plot = legend.get_window_extent(), axes.bbox
         assert box.y0 > plot.y1 and box.x1 <= canvas.bbox.x1 and plot.height > 0.6 * height
+
+
+@pytest.mark.parametrize("width", [370, 900])
+def test_labels_of_ticks_do_not_touch_nor_names_their_lines(width):
+    """Sizes such as `125 MB` and prompts up to 131,072 tokens, on a phone and on a screen."""
+    point = (figures.Point(98e6, 0.7), figures.Point(270e6, 0.02))
+    lines = (figures.Line("base", "x", 269e6), figures.Line("noise floor", "y", 0.03))
+    loss, lengths = figures.Axis("", log=True), tuple(2**k for k in range(7, 18))
+    sizes = figures.Figure(
+        "k", "t", "c", figures.Axis("", "bytes"), loss, (figures.Series("a", point, 0, False),), lines
+    )
+    prompts = figures.Figure(
+        "k", "t", "c", figures.Axis("", "whole", True, lengths), loss,
+        (figures.Series("a", tuple(figures.Point(x, x) for x in lengths), 0, True),),
+    )  # fmt: skip
+    for figure in (sizes, prompts):
+        with drawing.theme():
+            canvas = drawing.draw(figure, width, 340, titled=False)
+            canvas.draw_without_rendering()
+        (axes,) = canvas.axes
+        low, high = axes.get_xlim()
+        ticks = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+        boxes = [label.get_window_extent() for label in ticks]
+        assert len(boxes) >= 3 and all(a.x1 + 3 < b.x0 for a, b in itertools.pairwise(boxes))
+        for text, line in zip(axes.texts, axes.lines, strict=False):
+            box, (x, y) = text.get_window_extent(), line.get_window_extent().min
+            assert box.x1 < x if text.get_rotation() else box.y0 > y
 
 
 def test_an_svg_is_xml_with_every_note_and_colours_of_both_schemes():

@@ -12,6 +12,7 @@ import jobs
 import pytest
 import torch
 import transformers
+from nights import nightly
 
 from quantkit.evaluation import generate, whole_model
 from quantkit.evaluation.generate import Settings
@@ -232,26 +233,15 @@ def test_a_text_cannot_steer_the_terminal(tiny_model, quantkit, monkeypatch):
     assert done.out == "xa\ufffd[31mb\nc\ufffd\ufffd\td\n"
 
 
-@pytest.mark.parametrize("stdin", [False, True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("stdin", [True, *nightly(False)])
 def test_a_prompt_is_utf8_in_any_locale(tiny_model, stdin):
     folder, root = tiny_model("llama", tokenizer="bos"), Path(__file__).parents[1]
     plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(root)}
 
     def run(prompt: bytes) -> subprocess.CompletedProcess:
         given = b"-" if stdin else prompt
-        command = [
-            sys.executable,
-            "-m",
-            "quantkit",
-            "generate",
-            folder,
-            "-n",
-            "1",
-            "--json",
-            "-q",
-            "-p",
-            given,
-        ]
+        command = [sys.executable, *"-m quantkit generate -n 1 --json -q".split(), folder, "-p", given]
         return subprocess.run(command, input=prompt, capture_output=True, env=os.environ | plain)
 
     done = run("The séa".encode())

@@ -13,7 +13,7 @@ from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.ggml.search import extreme, total
 from quantkit.grids.grid import QuantizedWeight, group
 from quantkit.layouts.ggml import GgmlLayout
-from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, pack, row_bytes, unpack
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, pack, row_bytes, unpack, vanished
 
 PLAIN = ("F32", "F16", "BF16")
 SCALAR = tuple(name for name in TYPES if not name.startswith(("IQ2", "IQ3", "TQ", "MXFP4", "NVFP4")))
@@ -135,6 +135,44 @@ def test_decoding_is_ggmls_to_the_bit(name):
     assert torch.equal(decode_rows(name, encoded, WIDTH).view(torch.int32), wanted)
     values = QuantizedWeight(named(name), *unpack(named(name), encoded)).values()
     assert torch.equal(values.view(torch.int32), wanted)
+
+
+@needs_ggml
+def test_every_scale_byte_of_nvfp4_has_one_value():
+    """0xFF is NaN in e4m3 with a sign; ggml reads 480, the whole scale of 240 halves."""
+    encoded = torch.zeros(64, 36, dtype=torch.uint8)
+    encoded[:, :4] = torch.arange(256, dtype=torch.uint8).view(64, 4)
+    encoded[:, 4:] = torch.arange(32, dtype=torch.uint8) * 7
+    wanted = ggml_library.decode("NVFP4", encoded, 64)
+    codes, params = unpack(named("NVFP4"), encoded)
+    assert torch.equal(decode_rows("NVFP4", encoded, 64), wanted)
+    assert torch.equal(QuantizedWeight(named("NVFP4"), codes, params).values(), wanted)
+    assert params.scales.flatten()[[0x7E, 0x7F, 0xFE, 0xFF]].tolist() == [448, 0, 448, 480]
+    assert torch.equal(decode_rows("NVFP4", pack(named("NVFP4"), codes, params), 64), wanted)
+
+
+def test_weights_below_the_smallest_scale_of_mxfp4_are_no_large_ones():
+    weight = torch.linspace(-1, 1, 32) * torch.tensor([2.0**-149, 2.0**-130, 2.0**-126, 2.0**-125])[:, None]
+    encoded = encode_rows("MXFP4", weight)
+    assert encoded[:, 0].tolist() == [0, 0, 0, 0]
+    values = decode_rows("MXFP4", encoded, 32)
+    assert torch.equal(values[0], torch.zeros(32)) and values.abs().max() == 2.0**-125
+    assert ((values - weight).abs() <= 2.0**-126).all()
+
+
+def test_weights_out_of_range_are_counted_or_refused():
+    weight = torch.full((4, WIDTH), 0.02)
+    weight[1] = 2.0**-40
+    weight[2, :7] = 2.0**-26
+    weight[3] = 0
+    lost = {"F16": WIDTH + 7, "BF16": 0, "Q8_0": WIDTH, "Q6_K": WIDTH, "MXFP4": 0, "NVFP4": WIDTH}
+    for name, wanted in lost.items():
+        assert vanished(name, weight, encode_rows(name, weight)) == wanted, name
+    weight[0, 3] = 1e7
+    for name in ("F16", "Q8_0"):
+        with pytest.raises(QuantkitError, match=f"up to 1e[+]07 are too large for {name}"):
+            vanished(name, weight, encode_rows(name, weight))
+    assert vanished("BF16", weight, encode_rows("BF16", weight)) == 0
 
 
 @needs_ggml

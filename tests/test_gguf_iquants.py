@@ -6,6 +6,7 @@ import jobs
 import pytest
 import torch
 import transformers as hf
+from nights import by_day
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.gguf_file import read_header
@@ -32,7 +33,7 @@ def source(tiny_model):
     return tiny_model("llama", tokenizer=True, tie_word_embeddings=False, **SIZES)
 
 
-@pytest.mark.parametrize(("name", "solver"), FILES)
+@pytest.mark.parametrize(("name", "solver"), by_day(FILES, [("IQ2_XXS", "rtn")]))
 def test_llama_cpp_computes_with_the_weights_that_are_read(source, tmp_path, name, solver):
     path = tmp_path / f"{name}.gguf"
     options = {"type": (name,), "solver": solver}

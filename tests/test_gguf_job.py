@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from nights import by_day, nightly
 from typer.testing import CliRunner
 
 from quantkit import cli
@@ -45,6 +48,7 @@ HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 CTX = 256
 TOKENS = 1024
 PLAIN = ("F32", "F16", "BF16")
+PLAIN_Q8 = {"type": ("Q8_0",), "transform": "none", "target": "own", "refine": 0}
 OTHERS = ("IQ2", "IQ3")  # see test_gguf_iquants
 OTHERS += ("Q3_K_S", "Q3_K_L", "Q4_K_S", "Q5_K_S", "MXFP4_MOE")  # blocks of the rest, mixed in other ways
 EXPORTED = [name for name in FILE_TYPES if not name.startswith(OTHERS)]
@@ -76,7 +80,10 @@ def text(short_demo) -> windows.Windows:
     return windows.load(open_checkpoint(str(short_demo)), HELDOUT, CTX, None, TOKENS)
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+DAY = ("F16", "Q4_0", "Q8_0", "Q4_K_M", "Q2_K", "IQ4_XS", "NVFP4")
+
+
+@pytest.mark.parametrize("name", by_day(EXPORTED, DAY))
 def test_llama_cpp_has_the_perplexity_that_eval_measures(exported, text, name):
     path = exported / f"{name}.gguf"
     checkpoint = open_checkpoint(str(path))
@@ -146,6 +153,14 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     metadata, infos = read_header(file)
     assert metadata["quantize.imatrix.entries_count"] == 14
     means = imatrix.read(tmp_path / "imatrix.gguf").values()
+    whole = imatrix.read(tmp_path / "imatrix.gguf")
+    sums = {key: value for key, value in whole.sums.items() if key != "blk.1.ffn_up.weight"}
+    imatrix.write(tmp_path / "part.gguf", replace(whole, sums=sums))
+    options["imatrix"] = str(tmp_path / "part.gguf")
+    (note,) = jobs.prepare("gguf", short_demo, tmp_path / "part-out.gguf", options).method.notes
+    assert note.endswith(
+        "part.gguf has no importance of 1 tensor, whose columns count alike: blk.1.ffn_up.weight"
+    )
     _, floats = read_header(file)
     name = "blk.1.ffn_down.weight"
     target = next(target for target in of_checkpoint(open_checkpoint(str(short_demo))) if target.name == name)
@@ -154,7 +169,7 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     assert raw(file)[name].tobytes() == np.asarray(expected).tobytes()
 
 
-@pytest.mark.parametrize("name", ["F32", "Q4_K_M", "IQ4_NL"])
+@pytest.mark.parametrize("name", ["Q4_K_M", *nightly("F32", "IQ4_NL")])
 def test_transformers_decodes_the_file_to_the_same_weights(exported, name):
     model = hf.AutoModelForCausalLM.from_pretrained(
         exported, gguf_file=f"{name}.gguf", dtype=torch.float32
@@ -175,6 +190,7 @@ def fed_back(short_demo, tmp_path_factory) -> tuple[Path, Summary]:
     return folder / "q4.gguf", summary
 
 
+@pytest.mark.nightly
 def test_error_feedback_loses_less_on_every_linear(fed_back, exported):
     path, summary = fed_back
     metadata, infos = read_header(path)
@@ -271,6 +287,56 @@ def test_not_a_number_is_refused_by_name(short_demo, tmp_path):
     with pytest.raises(QuantkitError, match=f"{name} holds NaN"):
         jobs.quantize("gguf", model, tmp_path / "out.gguf", {"solver": "rtn", "imatrix": "none"})
     assert not (tmp_path / "out.gguf").exists()
+
+
+def out_of_range(model: Path, large: float) -> Path:
+    """A model with one weight above the range of a type, and queries below that of float16."""
+
+    def change(name: str, tensor: torch.Tensor) -> None:
+        if name == "model.layers.1.mlp.up_proj.weight":
+            tensor[3, 5] = large
+        if name == "model.layers.0.self_attn.q_proj.weight":
+            tensor *= 2.0**-30
+
+    return jobs.rewrite(model, change)
+
+
+def test_weights_beyond_float16_are_refused_or_told(short_demo, tmp_path):
+    model = out_of_range(Path(shutil.copytree(short_demo, tmp_path / "model")), 1e5)
+    options, out = {"type": ("F16",), "solver": "rtn", "imatrix": "none"}, tmp_path / "out.gguf"
+    with pytest.raises(QuantkitError, match=r"blk\.1\.ffn_up\.weight: .* 9.98e[+]04 .* for F16") as caught:
+        jobs.quantize("gguf", model, out, options)
+    assert caught.value.exit_code == 4 and not list(tmp_path.glob("out*"))
+    wide = re.search("'(.*)'", caught.value.hint)[1]
+    assert wide == r"blk\.1\.ffn_up\.weight=BF16"
+    progress = jobs.Listener()
+    loop.run(jobs.prepare("gguf", model, out, options | {"tensor_type": (wide,)}), progress)
+    weight = open_checkpoint(str(model)).read("model.layers.0.self_attn.q_proj.weight", torch.float32)
+    lost = int(((weight.half() == 0) & (weight != 0)).sum())
+    told = f"blk.0.attn_q.weight: {lost:,} weights became 0, too small for F16"
+    assert progress.warnings == [told] and lost > weight.numel() / 2
+
+
+@pytest.mark.parametrize(
+    "solver, what", [("rtn", r"blk\.1\.ffn_up\.weight"), ("gptq", "layers.1.mlp.up_proj")]
+)
+def test_weights_beyond_the_scales_of_a_type_are_refused(short_demo, tmp_path, solver, what):
+    model = out_of_range(Path(shutil.copytree(short_demo, tmp_path / "model")), 1e8)
+    options = {"type": ("Q8_0",), "solver": solver, "imatrix": "none"} if solver == "rtn" else PLAIN_Q8
+    with pytest.raises(QuantkitError, match=rf"{what}.* up to 1e[+]08(:| are) too large for Q8_0"):
+        jobs.quantize("gguf", model, tmp_path / "out.gguf", options, calibration=jobs.calibration(tmp_path))
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_groups_that_become_zeros_are_told(short_demo, tmp_path):
+    """NVFP4: queries share the divisor of keys and values, far above them."""
+    model = out_of_range(Path(shutil.copytree(short_demo, tmp_path / "model")), 0.0)
+    summary = jobs.quantize("fp4", model, tmp_path / "out", {"solver": "rtn"})
+    name = "model.layers.0.self_attn.q_proj"
+    values = open_checkpoint(str(tmp_path / "out")).read(f"{name}.weight")
+    assert not values.any()
+    groups = f"{values.numel() // 16:,} groups of weights became 0, too small for nvfp4, groups of 16"
+    assert summary.notes == {name: [groups]}
 
 
 def test_a_file_of_floats_is_as_good_a_source(exported, tmp_path):

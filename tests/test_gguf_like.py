@@ -66,6 +66,7 @@ def test_every_type_and_size_is_llama_quantize_s_with_less_loss(model, text, mak
         assert np.isfinite(llama.logits(range(1, 20))).all()
 
 
+@pytest.mark.nightly
 def test_a_recipe_and_another_path_give_the_same_bytes_and_resume(
     model, text, make, refuse, tmp_path, monkeypatch
 ):

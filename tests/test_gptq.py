@@ -8,6 +8,7 @@ from itertools import count, product
 
 import pytest
 import torch
+from nights import by_day
 from reference_gptq import gptq as reference
 from reference_gptq import order_of
 from reference_gptq import refine as reference_refine
@@ -85,8 +86,11 @@ CASES = [  # in_features, grid; the solver's blocks are 128 columns
 ]
 
 
+DAY = [case for case in CASES if case[0] < 320 or case is CASES[8]]  # of the widest, one
+
+
 @pytest.mark.parametrize("act_order", ORDERS)
-@pytest.mark.parametrize("in_features, grid", CASES)
+@pytest.mark.parametrize("in_features, grid", by_day(CASES, DAY))
 def test_sweep_is_the_papers_algorithm(in_features, grid, act_order):
     weight, hessian, expected = settled(in_features, grid, act_order)
     (solved,) = GptqSolver(act_order=act_order, refine=0).solve([weight], [grid], SiteStatistics(hessian))
@@ -102,7 +106,7 @@ def site():
     return problem(256, rows=16)
 
 
-@pytest.mark.parametrize("bits, group_size", list(product((2, 3, 4, 8), (-1, 16, 32, 64, 128))))
+@pytest.mark.parametrize("bits, group_size", list(product((2, 4), (-1, 16, 64))))
 def test_beats_rtn_and_tells_its_error(site, bits, group_size):
     weight, inputs, hessian = site
     group_size = 256 if group_size == -1 else group_size

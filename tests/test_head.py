@@ -1,12 +1,14 @@
 """`gptq --head`: the model's head is solved as a last block, from what the quantized model feeds it.
-`--embedding`: the embedding is quantized before the first block."""
+`--embedding`: the embedding is quantized before the first block. What the head is gets decided when a
+checkpoint is opened."""
 
 import json
 
 import jobs
 import pytest
 import torch
-from safetensors.torch import load_file
+from nights import nightly
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.capacity import formats
@@ -15,8 +17,11 @@ from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.biased import BiasedGrid
 from quantkit.inspection.record import describe
+from quantkit.models.files.head import decide
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
+from quantkit.models.gguf.tensors import of_checkpoint
+from quantkit.quantize.convert import convert
 from quantkit.quantize.outputs import outside
 from quantkit.quantize.solvers import SiteStatistics, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
@@ -138,7 +143,7 @@ def test_an_embedding_that_is_the_head_is_solved_by_moments_of_the_original(tiny
     assert summary.linears == 22 and made.infos.keys().isdisjoint({"lm_head.weight", "lm_head.scales"})
 
 
-@pytest.mark.parametrize("options", [OPTIONS, MLX | {"head": 4}])
+@pytest.mark.parametrize("options", [OPTIONS, *nightly(MLX | {"head": 4})])
 def test_a_job_that_died_after_the_head_goes_on(source, tmp_path, monkeypatch, options):
     text = jobs.calibration(tmp_path)
     jobs.quantize("gptq", source, tmp_path / "whole", options, calibration=text, **RUN)
@@ -167,16 +172,110 @@ def test_what_no_client_reads_is_refused(source, tmp_path, method, options, mess
 
 
 @pytest.mark.parametrize(
-    ("tied", "plan", "options"),
+    ("name", "plan", "options"),
     [
-        (True, "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
-        (False, "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
-        (False, "gptq-head8", {"head": 8, "group_size": 128}),
+        ("tied", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("copy", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("alone", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("unlike", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
+        ("unlike", "gptq-head8", {"head": 8, "group_size": 128}),
     ],
 )
-def test_plan_knows_the_bytes(tiny_model, tmp_path, tied, plan, options):
-    wide = {"hidden_size": 128, "intermediate_size": 256, "tie_word_embeddings": tied}
-    source = tiny_model("llama", tokenizer=True, dtype="bfloat16", **wide)
+def test_plan_knows_the_bytes(form, tmp_path, name, plan, options):
+    source = form(name, hidden_size=128, intermediate_size=256)
     job = jobs.prepare("gptq", source, tmp_path / "out", options)
     found = read(str(source))
     assert formats.weights(plan, found.parameters, found.settings).bytes == job.plan.output_bytes
+
+
+# ---- what the head is
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FORMS = {  # what is stored of head and embedding, where config.json ties them
+    "tied": lambda embedding: {EMBEDDING: embedding},
+    "copy": lambda embedding: {EMBEDDING: embedding, HEAD: embedding.clone()},
+    "alone": lambda embedding: {HEAD: embedding},
+    "unlike": lambda embedding: {EMBEDDING: embedding, HEAD: embedding.flip(0).contiguous()},
+}
+RTN = {"solver": "rtn", "group_size": 32}
+
+
+@pytest.fixture
+def form(tiny_model):
+    """`form("copy")` -> folder of a model in this form; config.json ties head and embedding in all."""
+
+    def make(name, **sizes):
+        folder = tiny_model(
+            "llama", tokenizer=True, name=name, dtype="bfloat16", tie_word_embeddings=True, **sizes
+        )
+        stored = load_file(folder / "model.safetensors")
+        stored |= FORMS[name](stored.pop(EMBEDDING))
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+
+    return make
+
+
+def configured(folder):
+    return json.loads((folder / "config.json").read_text())
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_everything_asks_one_fact(form, name):
+    folder, tied = form(name), name != "unlike"
+    contents, checkpoint = open_contents(str(folder)), open_checkpoint(str(folder))
+    assert (contents.head.kind, contents.head.tied, contents.head.packed) == (name, tied, False)
+    made, plan = describe(contents), read(str(folder)).parameters
+    assert (made["model"]["tied"], plan.is_tied, checkpoint.config.tie_word_embeddings) == (tied,) * 3
+    assert {HEAD, EMBEDDING}.intersection(checkpoint.names) == {EMBEDDING} | ({HEAD} if not tied else set())
+    assert made["model"]["parameters"] == plan.count
+    assert bool(checkpoint.notes) == (name in ("copy", "unlike"))
+    assert [*checkpoint.notes] == made["integrity"]["warnings"] and not made["integrity"]["problems"]
+    target = {target.name: target.stored for target in of_checkpoint(checkpoint)}
+    assert target["token_embd.weight"] == (EMBEDDING,) and target.get("output.weight") == (
+        None if tied else (HEAD,)
+    )
+
+
+@pytest.mark.parametrize("name", ["copy", "alone"])
+def test_another_form_of_a_tied_model_gives_the_same_files(form, tmp_path, name):
+    """With its own head, verification compared logits of a rounded embedding with those of the copy."""
+    options = RTN | {"layout": "mlx", "embedding": 4}
+    heard = jobs.Listener()
+    for one in ("tied", name):
+        job = jobs.prepare("gptq", form(one), tmp_path / f"{one}-out", options, progress=heard)
+        jobs.loop.run(job, jobs.Progress())
+    one, other = (tmp_path / f"{folder}-out" / "model.safetensors" for folder in ("tied", name))
+    assert one.read_bytes() == other.read_bytes()
+    said = "lm_head is an equal copy of the embedding, to which config.json ties it: quantkit leaves it out "
+    assert heard.warnings == [f"{said}(0.1 MB)"] * (name == "copy")
+    with pytest.raises(QuantkitError, match="has no head of its own"):
+        jobs.prepare("gptq", form(name), tmp_path / "out", RTN | {"head": 4})
+
+
+def test_a_head_unlike_its_embedding_is_no_longer_tied(form, tmp_path):
+    """transformers cannot load a packed head while config.json ties it; other clients would skip it."""
+    folder, out, options = form("unlike"), tmp_path / "out", RTN | {"bits": 4, "head": 4}
+    job = jobs.prepare("gptq", folder, out, options | {"layout": "compressed-tensors"})
+    jobs.loop.run(job, jobs.Progress())
+    found = read(str(folder))
+    assert found.parameters.count == read(str(out)).parameters.count
+    assert configured(folder)["tie_word_embeddings"] and configured(out)["tie_word_embeddings"] is False
+    assert describe(open_contents(str(out)))["clients"][0]["loads"]
+    config = configured(out) | {"tie_word_embeddings": True}  # as it was written once
+    (out / "config.json").write_text(json.dumps(config))
+    made = describe(open_contents(str(out)))
+    assert not any(row["loads"] for row in made["clients"]) and not made["integrity"]["problems"]
+    (out / "quantkit.json").unlink()  # which knows another config.json
+    convert(str(out), "gptq", tmp_path / "converted", False, jobs.Progress())
+    assert configured(tmp_path / "converted")["tie_word_embeddings"] is False
+    one, other = (open_checkpoint(str(path)) for path in (out, tmp_path / "converted"))
+    assert torch.equal(one.read(HEAD, torch.float32), other.read(HEAD, torch.float32))
+
+
+def test_files_on_the_hub_count_as_equal(form):
+    """Their headers are known, their values are not."""
+    contents = open_contents(str(form("unlike")))
+    assert decide(contents.infos, lambda: True, stored=False).kind == "copy"
+    assert decide(contents.infos, lambda: False).kind == "own"

@@ -10,6 +10,7 @@ from pyarrow import parquet
 from stand_in_hub import SHA, TOKEN, Elsewhere, Repo
 
 OLDER = "f" * 40
+TEMPLATE = "additional_chat_templates/tool_use.jinja"
 OPTIONS = (
     "--samples 4 --seqlen 32 --batch-size 2 --threads 1 --group-size 32 --calibration org/data:train:text"
 )
@@ -32,7 +33,7 @@ def hub(hub_server, tmp_path):
             "original/model.safetensors": b"the same again",
             "consolidated.safetensors": b"and again",
         }
-        revisions[commit] = files | unwanted | {"LICENSE": b"MIT"}
+        revisions[commit] = files | unwanted | {"LICENSE": b"MIT", TEMPLATE: b"{{ messages }}"}
     hub_server.repos["models/org/name"] = Repo(revisions, {"main": SHA, "v1": OLDER}, "private")
     return hub_server
 
@@ -57,7 +58,8 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
         assert plan["code"] == 0, plan["err"]
         record = json.loads(plan["out"])["calibration"]
         assert record["source"] == "org/data@default:train:text" and record["dataset"]["revision"] == SHA
-        wanted = {name for name in hub.repos["models/org/name"].revisions[SHA] if "/" not in name}
+        files = hub.repos["models/org/name"].revisions[SHA]
+        wanted = {name for name in files if "/" not in name} | {TEMPLATE}
         assert hub.fetched() == (wanted - {"pytorch_model.bin", "consolidated.safetensors"}) | {
             "train.parquet"
         }
@@ -81,8 +83,10 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
         assert done["code"] == 0, done["err"]
         assert not hub.seen
     assert json.loads((home / "out" / "quantkit.json").read_text())["job"]["calibration"] == record
+    assert (home / "out" / TEMPLATE).read_bytes() == files[TEMPLATE]
 
 
+@pytest.mark.nightly
 def test_the_model_is_refused_without_the_token(hub, tmp_path):
     hub.repos["models/org/gated"] = Repo(hub.repos["models/org/name"].revisions, state="gated")
     with Elsewhere(tmp_path, hub.url) as process:

@@ -119,9 +119,8 @@ def test_a_text_to_evaluate_on_is_a_split_that_no_calibration_reads(process, nam
     assert process.ask(do="held_out", text=named) == {"name": name, "text": text}
 
 
-def test_a_text_to_evaluate_on_that_is_no_text_is_refused(process):
-    chat = process.ask(do="held_out", text="org/chat:train:messages")
-    assert "has no text under 'messages'" in chat["message"] and chat["code"] == 2
+def test_conversations_to_evaluate_on_are_rendered_and_a_missing_file_is_refused(process):
+    assert process.ask(do="held_out", text="org/chat:train:messages")["text"] == str(TALK)
     assert process.ask(do="held_out", text="nothing.txt")["code"] == 3
 
 
@@ -254,6 +253,7 @@ def test_a_column_of_another_kind_is_an_error(hub, calibrate):
     assert error["message"] == "org/numbers:train, row 1 read has no text under 'text' (it has: text: int)"
 
 
+@pytest.mark.nightly
 def test_a_hub_that_cannot_be_reached_is_an_error(model, tmp_path):
     with Elsewhere(tmp_path, "http://127.0.0.1:9") as other:
         error = other.ask(do="calibrate", model=str(model), calibration="org/data", **SIZE)

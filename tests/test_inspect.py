@@ -28,6 +28,7 @@ PAIR = [f"model.layers.{block}.mlp.up_proj.weight" for block in (0, 1)]  # heade
 Q, DOWN = "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 STRAY = "these tensors belong to no whole quantized linear"
 NORM = "model.layers.1.input_layernorm.weight"
+NORMS = "input", "post_attention"
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +167,7 @@ def test_a_gguf_file(made, tmp_path, kind, bits):
 # ---- the hub
 
 
+@pytest.mark.nightly
 def test_of_a_hub_id_the_headers_are_enough(made, hub_server, tmp_path):
     """Twice the size of what is fetched of the weights, and the same record as of the folder."""
     folder = tmp_path / "big"
@@ -477,6 +479,22 @@ def test_the_difference_of_two(made, make):
     relative = [row["relative"] for row in found["differences"]]
     assert relative == sorted(relative, reverse=True) and relative[0] > 0.05
     assert record["tokenizers"] == "equal"
+
+
+def test_scales_of_a_job_are_divided_out(made, make, quantkit):
+    """AWQ multiplies columns and divides norms: neither counts as a difference."""
+    found = make("inspect", made / "plain", made / "awq")["weights"]
+    divided = {f"model.layers.{block}.{norm}_layernorm.weight" for block in (0, 1) for norm in NORMS}
+    assert set(found["divided"]) == divided and found["compared"] == 21 - len(divided)
+    rows = {row["name"]: row for row in found["differences"]}
+    assert not divided & rows.keys() and {row["largest"] for row in rows.values()} == {0, None}
+    linears = json.loads((made / "awq/quantkit.json").read_text())["linears"]
+    for row in linears:
+        error = row["weight_error_up_to_scales"]
+        assert rows[f"{row['name']}.weight"]["relative"] ** 2 == pytest.approx(error, rel=1e-3)
+    assert found["relative"] < 0.12
+    shown = quantkit("inspect", made / "plain", made / "awq", "-q").out
+    assert "up to scales" in shown and "4 vectors divided by scales" in shown
 
 
 @pytest.mark.parametrize(("arguments", "held"), [(["--deep"], 0), (["plain"], 1)])

@@ -8,6 +8,7 @@ from pathlib import Path
 import ggml_library
 import pytest
 import torch
+from nights import by_day
 from reference_gptq import vector_sweep
 from test_ggml import WIDTH, importances, weights
 
@@ -159,7 +160,7 @@ def problem(rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, width, generator=generator) * 0.02, 2 * x.t() @ x / len(x)
 
 
-@pytest.mark.parametrize("name", BOOKS)
+@pytest.mark.parametrize("name", by_day(BOOKS, ["IQ2_XXS", "IQ3_S"]))
 def test_the_sweep_is_the_one_written_out(name):
     grid, (weight, H) = named(name), problem(3, 512)
     A, *_ = factorize(H, 0.01, torch.arange(512))
@@ -174,7 +175,7 @@ def test_the_sweep_is_the_one_written_out(name):
     assert loss(values.t() - weight, damped) == pytest.approx(chosen.lost.sum().item(), rel=1e-3)
 
 
-@pytest.mark.parametrize("name", BOOKS)
+@pytest.mark.parametrize("name", by_day(BOOKS, ["IQ2_S"]))
 def test_error_feedback_loses_less_than_ggmls_encoder(name):
     grid, (weight, H) = named(name), problem(32, 512)
     codes, params = grid.quantize(weight, H.diagonal().contiguous())

@@ -7,6 +7,8 @@ import jobs
 import pytest
 import torch
 from families import KINDS, STREAMS
+from nights import by_day
+from sums import assert_sums
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -63,7 +65,10 @@ def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
         assert (skeleton.logits(row) - expected).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("kind", ALL)
+DAY = ("mixtral", "jamba", "qwen3_next", "gemma3n", "bart")
+
+
+@pytest.mark.parametrize("kind", by_day(ALL, DAY))
 def test_linears_are_quantized_and_all_else_keeps_its_bytes(tiny_model, tmp_path, kind):
     source = tiny_model(kind, tokenizer=True)
     summary = quantize("gptq", source, tmp_path, jobs.GPTQ)
@@ -119,7 +124,7 @@ def test_streams_are_evaluated_in_16_bit(tiny_model, kind):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         want = model(IDS, use_cache=False).logits
-    assert torch.equal(torch.stack([skeleton.logits(row) for row in hidden]), want)
+    assert_sums(torch.stack([skeleton.logits(row) for row in hidden]), want, 2**-6)
 
 
 def test_what_is_kept_is_said_before_and_after(quantkit, tiny_model, tmp_path):
@@ -164,6 +169,8 @@ def test_small_projections_that_no_group_fits_stay_in_16_bit(tiny_model, tmp_pat
     source = tiny_model("jamba", tokenizer=True, mamba_dt_rank=8)
     summary = quantize("gptq", source, tmp_path, jobs.GPTQ)
     rows = [row for row in jobs.manifest(tmp_path / "out").values() if row["name"].endswith("dt_proj")]
-    assert [row["kept"] for row in rows] == ["small; group size 32 does not divide 8"] * len(rows) and rows
+    assert [row["kept"] for row in rows] == ["small; 8 columns do not split into groups of 32"] * len(
+        rows
+    ) and rows
     assert summary.kept >= len(rows)
     assert not linears.kept_parameters(open_skeleton(source))[0]["name"].endswith("dt_proj.weight")

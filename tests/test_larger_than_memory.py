@@ -15,12 +15,13 @@ import jobs
 import psutil
 import pytest
 import torch
+from nights import by_day, nightly
 from safetensors.torch import load_file, save_file
 
+from quantkit.models.files import head as head_of
 from quantkit.models.files import reading, safetensors_folder
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
-from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.models.machine import memory
 from quantkit.models.machine.memory import Room
 from quantkit.models.skeleton import Skeleton, linears
@@ -138,7 +139,7 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", by_day(JOBS, ["original", "suspend"]))
 def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
     model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     method, options, run = JOBS[name]
@@ -149,7 +150,7 @@ def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
     assert one == other and "model.safetensors" in one
 
 
-@pytest.mark.parametrize("options", [{}, {"solver": "rtn"}])
+@pytest.mark.parametrize("options", [{"solver": "rtn"}, *nightly({})])
 def test_states_of_a_gguf_job_in_a_file_change_no_byte(options, tiny_model, tmp_path):
     model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     found = []
@@ -266,7 +267,7 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", by_day(METHODS, ["nf4", "gptq suspend", "gguf rtn"]))
 def test_weights_are_loaded_once_and_in_the_order_of_the_file(name, tiny_model, tmp_path, read):
     """And once more for the model's hash; what is not quantized is copied besides, byte for byte."""
     method, options, run = METHODS[name]
@@ -340,12 +341,12 @@ def test_embedding_and_head_are_compared_up_to_the_first_difference(first, tiny_
     if first is not None:
         head[first] += 1
     save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
-    checkpoint, read, raw = open_checkpoint(str(folder)), [], safetensors_folder.raw
+    read, raw = [], safetensors_folder.raw
     monkeypatch.setattr(
-        safetensors_folder, "raw", lambda info: (read.append(len(piece)) or piece for piece in raw(info))
+        head_of, "raw", lambda info: (read.append(len(piece)) or piece for piece in raw(info))
     )
-    names = {target.name for target in of_checkpoint(checkpoint)}
-    assert ("output.weight" in names) == (first is not None)
+    checkpoint = open_checkpoint(str(folder))
+    assert ("lm_head.weight" in checkpoint.names) == (first is not None)
     most = safetensors_folder.COPY_BYTES
     assert head.nbytes > 2 * most
     pieces = -(-head.nbytes // most) if first is None else first * head[0].nbytes // most + 1

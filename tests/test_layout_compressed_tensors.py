@@ -7,6 +7,7 @@ from itertools import product
 import jobs
 import pytest
 import torch
+from sums import assert_sums
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -192,6 +193,10 @@ def group(**changes) -> dict:
     return {"targets": ["Linear"], "weights": weights, "format": "pack-quantized"} | changes
 
 
+ROWS = {"num_bits": 8, "strategy": "channel", "group_size": None}
+STATIC = {"num_bits": 8, "strategy": "tensor", "dynamic": False}
+
+
 @pytest.mark.parametrize(
     "changes, named",
     [
@@ -212,6 +217,14 @@ def group(**changes) -> dict:
         ),
         ({"config_groups": {"g": group(input_activations={"symmetric": False})}}, "asymmetric"),
         ({"config_groups": {"g": group(format="int-quantized")}}, "4 bit int weights by group in int"),
+        (
+            {"config_groups": {"g": group(format="int-quantized", weights=ROWS | {"symmetric": False})}},
+            ": asymmetric 8 bit int weights by channel in int-quantized is not supported",
+        ),
+        (
+            {"config_groups": {"g": group(format="int-quantized", weights=ROWS, input_activations=STATIC)}},
+            ": 8 bit int weights by channel with 8 bit int inputs of stored scales in int-quantized is not",
+        ),
     ],
 )
 def test_detect_refuses_what_it_would_misread(changes, named):
@@ -268,6 +281,6 @@ def test_inputs_of_packed_integers_are_rounded_token_by_token(inputs, kind):
     rounded = (x / scale).to(torch.float8_e4m3fn).float() if kind == "float" else (x / scale).round()
     wanted = rounded.clamp(-448 if kind == "float" else -128, 448 if kind == "float" else 127) * scale
     computed = layout.module(tensors, None)(x)
-    assert torch.equal(computed, wanted @ solved.values().T)
+    assert_sums(computed, wanted @ solved.values().T)
     entry = layout.form.activations()
     assert (entry["num_bits"], entry["type"], entry["strategy"], entry["dynamic"]) == (8, kind, "token", True)

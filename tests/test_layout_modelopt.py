@@ -7,8 +7,10 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
+from nights import by_day
 from safetensors import safe_open
 from safetensors.torch import load_file
+from sums import assert_sums
 
 from quantkit import layouts
 from quantkit.capacity import source
@@ -146,7 +148,7 @@ def test_whole_matrices_have_one_scale(search):
     assert found.params.scale.shape == (40, 1) and (found.params.scale == found.params.scale[0]).all()
     assert (plain.params.scale == weight.abs().max() / 448).all()
     lost = [(one.values() - weight).square().sum() for one in (found, plain)]
-    assert lost[0] < lost[1] if search else lost[0] == lost[1]
+    assert lost[0] < lost[1] if search else torch.equal(*lost)
     assert found.grid.floats(found.params)["scale"].shape == (1, 1)
 
 
@@ -162,7 +164,8 @@ def test_inputs_are_rounded_as_engines_round_them(algo):
     if algo == "W4A16_NVFP4":
         assert module is None and not layout.rounds_inputs
         return
-    assert torch.equal(module(inputs), rounded(algo, inputs, parts) @ values.T) and layout.rounds_inputs
+    assert_sums(module(inputs), rounded(algo, inputs, parts) @ values.T)
+    assert layout.rounds_inputs
 
 
 def rounded(algo: str, inputs: torch.Tensor, parts: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -208,7 +211,7 @@ OPTIONS = {  # of both layouts, and what inspect says of the inputs
 }
 
 
-@pytest.mark.parametrize("algo", OPTIONS)
+@pytest.mark.parametrize("algo", by_day(OPTIONS, ["FP8", "NVFP4"]))
 def test_a_job(made, quantkit, algo, tmp_path):
     method, options, inputs = OPTIONS[algo]
     options = {"solver": "rtn", "transform": "none"} | options

@@ -69,6 +69,12 @@ def test_the_loss_is_that_of_the_models_that_transformers_runs(model, tmp_path, 
     assert f"{found.kld:.3g}" in (tmp_path / "out" / "README.md").read_text()
 
 
+def test_a_model_with_few_positions_predicts_every_sequence_alone(tiny_model, tmp_path):
+    model = tiny_model("gpt2", tokenizer=True, num_hidden_layers=1, max_position_embeddings=40)
+    found = jobs.quantize("nf4", model, tmp_path / "out", loss_tokens=128).loss
+    assert found.tokens == 120 and found.kld > 0
+
+
 def test_tokens_are_held_back_from_the_text_behind_the_calibration(model, tmp_path):
     options = jobs.calibration(tmp_path, 6, 32)
     checkpoint = open_checkpoint(str(model))
@@ -93,11 +99,15 @@ def test_a_text_that_is_used_up_is_replaced_by_the_shipped_one(model, tmp_path):
     assert job.held_back.tokens.numel() == 64
 
 
-@pytest.mark.parametrize("tokenizer", [True, False])
-def test_data_free_jobs_measure_it_where_there_is_a_tokenizer(tiny_model, tmp_path, tokenizer):
-    model = tiny_model("llama", tokenizer=tokenizer, **SHORT)
+@pytest.mark.parametrize(
+    "tokenizer, rows, expected", [(True, 512, (256, None)), (False, 512, None), (True, 64, None)]
+)
+def test_data_free_jobs_measure_it_with_a_tokenizer_of_the_model(
+    tiny_model, tmp_path, tokenizer, rows, expected
+):
+    model = tiny_model("llama", tokenizer=tokenizer, vocab_size=rows, **SHORT)
     found = jobs.quantize("nf4", model, tmp_path / "out", loss_tokens=None).loss
-    assert (found and (found.tokens, found.rtn_kld)) == ((256, None) if tokenizer else None)
+    assert (found and (found.tokens, found.rtn_kld)) == expected
 
 
 def test_a_gguf_file_holds_it_in_its_metadata(model, tmp_path):
@@ -106,6 +116,16 @@ def test_a_gguf_file_holds_it_in_its_metadata(model, tmp_path):
     found = jobs.quantize("gguf", model, tmp_path / "out.gguf", options, loss_tokens=64).loss
     contents = headers.open_contents(str(tmp_path / "out.gguf"))
     assert Loss(**contents.manifest["loss"]) == found and 0 < found.kld < 1e-3
+
+
+def test_several_files_are_measured_on_the_same_tokens(make, tiny_model, tmp_path):
+    """Though only one of them calibrates."""
+    model = tiny_model("llama", tokenizer=True, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    jobs.calibration(tmp_path)
+    text = ("--calibration", "calibration.txt", "--samples", 2, "--seqlen", 32)
+    types = ("-t", "BF16", "-t", "Q4_K_M", "--solver", "rtn")
+    exact, coded = (one["loss"] for one in make("gguf", model, *types, *text)["jobs"])
+    assert exact["tokens"] == coded["tokens"] and exact["kld"] < coded["kld"]
 
 
 def post_norm(tmp_path):

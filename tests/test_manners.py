@@ -20,7 +20,7 @@ from quantkit import cli, errors
 from quantkit.cli import running
 from quantkit.cli.progress import Lines, Live, Quiet, listener
 from quantkit.errors import EXIT_CODES, QuantkitError, printable
-from quantkit.tables import print_facts
+from quantkit.tables import make_table, print_facts, print_table, ranges
 
 GROUP = typer.main.get_command(cli.app).commands
 COMMANDS = {name: command for name, command in GROUP.items() if not hasattr(command, "commands")} | {
@@ -42,20 +42,6 @@ def test_every_command_has_the_same_manners(quantkit, name):
     assert {"--verbose", "-v"} <= flags
     assert "--json" in flags or name in NO_RESULT
     assert {"--quiet", "-q"} <= flags or name in NO_PROGRESS
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_flag_means_the_same_everywhere(name):
-    """One letter, one meaning; and no flag whose help says nothing."""
-    letters = {
-        "-h": "--help", "-v": "--verbose", "-q": "--quiet", "-o": "--output", "-p": "--prompt",
-        "-n": "--tokens", "-t": "--type",
-    }  # fmt: skip
-    for option in COMMANDS[name].params:
-        for flag in option.opts:
-            if re.fullmatch("-[a-z]", flag):
-                assert letters[flag] in option.opts
-        assert option.help
 
 
 def test_the_exit_codes_stand_in_help_and_docs(quantkit):
@@ -189,6 +175,7 @@ def test_asked_to_stop_while_it_loads(number, code, said):
     assert (process.returncode, err) == (code, said)
 
 
+@pytest.mark.nightly
 def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, quantkit, tmp_path):
     """`nohup quantkit ... &` in a script: neither a closed terminal nor Ctrl-C ends it, but `kill` does."""
     model = tiny_model("llama", tokenizer=True)
@@ -245,6 +232,27 @@ def test_long_facts_are_wrapped_on_terminals_alone():
         assert [line.rstrip() for line in out.getvalue().splitlines()] == expected
 
 
+@pytest.mark.parametrize(("width", "lines"), [(120, 1), (80, 3), (61, 10)])
+def test_lists_wrap_before_names_and_numbers_break(width, lines):
+    """At 61 columns the list has room for one number of two digits per line."""
+    table = make_table("linears", "blocks", "shape", "quantized to")
+    table.add_row("ffn_down_shexp.weight", ranges(range(0, 28, 2)), "49152 × 576", "Q5_K")
+    print_table(Console(file=(out := io.StringIO()), width=width), table, 1)
+    _, _, _, first, *rest = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert max(map(len, [first, *rest])) <= width and len([line for line in [first, *rest] if line]) == lines
+    assert first.split()[0] == "ffn_down_shexp.weight" and first.endswith("49152 × 576           Q5_K")
+
+
+def test_a_long_name_is_broken_where_nothing_else_can_give():
+    table = make_table("linears", "blocks", "shape")
+    table.add_row("a" * 40, "0, 11", "64 × 128")
+    print_table(Console(file=(out := io.StringIO()), width=40), table, 1)
+    rows = [line.rstrip() for line in out.getvalue().splitlines()][3:]
+    assert "".join(row.split()[0] for row in rows if row) == "a" * 40
+    assert rows[0].endswith("64 × 128") and max(map(len, rows)) <= 40
+
+
+@pytest.mark.nightly
 def test_verbose_lets_the_libraries_speak(fails):
     """They read their levels when they are imported: here, in a process of its own."""
     levels = ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY")

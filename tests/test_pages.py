@@ -9,6 +9,7 @@ import subprocess
 import pytest
 import records
 from bench_runs import measured
+from nights import nightly
 
 from quantkit.evaluation.comparison import drawing, table
 from quantkit.serving.bench import show
@@ -107,7 +108,7 @@ def test_a_page_announces_error_bars_only_where_runs_differ():
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", *nightly("dark")])
 def test_in_a_browser(tmp_path, scheme):
     """Nothing sticks out; hidden columns have a shadow and the model's name stays; plots fill the page; on a
     phone every row is a card, whose cells say what they are."""

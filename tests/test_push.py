@@ -84,6 +84,7 @@ def test_what_quantkit_wrote_is_sent_and_nothing_else(made, push, hub_server):
     assert not hub_server.seen
 
 
+@pytest.mark.nightly
 def test_a_job_sends_its_result_or_does_not_start(made, push, hub_server, tmp_path):
     source = tmp_path / "models--org--tiny/snapshots/0123"
     done = push.run("nf4", source, "-o", tmp_path / "new", "--push", "org/job", "-q", "--json")
@@ -108,6 +109,7 @@ def test_a_job_sends_its_result_or_does_not_start(made, push, hub_server, tmp_pa
     assert not hub_server.seen
 
 
+@pytest.mark.nightly
 def test_without_a_token_or_a_network_it_says_so(made, tmp_path):
     home = tmp_path / "home"
     home.mkdir()
@@ -121,6 +123,7 @@ def test_without_a_token_or_a_network_it_says_so(made, tmp_path):
     assert "see that it works; continue with: quantkit push" in failed["err"]
 
 
+@pytest.mark.nightly
 def test_a_gguf_file_is_sent_with_its_card(tiny_model, tmp_path, push, hub_server, quantkit):
     source = tiny_model("llama", name="models--org--tiny/snapshots/0123", tokenizer=True)
     (source / "README.md").write_text(HEAD)

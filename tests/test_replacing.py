@@ -79,7 +79,13 @@ def test_a_folder_is_replaced_if_every_file_is_a_checkpoints(tmp_path):
     may_replace.check(tmp_path, False, True)  # empty
     for name in names:
         (tmp_path / name).touch()
+    templates = tmp_path / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tool_use.jinja").touch()
     may_replace.check(tmp_path, False, True)
+    (templates / "notes.txt").touch()
+    assert f"contains other files, {templates.name}: it would" in refusal(tmp_path)
+    (templates / "notes.txt").unlink()
     (tmp_path / ".git").mkdir()
     (tmp_path / "notes.txt").touch()
     (tmp_path / "other.safetensors").symlink_to(tmp_path / "config.json")

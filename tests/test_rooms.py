@@ -1,6 +1,7 @@
 """The house: a dozen rooms, and imports that point one way through them (README, "The tree")."""
 
 import ast
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -21,20 +22,22 @@ FLOORS = {
     "quantize": ("solvers", "staging", "calibrate", "transforms", "outputs", "methods", "prepare"),
     "evaluation": ("tasks", "comparison"),
     "distillation": ("compressed",),
-    "serving": ("engines", "chat", "bench", "endpoint", "specdec", "server"),
+    "serving": ("engines", "chat", "bench", "specdec", "server"),
 }
 DOORS = {"models.files.open", "models.files.headers"}  # open whatever the user names, a GGUF file as well
 
 
+@cache
 def modules() -> dict[str, Path]:
     """Every module of the package by its name."""
     names = {path: path.relative_to(PACKAGE.parent).with_suffix("").parts for path in PACKAGE.rglob("*.py")}
     return {".".join(parts).removesuffix(".__init__"): path for path, parts in names.items()}
 
 
-def imports(path: Path, known: dict[str, Path]) -> set[str]:
+@cache
+def imports(path: Path) -> set[str]:
     """What a module imports of the package, inside functions and for type checkers, too."""
-    found = set()
+    known, found = modules(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("quantkit"):
             for alias in node.names:
@@ -45,19 +48,13 @@ def imports(path: Path, known: dict[str, Path]) -> set[str]:
     return found
 
 
-def test_the_rooms_are_a_dozen():
-    found = [path for path in PACKAGE.iterdir() if path.suffix in ("", ".py") and path.name[:2] != "__"]
-    entries = {path.stem: path.is_dir() for path in found}
-    assert entries.keys() - {"data"} == set(ROOMS) and sum(entries.values()) <= 12
-
-
 def test_imports_point_one_way():
     known = modules()
     rank = {room: place for place, room in enumerate(ROOMS)}
     backwards = [
         f"{module} imports {wanted}"
         for module, path in known.items()
-        for wanted in imports(path, known)
+        for wanted in imports(path)
         if module.count(".") and wanted.count(".")
         if rank.get(wanted.split(".")[1], -1) > rank.get(module.split(".")[1], len(ROOMS))
     ]
@@ -74,7 +71,7 @@ def test_imports_of_sub_folders_point_one_way():
         backwards += [
             f"{module} imports {wanted}"
             for module, path in known.items()
-            for wanted in imports(path, known)
+            for wanted in imports(path)
             if floor[module] is not None and floor.get(wanted) is not None
             if floor[wanted] > floor[module] and module.removeprefix("quantkit.") not in DOORS
         ]
@@ -84,10 +81,4 @@ def test_imports_of_sub_folders_point_one_way():
 def test_no_imports_run_in_a_circle():
     """A package and its own modules count as different."""
     known = modules()
-    TopologicalSorter({module: imports(path, known) - {module} for module, path in known.items()}).prepare()
-
-
-def test_relative_imports_are_not_used():
-    for path in modules().values():
-        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        assert not any(isinstance(node, ast.ImportFrom) and node.level for node in nodes), path
+    TopologicalSorter({module: imports(path) - {module} for module, path in known.items()}).prepare()

@@ -40,6 +40,7 @@ print(json.dumps(found))
 # Stands in for python, pip and what they install: writes down how it was called.
 STAND_IN = """#!/bin/sh
 echo "$(basename "$0") $*" >>"$CALLS"
+if [ "$1" = eval ]; then printf "%s" "$PRINTED"; fi
 if [ "$1 $2" = "-m venv" ]; then
     mkdir -p "$3/bin"
     for name in python quantkit ruff; do cp "$0" "$3/bin/$name"; done
@@ -98,6 +99,21 @@ def test_the_demo_compresses_and_compares(shell):
     assert code == 0
     commands = [line.split()[1] for line in calls.splitlines() if line.startswith("quantkit ")]
     assert commands == ["gptq", "gptq", "eval"]
+
+
+@pytest.mark.parametrize("lacking", [None, "rtn-w4g128"])
+def test_ci_runs_both_commands_and_wants_every_row_of_the_demo(shell, tmp_path, monkeypatch, lacking):
+    """With a browser that is there, so that nothing is installed."""
+    (tmp_path / ".ci").symlink_to(ROOT / ".ci")
+    (tmp_path / "chromium").write_text("")
+    (tmp_path / "chromium").chmod(0o755)
+    rows = [name for name in ("demo-llama-6m", "gptq-w4g128", "rtn-w4g128") if name != lacking]
+    table = "".join(f" {name:20} 11.54 MB   52.186\n" for name in rows)
+    monkeypatch.setenv("PRINTED", table)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code, printed, calls = shell(".ci/run")
+    assert (code == 0, "no row rtn-w4g128" in printed) == (lacking is None, lacking is not None)
+    assert ("-m pytest" in calls) == (lacking is None)
 
 
 def test_the_test_command_checks_and_tests_on_both_processors(shell):

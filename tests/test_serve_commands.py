@@ -142,7 +142,14 @@ def test_ports():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"port": 70000}, {"parallel": 0}, {"memory_fraction": 0.0}, {"start_timeout": 0.0}, {"api_key": " "}],
+    [
+        {"port": 70000},
+        {"parallel": 0},
+        {"memory_fraction": 0.0},
+        {"start_timeout": 0.0},
+        {"api_key": " "},
+        {"api_key": "a\nb"},
+    ],
 )
 def test_settings_that_make_no_sense(wrong):
     with pytest.raises(QuantkitError) as refused:

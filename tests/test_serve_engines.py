@@ -118,7 +118,7 @@ def test_an_engine_by_name(here):
 
 
 def test_of_real_headers(here, demo_model, make, tmp_path):
-    here("xllamacpp", "bitsandbytes")
+    here("xllamacpp", "accelerate", "bitsandbytes")
     made = tmp_path / "nf4"
     make("nf4", demo_model, "-o", made)
     for source, engine in ((demo_model, "transformers"), (made, "transformers")):

@@ -2,7 +2,9 @@
 
 import os
 import signal
+import socket
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -11,6 +13,7 @@ import pytest
 from quantkit.errors import QuantkitError
 from quantkit.serving.engines.choose import Offer
 from quantkit.serving.server import process
+from quantkit.serving.server.client import RequestFailed, is_loopback, request
 from quantkit.serving.server.command import Command
 from quantkit.serving.server.job import Prepared, ended, serving
 from quantkit.serving.server.process import Engine
@@ -67,10 +70,54 @@ def test_one_that_dies_while_starting_has_the_last_word():
 
 
 def test_one_that_answers_nothing():
-    with pytest.raises(QuantkitError) as failed, serving(prepared("mute")):
+    with pytest.raises(QuantkitError) as failed, serving(prepared("mute", api_key="secret")):
         pass
     assert "is healthy, but answers no request: the server answers 500" in failed.value.message
+    assert "no worker for Bearer …" in failed.value.message and "secret" not in failed.value.message
     assert "the worker is dead" in failed.value.message
+
+
+def test_one_that_answers_something_else():
+    with pytest.raises(QuantkitError, match="vllm answers with no completion"), serving(prepared("prose")):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "timed out"),
+        (b"", "closed connection without response"),
+        (b"no HTTP\r\n", "no HTTP"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFF\r\n", "IncompleteRead"),
+    ],
+)
+def test_a_request_without_a_good_answer(answer, said):
+    def serve() -> None:
+        taken, _ = listener.accept()
+        with taken:
+            taken.recv(1 << 16)
+            taken.recv(1) if answer is None else taken.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        with pytest.raises(RequestFailed) as failed:
+            request(f"http://127.0.0.1:{listener.getsockname()[1]}/health", 0.2)
+        thread.join(10)
+    assert "/health cannot be reached: " in failed.value.message and said in failed.value.message
+
+
+@pytest.mark.parametrize(
+    ("host", "local"),
+    [("127.9.9.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("localhost.com", False)],
+)
+def test_which_hosts_are_this_machine(host, local):
+    assert is_loopback(host) is local
+
+
+def test_the_url_of_an_address():
+    made = prepared("well", host="::")
+    assert made.url == f"http://[::1]:{made.settings.port}/v1"
 
 
 def test_one_that_is_never_healthy():

@@ -1,5 +1,6 @@
 """Documents of parquet files, and what `--calibration` may name."""
 
+import csv
 import json
 
 import pyarrow
@@ -10,7 +11,7 @@ from pyarrow import parquet
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError
 from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets, sources
-from quantkit.text.chat import Conversation
+from quantkit.text.chat import ChatTemplate, Conversation
 from quantkit.text.hub_datasets import Dataset
 from quantkit.text.sources import BUFFER, PIECE_CHARS, open_source
 
@@ -26,11 +27,11 @@ def write(tmp_path):
     return write
 
 
-def documents(path: str, **options) -> list:
+def documents(path: str | None, **options) -> list:
     return list(open_source(CalibrationOptions(calibration=path, **options), offline=False).documents)
 
 
-def error_of(path: str, **options) -> QuantkitError:
+def error_of(path: str | None, **options) -> QuantkitError:
     with pytest.raises(QuantkitError) as caught:
         documents(path, **options)
     return caught.value
@@ -98,6 +99,92 @@ def test_parquet_that_does_not_serve_is_an_error(write, tmp_path):
     assert error.exit_code == USAGE and "is not parquet that can be read" in error.message
     error = error_of(str(tmp_path / "absent.parquet"))
     assert error.exit_code == NOT_FOUND and "No such file" in error.message
+
+
+PARTS = [{"type": "text", "text": "Wer da?"}]
+ROWS = [
+    {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, *PARTS]}], "tools": None},
+    {"messages": [{"role": "user", "content": PARTS}], "tools": None},
+]
+
+
+class Tokenizer:
+    """A vision model's template asks for keys; Arrow gives every part the keys of all parts."""
+
+    special_tokens_map = {}
+
+    def get_chat_template(self, given, tools):
+        return "{% for m in messages %}{% for c in m.content %}{% if 'image' in c %}<i>{% else %}{{ c.text }}\
+{% endif %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("name", ["c.parquet", "c.jsonl", "c.json", "c.csv", "c.tsv", "c.messages.parquet"])
+def test_every_kind_of_file_gives_the_same_conversations(tmp_path, name):
+    path, as_text = tmp_path / name, [{"messages": json.dumps(row["messages"])} for row in ROWS]
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(as_text if "messages" in name else ROWS), path)
+    elif path.suffix in sources.CSV:
+        with open(path, "w", newline="") as file:
+            rows = csv.DictWriter(file, ["messages"], dialect=sources.CSV[path.suffix])
+            rows.writeheader()
+            rows.writerows(as_text)
+    else:
+        path.write_text(json.dumps(ROWS, indent=1) if name == "c.json" else "\n".join(map(json.dumps, ROWS)))
+    template = ChatTemplate(Tokenizer())
+    assert sorted(template.render(talk) for talk in documents(str(path))) == ["<i>Wer da?", "Wer da?"]
+    content = sources.held_out(path, template.render)
+    assert content == (name, "<i>Wer da?\n\nWer da?")
+
+
+def texts(path, column: str = "text") -> tuple[list[str], str]:
+    """Calibration documents and held-out text of a file."""
+    return documents(str(path), text_column=column), sources.held_out(path, str, column)[1]
+
+
+def test_columns_of_csv_are_read_by_name_and_quotes_and_lines_inside_of_quotes_are_kept(tmp_path):
+    path = tmp_path / "r.csv"
+    long = "x" * 200_000
+    path.write_text(f'\ufeffid,body,text\r\n1,"a, ""b""\nc",no\r\n2,,no\r\n3,{long},no\r\n', encoding="utf-8")
+    found, content = texts(path, "body")
+    assert sorted(found) == ["", 'a, "b"\nc', long]
+    assert content == f'a, "b"\nc\n\n\n\n{long}'
+    path = tmp_path / "r.TSV"
+    path.write_text("text\tid\na, b\t1\n")
+    assert texts(path) == (["a, b"], "a, b")
+    error = error_of(str(path), text_column="body")
+    assert error.message == f"{path}:2 has no text under 'body' (it has: text, id)"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("id,text\n1,a\n2,b,c\n", "3 is not CSV: more fields than the 2 columns of its first line"),
+        ('id,text\n1,"a" b\n', "2 is not CSV: ',' expected after '\"'"),
+        ('id,text\n1,"a\n', "2 is not CSV: unexpected end of data"),
+    ],
+)
+def test_csv_that_does_not_serve_is_an_error(tmp_path, content, words):
+    (tmp_path / "r.csv").write_text(content)
+    error = error_of(str(tmp_path / "r.csv"))
+    assert error.message == f"{tmp_path}/r.csv:{words}" and "twice" in error.hint and error.exit_code == USAGE
+
+
+def test_a_column_of_plain_text_is_refused(tmp_path):
+    (tmp_path / "r.txt").write_text("text")
+    error = error_of(str(tmp_path / "r.txt"), text_column="body")
+    assert error.exit_code == USAGE and error.message == (
+        f"--text-column body is for files with columns, {tmp_path}/r.txt is plain text"
+    )
+    assert "the shipped text is plain text" in error_of(None, text_column="body").message
+
+
+def test_byte_order_marks(tmp_path):
+    path = tmp_path / "r.txt"
+    path.write_bytes("a\n".encode("utf-8-sig"))
+    assert texts(path) == (["a\n"], "a\n")
+    path.write_bytes("a\n".encode("utf-16"))
+    error = error_of(str(path))
+    assert error.message == f"{path} is UTF-16, not UTF-8 text" and "iconv -f UTF-16" in error.hint
 
 
 @pytest.mark.parametrize(

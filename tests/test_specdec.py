@@ -55,6 +55,17 @@ def test_the_record_of_two_drafts(make, target, draft):
     assert model["cost_by_bytes"] == model["draft_memory"]["stored"] / model["target_memory"]["stored"] < 1
 
 
+def test_gguf_files_are_decoded(make, quantkit, target, tmp_path):
+    files = [tmp_path / f"{kind}.gguf" for kind in ("F32", "Q8_0")]
+    for path in files:
+        done = quantkit("gguf", target, "-t", path.stem, "--solver", "rtn", "--imatrix", "none", "-o", path)
+        assert done.code == 0, done.err
+    twin, smaller = make("specdec", files[0], *files, *QUICK)["drafts"]
+    assert all(row["alpha"] == 1 for row in twin["swept"])
+    assert smaller["draft_memory"]["note"] == "transformers decodes GGUF files"
+    assert [made["proof"]["equal"] for made in (twin, smaller)] == [4, 4]
+
+
 def test_sampled_text_is_measured_and_not_proven(make, quantkit, target, draft):
     found = make("specdec", target, draft, *QUICK, "--temperature", "1")
     assert found["drafts"][0]["proof"] is None and 0 < found["drafts"][0]["alpha"] <= 1

@@ -96,7 +96,41 @@ def test_wrong_machines_and_contexts_are_refused_before_torch_is_imported(tmp_pa
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     told = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     assert done.returncode == 2 and len(told) == 2 and said in told[0]
-    assert not re.search(r"\| torch$", done.stderr, re.MULTILINE)
+    assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE)
+
+
+def test_wrong_paths_outputs_and_layouts_are_refused_before_torch_is_imported(tiny_model, tmp_path):
+    tiny_model("llama", name="tiny", hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+    for name in ("tiny-gptq-w4g64", "tiny-int8", "out"):
+        (tmp_path / name).mkdir()
+    single = "chat,imatrix,inspect,sample,serve,verify,gptq,run gptq-w4,auto --bpw 4,convert --to awq"
+    typed = {f"{command} nope": "no such folder: nope" for command in single.split(",")}
+    typed |= {
+        "eval nope tiny": "no such folder: nope",
+        "distill tiny nope": "no such folder: nope",
+        "gptq tiny": "tiny-gptq-w4g64 exists",
+        "int8 tiny": "tiny-int8 exists",
+        "awq tiny -o out": "out exists",
+        "auto tiny --bpw 4 -o out": "out exists",
+        "eval tiny --as rtn --device gpu": "'gpu' is not a device",
+        "gptq out": "out holds no config.json",
+        "gptq tiny --bits 7 --layout mlx": "--layout mlx: MLX has 2, 3, 4, 5, 6 or 8 bits",
+        "gptq tiny --head 7 --layout mlx": "--layout mlx: MLX has 2, 3, 4, 5, 6 or 8 bits",
+        "awq tiny --group-size -1 --layout mlx": "--layout mlx: MLX has 2, 3, 4, 5, 6 or 8 bits",
+    }
+    code = """import sys; from quantkit.cli import main
+for line in sys.stdin.read().splitlines():
+    sys.argv = ["quantkit", *line.split()]
+    try: main()
+    except SystemExit as done: print("code", done.code, file=sys.stderr)
+print("torch" in sys.modules, "transformers" in sys.modules)"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, input="\n".join(typed), capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "False False\n"
+    found = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(found) == len(typed)
+    for line, said in zip(found, typed.values(), strict=True):
+        assert said in line
 
 
 @pytest.mark.parametrize("typed", ["eval m --text t --ctx 32k", "auto m --bpw 3 --ctx 32k"])
@@ -109,18 +143,6 @@ def test_threads_are_those_that_torch_will_read(tmp_path):
     code = (
         "import os; from quantkit.cli import main\ntry: main()\nfinally: print(os.getenv('OMP_NUM_THREADS'))"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "eval",
-        "missing",
-        "--text",
-        "x",
-        "--max-memory",
-        "y",
-        "--threads",
-        "3",
-    ]
+    command = [sys.executable, "-c", code, *"eval missing --text x --max-memory y --threads 3".split()]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "3\n"

@@ -7,6 +7,7 @@ import families
 import jobs
 import pytest
 import torch
+from nights import nightly
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -212,7 +213,7 @@ def test_a_job_ends_nearer_to_the_original(model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method, options", [("gptq", TWO_BITS), ("awq", {"group_size": 32, "solver": "gptq"})]
+    "method, options", [("gptq", TWO_BITS), *nightly(("awq", {"group_size": 32, "solver": "gptq"}))]
 )
 def test_ways_of_running_and_a_resumed_job_write_the_same(model, tmp_path, monkeypatch, method, options):
     arguments = {"calibration": jobs.calibration(tmp_path), "batch_size": 2, "sequential": "suspend"}

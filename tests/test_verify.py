@@ -6,9 +6,10 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, VERIFICATION
-from quantkit.grids.distance import FIT_ROUNDS, error_up_to_scales, token_distances, weight_error
+from quantkit.grids.distance import error_up_to_scales, token_distances, weight_error
 from quantkit.inspection import verify
 from quantkit.models.files import checksums
 
@@ -40,13 +41,56 @@ def test_the_error_up_to_scales_is_blind_to_them():
     error = error_up_to_scales(scaled, values)
     assert error_up_to_scales(weight, values) == pytest.approx(error, rel=1e-4)
     r, c = torch.ones(96, dtype=torch.double), torch.ones(80, dtype=torch.double)
-    for _ in range(4 * FIT_ROUNDS):  # the same least squares, in float64 and at once
+    for _ in range(24):  # the same least squares, in float64 and at once
         near = weight.double() * c
         r = (near * values).sum(1) / near.square().sum(1)
         near = weight.double() * r[:, None]
         c = (near * values).sum(0) / near.square().sum(0)
     near = weight.double() * r[:, None] * c
     assert error == pytest.approx(weight_error(near, values.double()), rel=1e-3)
+
+
+def test_named_chat_templates_are_kept_and_verified(tiny_model, make, quantkit, tmp_path):
+    folder, name = tiny_model("llama", tokenizer=True), "additional_chat_templates/tool_use.jinja"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "D", "tool_use": "T"}
+    tokenizer.save_pretrained(folder)
+    assert (folder / name).read_text() == "T"
+    make("gptq", folder, "--solver", "rtn", "--group-size", 32, "-o", "out")
+    make("convert", "out", "--to", "compressed-tensors", "-o", "converted")
+    for made in ("out", "converted"):
+        assert AutoTokenizer.from_pretrained(tmp_path / made).chat_template == tokenizer.chat_template
+        assert {"name": name, "state": "same"} in make("verify", made)["files"]
+    (tmp_path / "out" / name).write_text("changed")
+    assert f"error: {name} was changed" in quantkit("verify", "out").err
+    (tmp_path / "out" / name).unlink()
+    assert f"error: {name} is absent" in quantkit("verify", "out").err
+
+
+def test_the_error_up_to_scales_survives_outliers():
+    """Least squares alone are led astray by the few weights that hold most of the squares."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 64, generator=generator)
+    weight *= (1.5 * torch.randn(64, 64, generator=generator)).exp()
+    scaled = weight * torch.randn(64, generator=generator).exp()
+    values = scaled + scaled.abs().amax(1, keepdim=True) * torch.randn(64, 64, generator=generator) / 440
+    error = weight_error(scaled, values)
+    assert error_up_to_scales(scaled, values) == pytest.approx(error, rel=0.05)
+    assert error_up_to_scales(weight, values) == pytest.approx(error, rel=0.15)
+
+
+def test_outliers_that_were_scaled_are_as_far_as_the_manifest_says(tiny_model, make):
+    """The fit of scales begins at the source's weight in the job as well."""
+    model = tiny_model("llama", tokenizer="bos")
+    tensors, generator = load_file(model / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            tensor *= (1.5 * torch.randn(tensor.shape, generator=generator)).exp()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    make("w8a8", model, "-o", "out", *TEXT[:4])
+    rows = make("verify", "out", "--base", model)["linears"]
+    assert any(row["measure"] == "weight_error_up_to_scales" for row in rows)
+    assert max(abs(row["error"] / row["recorded"] - 1) for row in rows) < 1e-5
 
 
 @pytest.mark.parametrize(

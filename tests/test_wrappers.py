@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers as hf
 from families import GROUPED, save_tokenizer
+from nights import nightly
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import UNSUPPORTED
@@ -182,15 +183,17 @@ def test_what_lies_beside_the_language_model_is_found_and_not_loaded(tmp_path, f
     assert inside and all(held[name].is_meta for name in inside)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["gemma3", *nightly("qwen2_5_vl")])
 @pytest.mark.parametrize(
     ("command", "key"),
     [
         (("gptq", "--group-size", "32"), "dynamic"),
-        (("awq", "--group-size", "32"), "modules_to_not_convert"),
-        (("gptq", "--group-size", "32", "--layout", "compressed-tensors"), "ignore"),
         (("nf4",), "llm_int8_skip_modules"),
-        (("int8",), "llm_int8_skip_modules"),
+        *nightly(
+            (("awq", "--group-size", "32"), "modules_to_not_convert"),
+            (("gptq", "--group-size", "32", "--layout", "compressed-tensors"), "ignore"),
+            (("int8",), "llm_int8_skip_modules"),
+        ),
     ],
 )
 def test_towers_keep_their_bytes_and_the_configuration_spares_them(quantkit, tmp_path, family, command, key):

@@ -25,8 +25,9 @@ from quantkit.grids.grid import Grid
 from quantkit.layouts import LinearSpec, fusions
 from quantkit.layouts.compressed_tensors.integers import WIDTHS
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
-from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES
-from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, nbytes, stays_float
+from quantkit.models.gguf import architectures
+from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES, SCALED
+from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, SCALES, SCALING, nbytes, stays_float
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
 from quantkit.quantize.methods import Override, gguf, gptq
@@ -135,12 +136,13 @@ class GgufSpace:
     def units(self, job: Job) -> list[Unit]:
         """Return a unit for each matrix that a quantized ggml type can store, named as in the file."""
         rows = {f"{row.name}.weight": row for row in job.specs if row.grid is not None}
-        units = []
+        units, types = [], [name for name in TYPES if name not in _unscaled(job)]
         for target in job.method.output.targets:
             members = tuple(rows[name] for name in target.stored if name in rows)
             outside = target.name in (EMBEDDING, OUTPUT)
             if target.part is None and not stays_float(target.name, target.shape) and (members or outside):
-                fits = [name for name in TYPES if target.shape[-1] % BLOCKS[name][0] == 0]
+                fits = [name for name in types if target.shape[-1] % BLOCKS[name][0] == 0]
+                fits = [name for name in fits if name not in SCALED or SCALES.match(target.name)]
                 found = [Candidate(name, nbytes(name, target.shape)) for name in fits]
                 found.sort(key=lambda one: one.nbytes)
                 block, weights = (members[0].block if members else None), math.prod(target.shape)
@@ -153,8 +155,8 @@ class GgufSpace:
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return the choices that llama-quantize makes for its file types."""
-        found, targets = [], job.method.output.targets
-        for name in FILE_TYPES:
+        found, targets, unscaled = [], job.method.output.targets, _unscaled(job)
+        for name in (name for name in FILE_TYPES if name not in unscaled):
             chosen = gguf.chosen_types(self.options, name, targets, job.skeleton)
             types = {one.name: one.type for one in chosen}
             choice = {unit.name: types[unit.name] for unit in units}
@@ -178,6 +180,11 @@ class GgufSpace:
             prefix = rf"blk\.{places}\." if numbers else ""
             patterns.append(f"^{prefix}{re.escape(leaf)}$={kind}")
         return {"quant.type": (_file_type(weights),), "quant.tensor_type": tuple(patterns)}
+
+
+def _unscaled(job: Job) -> set[str]:
+    """Return the types, named like their file types, whose scales llama.cpp does not apply in this model."""
+    return set() if architectures.of_config(job.checkpoint.text_config).name in SCALING else SCALED
 
 
 def _file_type(weights: Counter[str]) -> str:

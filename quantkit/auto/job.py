@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -27,7 +28,7 @@ from quantkit.models.machine.device import free_memory
 from quantkit.options import MOST, CalibrationOptions, RunOptions, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
-from quantkit.quantize.prepare import recipe
+from quantkit.quantize.prepare import linears, recipe
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.text.calibration import hold_out
@@ -91,15 +92,18 @@ class Auto:
         and excludes held-out calibration sequences."""
         import yaml
 
-        options = self.request.options
+        options, typed = self.request.options, dict(self.request.typed)
         changed = {key: getattr(options, key.partition(".")[2]) for key in DEFAULTS}
         changed = {key: value for key, value in changed.items() if value != DEFAULTS[key]}
+        if kept := linears.undivided(self.job.specs):
+            names = (f"^{re.escape(row.name)}$" for row in kept)
+            typed["run.exclude"] = (*typed.get("run.exclude", ()), *names)
         if self.held_out:
             changed["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
         content: dict[str, Any] = {
             "method": self.space.method, "description": description, "model": self.request.source,
         }  # fmt: skip
-        for key, value in {**self.request.typed, **changed, **values}.items():
+        for key, value in {**typed, **changed, **values}.items():
             section, _, name = key.partition(".")
             content.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
         head = "# Made by quantkit auto; repeat it with: quantkit run FILE\n"
@@ -195,10 +199,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
         require(space.zero_points, what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
-    output = request.output or Path(_name(request, space))
-    one_file = space.method == "gguf"
-    if one_file and output.is_dir():
-        output = output / _name(request, space)
+    output, one_file = request.place, space.method == "gguf"
     prepared = job.prepare(
         job.Request(
             source=request.source,
@@ -210,6 +211,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
             revision=request.revision,
             offline=request.offline,
             trust_remote_code=request.trust_remote_code,
+            open_groups=not one_file,
         ),
         progress,
         dry_run=True,
@@ -235,25 +237,13 @@ def _options(kind: type, section: str, typed: dict[str, Any]) -> Any:
     return kind(**{key.removeprefix(prefix): value for key, value in typed.items() if key.startswith(prefix)})
 
 
-def _name(request: AutoRequest, space: Space) -> str:
-    """Return the default name of the output, such as `model-auto-3.5bpw`."""
-    options = request.options
-    if options.bpw is not None:
-        budget = f"{options.bpw:g}bpw"
-    elif options.max_size is not None:
-        budget = options.max_size.replace(" ", "")
-    else:
-        budget = options.gpu or f"kld{options.max_kld:g}"
-    ending = ".gguf" if space.method == "gguf" else ""
-    return f"{job.base_name(request.source)}-auto-{budget}{ending}"
-
-
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     """Return the windows to measure results on, and the number of held-out calibration sequences."""
     checkpoint = prepared.checkpoint
     options = request.options
     if options.text is not None:
-        return windows_of.load(checkpoint, options.text, options.ctx, None, options.limit), 0
+        column = prepared.request.calibration.text_column
+        return windows_of.load(checkpoint, options.text, options.ctx, limit=options.limit, column=column), 0
     calibrated = prepared.calibration
     _, last_ids = hold_out(calibrated.tokens)
     return windows_of.held_out(checkpoint, last_ids, calibrated.provenance), len(last_ids)

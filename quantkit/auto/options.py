@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.capacity.question import Question
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError, one_of
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
 from quantkit.quantize.methods import composing
+from quantkit.quantize.prepare.names import base_name
 
 BUDGETS = ("bpw", "max_size", "max_kld", "gpu")
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search
@@ -88,8 +89,8 @@ class AutoOptions:
             fits = value is None or 0 < value < math.inf
             check_value(flag_of(name), value, fits, "choose a positive number")
         for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
-            what = f"--{name} {getattr(self, name)} is not supported by auto"
-            require(getattr(self, name) in names, what, f"choose {' or '.join(names)}", USAGE)
+            value = getattr(self, name)
+            one_of(value, names, f"--{name} {value} is not supported by auto")
         if self.max_size is not None:
             size_bytes(self.max_size, "--max-size")
 
@@ -107,3 +108,18 @@ class AutoRequest:
     trust_remote_code: bool = False
     resume: bool = False
     overwrite: bool = False
+
+    @property
+    def place(self) -> Path:
+        """The output: as requested, or derived, such as `model-auto-3.5bpw`; a file goes into a folder that
+        exists."""
+        options, one_file = self.options, self.options.engine == "llama.cpp"
+        if options.bpw is not None:
+            budget = f"{options.bpw:g}bpw"
+        elif options.max_size is not None:
+            budget = options.max_size.replace(" ", "")
+        else:
+            budget = options.gpu or f"kld{options.max_kld:g}"
+        name = f"{base_name(self.source)}-auto-{budget}{'.gguf' * one_file}"
+        inside = self.output and one_file and self.output.is_dir()
+        return self.output / name if inside else self.output or Path(name)

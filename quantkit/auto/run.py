@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from quantkit.auto import allocation, sensitivities
+from quantkit.auto import allocation, cost, sensitivities
 from quantkit.auto.job import TABLE, Auto
 from quantkit.auto.options import BUDGETS
 from quantkit.auto.sensitivities import USUAL, Sensitivities, measure
-from quantkit.auto.units import Choice, Preset, anchors, bits_per_weight, nbytes
+from quantkit.auto.units import Choice, Preset, bits_per_weight, nbytes
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.evaluation import evaluate
 from quantkit.models.files import gguf_shards
@@ -33,7 +33,6 @@ SCHEMA = "quantkit.auto/1"
 SEARCHED, UNIFORM = "searched", "uniform"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 FEW_TOKENS = 1000  # with fewer tokens, the better result may be chance
-CHOICES_TRIED = 3  # maximum of results to make with --max-kld
 SIZES_TRIED = 6  # maximum of results to make with --max-size: small files matter in tiny models
 CLOSE = 0.9  # a result above this share of --max-kld is good enough
 
@@ -64,10 +63,14 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         )
     check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
     known = _open(auto, progress)
+    if note := cost.note(auto):
+        progress.warn(note)
+    steps = _Steps(auto, progress)
+    steps.next()
     with disk_errors(auto.folder, "run the same command with --resume"):
         table = _sensitivities(auto, known, progress)
         losses = table.losses(auto.units)
-        search, rooms = _Search(auto, losses, progress), []
+        search, rooms = _Search(auto, losses, progress, steps), []
         if auto.request.options.gpu:
             auto, rooms = search.with_cache()
         budget = auto.budget_bytes()
@@ -106,7 +109,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "units": len(auto.units),
         "weights": auto.weights,
         "candidates": sum(len(unit.candidates) for unit in auto.units),
-        "streams": sum(len(anchors(unit)) - (unit.block is not None) for unit in auto.units),
+        "streams": cost.streams(auto),
         "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
         "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
         "presets": {
@@ -118,6 +121,8 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "held_out_sequences": auto.held_out,
         "measured_on": vars(auto.windows.protocol),
         "needs": auto.needs(),
+        "outside_bytes": cost.outside_bytes(auto),
+        "expected_seconds": cost.seconds(auto),
         "device": auto.job.plan.execution.device,
     }
 
@@ -168,11 +173,23 @@ def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) 
             shutil.rmtree(auto.folder)
 
 
+class _Steps:
+    """Counts the steps of a search: the bar restarts at each."""
+
+    def __init__(self, auto: Auto, progress: Progress):
+        self._most, self._progress, self._done = cost.most_steps(auto), progress, 0
+
+    def next(self) -> None:
+        """Report that the next step begins."""
+        self._done += 1
+        self._progress.step(self._done, max(self._done, self._most))
+
+
 class _Search:
     """Makes and measures outputs. losses: {(unit, candidate): added divergence}."""
 
-    def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
-        self._auto, self._losses, self._progress = auto, losses, progress
+    def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress, steps: _Steps):
+        self._auto, self._losses, self._progress, self._steps = auto, losses, progress, steps
 
     def with_cache(self) -> tuple[Auto, list[dict[str, Any]]]:
         """Choose the type of the KV cache with which weights and cache together lose least. Return the search
@@ -208,7 +225,7 @@ class _Search:
         each, the bound for the predicted divergence is corrected by the error of the prediction."""
         most = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
-        for _ in range(CHOICES_TRIED):
+        for _ in range(cost.CHOICES_TRIED):
             choice = allocation.within_loss(self._auto.units, self._losses, bound)
             if tried and choice == tried[-1].preset.choice:
                 break
@@ -252,6 +269,7 @@ class _Search:
         described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
         written = auto.recipe(preset.values, described)
         place = auto.folder / folder / auto.output.name
+        self._steps.next()
         request = auto.job_of(written, place)
         if not (auto.request.resume and finished.is_done(request)):
             place.parent.mkdir(exist_ok=True)
@@ -278,6 +296,7 @@ class _Search:
     def _evaluated(self, models: Sequence[Checkpoint], caches: Sequence[str]) -> list[evaluate.Result]:
         """Measure models in float32, also with types of the KV cache."""
         device, progress = self._auto.job.plan.execution.torch_device, self._progress
+        self._steps.next()
 
         def listen(name: str, done: int, total: int) -> None:
             progress.counting(f"evaluating {name}", done, total)

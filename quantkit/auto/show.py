@@ -7,8 +7,19 @@ from typing import Any
 
 from rich.console import Console
 
+from quantkit.capacity.show import duration
 from quantkit.errors import count
-from quantkit.tables import make_table, megabytes, print_facts, ranges
+from quantkit.inspection import names
+from quantkit.tables import make_table, megabytes, print_facts, print_table, ranges
+
+MEASURED = {  # rows of the table that compares the searched model with a uniform one
+    "size": lambda row: megabytes(row["output_bytes"]),
+    "size of files": lambda row: megabytes(row["disk_bytes"]),
+    "bits/weight": lambda row: f"{row['bits_per_weight']:.2f}",
+    "predicted KL divergence": lambda row: f"{row['predicted_kld']:.5f}",
+    "measured KL divergence": lambda row: f"{row['kld']:.5f} ± {row['kld_stderr']:.5f}",
+    "perplexity": lambda row: f"{row['ppl']:.2f}",
+}
 
 
 def print_record(record: dict[str, Any]) -> None:
@@ -19,18 +30,10 @@ def print_record(record: dict[str, Any]) -> None:
         return _print_plan(console, record)
     _print_choice(console, record["choice"])
     searched, uniform = record["searched"], record["uniform"]
-    table = make_table("", "size", "files", "bits/weight", "KL predicted", "measured", "perplexity")
-    for name, row in (("searched", searched), ("uniform", uniform)):
-        if row:
-            table.add_row(
-                name,
-                megabytes(row["output_bytes"]),
-                megabytes(row["disk_bytes"]),
-                f"{row['bits_per_weight']:.2f}",
-                f"{row['predicted_kld']:.5f}",
-                f"{row['kld']:.5f} ± {row['kld_stderr']:.5f}",
-                f"{row['ppl']:.2f}",
-            )
+    columns = {"searched": searched} | ({"uniform": uniform} if uniform else {})
+    table = make_table("", *columns)
+    for name, cell in MEASURED.items():
+        table.add_row(name, *map(cell, columns.values()))
     console.print(table)
     text = record["measured_on"]
     facts = {"measured on": f"{text['tokens']} tokens, {text['text']}; predicted on others"}
@@ -60,12 +63,19 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
             "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
             f"{record['statistics_tokens']:,} others",
+            "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
             "memory": f"about {megabytes(needs['memory_bytes'])} on {record['device']}, "
             f"{megabytes(needs['host_bytes'])} on the host",
             "disk": f"{megabytes(needs['disk_bytes'])} while it runs",
         },
     )
+
+
+def _time(seconds: tuple[float, float] | None) -> str:
+    if seconds is None:
+        return "unknown: nothing was measured on an accelerator"
+    return f"{duration(seconds[0])} to {duration(seconds[1])}, from operations at 20 to 80 GFLOPS a core"
 
 
 def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:
@@ -79,20 +89,18 @@ def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:
 
 
 def _print_choice(console: Console, choice: dict[str, str]) -> None:
-    """Print {unit: candidate}, with one row for units of the same name in several blocks."""
+    """Print {unit: candidate}; units of the same name and candidate in several blocks share a row."""
     equal: dict[str, dict[str, list[int]]] = {}
-    for name, candidate in choice.items():
-        number = re.search(r"\.(\d+)\.", name)
-        kind = re.sub(r"^.*?\.\d+\.", "", name) if number else name
-        equal.setdefault(kind, {}).setdefault(candidate, []).append(int(number[1]) if number else -1)
-    table = make_table("linear", "stored as, by block")
-    words = table.columns[1]
-    words.justify, words.no_wrap = "left", False
-    for kind, found in equal.items():
-        blocks = ((one, sorted(numbers)) for one, numbers in sorted(found.items()))
-        parts = (one if numbers == [-1] else f"{one} {ranges(numbers)}" for one, numbers in blocks)
-        table.add_row(kind, "; ".join(parts))
-    console.print(table)
+    for unit, candidate in choice.items():
+        block, name = names.split(unit)
+        blocks = equal.setdefault(name, {}).setdefault(candidate, [])
+        blocks += [] if block is None else [block]
+    table = make_table("linears", "blocks", "stored as")
+    for name, candidates in equal.items():
+        for candidate, blocks in sorted(candidates.items()):
+            stored = re.sub(r"^(\d+),(\d+)$", r"\1 bit g\2", candidate)
+            table.add_row(name, ranges(sorted(blocks)), stored)
+    print_table(console, table, 1)
 
 
 def _verdict(record: dict[str, Any]) -> str:

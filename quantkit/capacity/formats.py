@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +18,11 @@ from types import ModuleType
 from typing import Any
 
 from quantkit.capacity import Unsupported
-from quantkit.capacity.parameters import EMBEDDING, HEAD, MOST_EXPERTS, Parameters, Tensor
+from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
 from quantkit.capacity.settings import Settings
 from quantkit.errors import count, name_all, one_of
 from quantkit.layouts import Layout, LinearSpec, spec_of_shape
+from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.gguf import architectures, mixtures
 from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
@@ -31,8 +33,7 @@ ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
 Named = Sequence[tuple[str, tuple[int, ...]]]  # GGUF name and shape of every tensor of a file, in its order
 FILE_TYPES = tuple(name for name in ALL_FILE_TYPES if name not in ("F32", "F16", "BF16"))
-EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "embed_in")
-POSITIONS, HEADS = ("wpe", "embed_positions"), ("lm_head", "embed_out")
+POSITIONS = re.compile(r"(.*\.)?(wpe|embed_positions)\.weight")
 FEWEST_OF_LARGE = 20_000_000_000  # parameters; models with more count as large
 SMALLER_GROUPS = (64, 32, 16)
 BITS16 = "16 bit"
@@ -63,15 +64,29 @@ class Weights:
 @dataclass(frozen=True)
 class Packed:
     """The format that a method writes with these options; other tensors stay as stored. computes: type in
-    which engines multiply (of FEWER in devices.py, or 16 bit)."""
+    which engines multiply (of FEWER in devices.py, or 16 bit). open_groups: the group size was chosen for the
+    model, as by a job without --group-size."""
 
     method: ModuleType
     options: Any
     computes: str
+    open_groups: bool = False
 
     @cached_property
     def layout(self) -> Layout:
         return self.method.layout(self.options)
+
+    def fitted(self, parameters: Parameters | None = None) -> Packed:
+        """Return the format with the group size that a job without --group-size chooses for a model."""
+        if not methods.has_open_groups(self.options):
+            return self
+        linears = parameters.linears if parameters else ()
+        options = methods.with_groups(self.options, ((one.in_features, one.size) for one in linears))
+        return replace(self, options=options, open_groups=True)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Return whether a linear stays in 16 bit because no group size divides its columns."""
+        return self.open_groups and tensor.in_features % self.options.group_size > 0
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of one packed linear."""
@@ -82,10 +97,12 @@ class Packed:
         options say so; others stay as stored."""
         for name, pattern in OUTSIDE.items():
             bits = getattr(self.options, name, 0)
-            if bits and tensor.block is None and pattern.search(tensor.name):
+            if bits and tensor.block is None and pattern.fullmatch(tensor.name):
                 width = replace(self.method.width(self.options, tensor.shape[1]), bits=bits)
                 return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
-        return self.nbytes(tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.nbytes
+        if not tensor.is_linear or self.stays(tensor):
+            return tensor.nbytes
+        return self.nbytes(tensor.out_features, tensor.in_features)
 
     @cached_property
     def stream_bits(self) -> float:
@@ -105,8 +122,10 @@ class Packed:
             raise Unsupported(fused if parameters.fused_experts else "no linears")
         refused: Counter[str] = Counter()
         for one, _, number in parameters.groups:
-            if one.is_linear and (why := self._unfit(one)):
+            if one.is_linear and not self.stays(one) and (why := self._unfit(one)):
                 refused[why] += number
+        if all(map(self.stays, parameters.linears)):
+            raise Unsupported(f"no linear splits into groups of {self.options.group_size}")
         if refused:
             found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unsupported(name_all(found, 2))
@@ -122,7 +141,7 @@ class Packed:
             smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
             grouped = smaller and hasattr(self.method.Options, "group_size")
             fix = f"; --group-size {smaller} fits" if grouped else ""
-            return f"in_features {spec.in_features} is not a multiple of {size}{fix}"
+            return f"{spec.in_features} columns do not split into groups of {size}{fix}"
         return self.layout.check(spec)
 
 
@@ -157,14 +176,16 @@ def computes(name: str) -> str:
 def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
     """Return the sizes of a model in the format with this name."""
     if name == "bf16":
-        copy = parameters.head_copy
-        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size * (tensor is not copy), 16.0)
+        return _by_tensor(parameters, settings, lambda tensor: 2 * tensor.size, 16.0)
     if name == STORED:
         return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
     try:
-        if method := _packed().get(name):
+        if found := _packed().get(name):
+            method = found.fitted(parameters)
             method.check(parameters, settings.model_type)
-            return _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
+            sizes = _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
+            kept = parameters.total(lambda tensor: tensor.nbytes if method.stays(tensor) else 0)
+            return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
         total, packed, read, weights = file_bytes(name, parameters, settings)
         return Weights(total, packed, read, 8 * total / parameters.count, 8 * packed / weights)
     except Unsupported as error:
@@ -179,7 +200,7 @@ def by_count(name: str, count: int, active: int) -> Weights:
     if name == "bf16":
         bits = 16.0
     elif name in _packed():
-        bits = _packed()[name].stream_bits
+        bits = _packed()[name].fitted().stream_bits
     else:
         bits = typical_bits(name, count)
     nbytes = round(count * bits / 8)
@@ -252,13 +273,13 @@ def _padded(nbytes: int) -> int:
 
 def _of_dense(row: Architecture, parameters: Parameters) -> Named:
     """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
-    tied = row.head == "never" or (row.head != "always" and parameters.is_tied)
     named = [
         (_name(one), (one.out_features, one.in_features) if one.is_linear else one.shape)
         for one in parameters.language_model
     ]
-    named = [(name, shape) for name, shape in named if not (tied and name == mixtures.OUTPUT)]
-    if row.head == "always" and parameters.is_tied and not any(name == mixtures.OUTPUT for name, _ in named):
+    if row.head == "never":
+        named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
+    if row.head == "always" and parameters.is_tied:
         embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
         named.append((mixtures.OUTPUT, embedding))
     return sorted(named, key=lambda pair: mixtures.order(pair[0]))
@@ -268,11 +289,10 @@ def _name(tensor: Tensor) -> str:
     """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.block is None:
-        last = module.rpartition(".")[2]
-        for names, name in ((EMBEDDINGS, "token_embd"), (POSITIONS, "position_embd"), (HEADS, "output")):
-            if last in names:
+        for known, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
+            if known.fullmatch(f"{module}.weight"):
                 return f"{name}.{leaf}"
-        return f"{last}_norm.{leaf}"
+        return f"{module.rpartition('.')[2]}_norm.{leaf}"
     return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"
 
 

@@ -23,9 +23,11 @@ from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
+    LOSS_TOKENS,
     MIB,
     Peak,
     Shapes,
+    loss_tokens,
     peak_memory,
     sites_at_once,
 )
@@ -65,6 +67,8 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     calibrated = work.forwards > 0
     scaled = 1.0 if work.transform else work.sample
     needs = _needs(module.Options()) if calibrated else frozenset()
+    if vocabulary := settings.filled("vocab_size"):
+        shapes = replace(shapes, predicted=4 * vocabulary * loss_tokens(None, calibrated, vocabulary))
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
         return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
@@ -131,8 +135,11 @@ def _operations(
 ) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, question.samples * question.seqlen
+    weights = sum(one.size for one in linears)
+    measured = LOSS_TOKENS[work.forwards > 0] * (3 if work.forwards else 2)  # tokens that run for the loss
+    measuring = OVERHEAD * 2 * weights * measured
     if not work.forwards:
-        return 0.0
+        return measuring
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
     forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, question.seqlen) / tokens)
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
@@ -143,7 +150,7 @@ def _operations(
         forwards, moments = forwards + share, moments + 2 * share * squares
     head = [one for one in parameters.outside if len(one.shape) > 1][-1:] if work.outside else []
     solver = work.products * sum(one.size * one.shape[-1] for one in [*linears, *head])
-    return forwards * OVERHEAD * 2 * sum(one.size for one in linears) * tokens + moments + solver
+    return forwards * OVERHEAD * 2 * weights * tokens + moments + solver + measuring
 
 
 def shapes_of(source: Source, question: Question, element: int, free: int | None) -> Shapes:
@@ -151,7 +158,7 @@ def shapes_of(source: Source, question: Question, element: int, free: int | None
     a share of them are streamed."""
     parameters, settings = source.parameters, source.settings
     samples, seqlen = question.samples, question.seqlen
-    outside, copy = parameters.outside, parameters.head_copy
+    outside = parameters.outside
     weights: Counter[int] = Counter()
     for tensor in parameters.linears:
         weights[tensor.block] += tensor.size
@@ -159,7 +166,7 @@ def shapes_of(source: Source, question: Question, element: int, free: int | None
     block = {one.local.removesuffix(".weight"): one for one in parameters.linears if one.block == index}
     shapes = Shapes(
         linears=[(name, one.out_features, one.in_features) for name, one in block.items()],
-        rest=sum(tensor.size for tensor in outside) - (copy.size if copy else 0),
+        rest=sum(tensor.size for tensor in outside),
         largest=max((tensor.nbytes for tensor in outside), default=0),
         element=element,
         tokens=samples * seqlen,

@@ -11,6 +11,7 @@ from functools import cached_property
 
 from quantkit.capacity.settings import HEADS, Settings
 from quantkit.errors import require
+from quantkit.models.files.head import EMBEDDING, HEAD
 from quantkit.models.files.safetensors_folder import TensorInfo, natural
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
@@ -22,8 +23,6 @@ BUFFER = re.compile(r"(\.(attn|attention)\.(masked_)?bias|\.inv_freq|position_id
 ROUTER = re.compile(r"(^|\.)(gate|router|shared_expert_gate)$")
 EXPERT = re.compile(r"\.experts(\.|$)|\.block_sparse_moe\.(input|output)_linear\.")  # the latter: Granite's
 MOST_EXPERTS = 10_000
-HEAD = re.compile(r"(^|\.)(lm_head|embed_out|output)\.weight$")
-EMBEDDING = re.compile(r"(^|\.)(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 # Projections that decide a block's cache and llama.cpp's mixtures, by llama.cpp's names.
 PROJECTIONS = re.compile(
     r"(?:^|\.)(?:(?P<attn_v>v_proj)|(?P<attn_k>k_proj)|(?P<attn_qkv>qkv_proj|c_attn|query_key_value|Wqkv)"
@@ -81,14 +80,12 @@ class Tensor:
 class Parameters:
     """All parameters of a model. exact: whether they were read from headers, not derived from config.json.
 
-    blocks: number of decoder blocks, without blocks that predict further tokens. is_tied: whether the head
-    shares the embedding's weights.
+    blocks: number of decoder blocks, without blocks that predict further tokens.
     """
 
     tensors: tuple[Tensor, ...]
     exact: bool
     blocks: int
-    is_tied: bool = False
 
     @cached_property
     def linears(self) -> list[Tensor]:
@@ -111,7 +108,7 @@ class Parameters:
             tensor
             for tensor in self.tensors
             if (tensor.name.startswith(inside) if tensor.block is None else tensor.block < self.blocks)
-            or (tensor.block is None and HEAD.search(tensor.name))
+            or (tensor.block is None and HEAD.fullmatch(tensor.name))
         ]
 
     @property
@@ -120,16 +117,14 @@ class Parameters:
         return any(len(one.shape) > 2 and one.is_expert for one, *_ in self.groups)
 
     @cached_property
-    def head_copy(self) -> Tensor | None:
-        """Return the stored head if it is a copy of the embedding (tied weights), else None."""
-        heads = [one for one in self.outside if HEAD.search(one.name) and self.is_tied]
-        shapes = Counter(one.shape for one in self.outside)
-        return next((head for head in heads if shapes[head.shape] > 1), None)
+    def is_tied(self) -> bool:
+        """Return whether head and embedding are one matrix."""
+        return not any(HEAD.fullmatch(one.name) for one in self.outside)
 
     @property
     def count(self) -> int:
-        """Return the number of parameters; a tied head counts once."""
-        return self.total(lambda t: t.size) - (self.head_copy.size if self.head_copy else 0)
+        """Return the number of parameters."""
+        return self.total(lambda tensor: tensor.size)
 
     @property
     def stored_bytes(self) -> int:
@@ -143,8 +138,7 @@ class Parameters:
     def active(self, settings: Settings) -> int | None:
         """Return the number of parameters used per token, with chosen experts only; None if config.json does
         not say how many experts are chosen."""
-        copy = self.head_copy
-        return self.read(settings, lambda tensor: tensor.size * (tensor is not copy), tables=True)
+        return self.read(settings, lambda tensor: tensor.size, tables=True)
 
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
@@ -199,7 +193,7 @@ class Parameters:
         Roles: `read` (used by every token), `expert`, `table` (one row per token is used), `further` (blocks
         that predict further tokens). Mixtures have thousands of equal experts.
         """
-        tables = [TABLES, EMBEDDING] if any(HEAD.search(t.name) for t in self.outside) else [TABLES]
+        tables = [TABLES] if self.is_tied else [TABLES, EMBEDDING]
         first: dict[tuple, Tensor] = {}
         counts: Counter[tuple] = Counter()
         for one in self.tensors:
@@ -225,9 +219,7 @@ def from_headers(
     blocks = _find_blocks([info.name for info in infos], settings)
     conv1d = settings.model_type in CONV1D_FAMILIES
     tensors = [_placed(info, blocks, conv1d) for info in infos]
-    stored = any(one.block is None and HEAD.search(one.name) for one in tensors)
-    tied = bool(settings.filled("tie_word_embeddings")) if stored else True
-    found = Parameters(tuple(tensors), exact, settings.layers, tied)
+    found = Parameters(tuple(tensors), exact, settings.layers)
     return found, _informed(settings, found)
 
 

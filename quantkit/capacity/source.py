@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
 
 
 def _of_headers(contents: Contents) -> Source:
+    contents = replace(contents, infos=contents.head.settle(contents.infos))
     settings, quantization = Settings.of(contents.config), contents.quantization
     entries: Iterable[TensorInfo | Tensor] = contents.infos.values()
     old = {"load_in_8bit", "load_in_4bit"} & quantization.keys()  # bitsandbytes without a quant_method

@@ -52,6 +52,7 @@ def _root(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Large tensors on large pages, where Linux has them: a fifth of a data-free job went into page faults.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints its start and stop
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
 
 

@@ -10,6 +10,7 @@ import typer
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.cli import flags, running, streams
 from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize.staging import may_replace
 from quantkit.tables import print_written
 
 EPILOG = """Examples:
@@ -37,15 +38,19 @@ def _auto(context: typer.Context, **values: Any) -> None:
     """Run `quantkit auto`."""
     request = _request(flags.typed(context, values), values)
     request.options.check()
+    if not (request.overwrite or request.resume or values["dry_run"]):
+        may_replace.check_new([request.place])
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
-            from quantkit.auto import job, run, show
+            from quantkit.auto import cost, job, run, show
 
         prepared = job.prepare(request, progress, values["dry_run"])
         if values["dry_run"]:
             record = run.plan_record(prepared)
+            if note := cost.note(prepared):
+                progress.warn(note)
         else:
             with running.resumable([prepared.folder], lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)

@@ -1,4 +1,4 @@
-"""`quantkit bench`: the cost of running checkpoints, and its subcommands attention, batching and server."""
+"""`quantkit bench`: the cost of running checkpoints, and its subcommands attention and batching."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.serving.bench.settings import Asked, Attention, Batching, Server, Settings
+from quantkit.serving.bench.settings import Asked, Attention, Batching, Settings
 
 EPILOG = """Examples:
   quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
@@ -26,20 +26,12 @@ EPILOGS = {
     "batching": """Examples:
   quantkit bench batching ./model
   quantkit bench batching ./model --policies static,continuous --requests 64 --rate 4""",
-    "server": """Examples:
-  quantkit bench server http://127.0.0.1:8000
-  quantkit bench server https://example.com --allow-remote --concurrency 1,8""",
 }
 PANELS = {  # panels of the help; each command shows those it has
-    "options": (
-        "implementations", "policies", "requests", "rate", "concurrency", "served_model", "api_key",
-        "allow_remote", "quality",
-    ),
-    "runs": (
-        "batch", "prompt_tokens", "prompt_words", "tokens", "repeats", "rounds", "warmup", "seed",
-    ),
+    "options": ("implementations", "policies", "requests", "rate", "quality"),
+    "runs": ("batch", "prompt_tokens", "tokens", "repeats", "rounds", "warmup", "seed"),
     "engine": ("engine", "decoded", "threads", "dtype", "device"),
-}  # fmt: skip
+}
 MODELS = Annotated[
     list[str],
     typer.Argument(
@@ -48,19 +40,18 @@ MODELS = Annotated[
     ),
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-URL = Annotated[str, typer.Argument(help="Address of an OpenAI-compatible server.")]
-FILES = [flags.parameter("html", flags.HTML, None), flags.parameter("plot", flags.PLOT, None)]
-OPENING = [
+FILES = [
+    flags.parameter("html", flags.HTML, None),
+    flags.parameter("plot", flags.PLOT, None),
     flags.parameter("revision", flags.FIRST_REVISION, None),
-    *flags.fixed(("offline", "trust_remote_code")),
+    *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
 ]
 
 
 def _command(
-    measure: Callable[..., tuple[dict, Any]], kind: type[Asked], *parameters: Parameter
+    measure: Callable[..., tuple[dict, Any]], kind: type[Asked], argument: Parameter
 ) -> Callable[..., None]:
-    """Return the function that runs a command. measure: returns result and report. kind: class of settings.
-    parameters: flags that are not fields of `kind`."""
+    """Return the function that runs a command. measure: returns result and report. kind: its settings."""
 
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.cli.progress import listener
@@ -68,7 +59,7 @@ def _command(
 
         settings = flags.options(kind, values)
         settings.check()
-        outputs = Outputs(values.get("html"), values.get("plot"))
+        outputs = Outputs(values["html"], values["plot"])
         outputs.check()
         with listener(values["quiet"]) as progress:
             result, report = measure(settings, values, progress)
@@ -82,11 +73,10 @@ def _command(
             print(json.dumps(result, indent=2, allow_nan=False))
         outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
 
-    argument, *others = parameters
     known = kind.__dataclass_fields__.keys()
     panels = {panel: [name for name in names if name in known] for panel, names in PANELS.items()}
     rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
-    return flags.sign(invoke, [argument, *rows, *others, *flags.fixed(("as_json", "quiet"))])
+    return flags.sign(invoke, [argument, *rows, *FILES])
 
 
 def _models(settings: Settings, values: dict, progress: Any) -> tuple[dict, Any]:
@@ -123,15 +113,6 @@ def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[d
     return result, show.report(result)
 
 
-def _server(settings: Server, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure an OpenAI-compatible server under load; return result and report."""
-    from quantkit.serving.endpoint import load, show
-
-    result = load.measure(values["url"], settings, progress)
-    return result, show.report(result)
-
-
-command = _command(_models, Settings, flags.parameter("models", MODELS), *FILES, *OPENING)
-attention = _command(_one, Attention, flags.parameter("model", MODEL), *FILES, *OPENING)
-batching = _command(_one, Batching, flags.parameter("model", MODEL), *FILES, *OPENING)
-server = _command(_server, Server, flags.parameter("url", URL))
+command = _command(_models, Settings, flags.parameter("models", MODELS))
+attention = _command(_one, Attention, flags.parameter("model", MODEL))
+batching = _command(_one, Batching, flags.parameter("model", MODEL))

@@ -42,7 +42,6 @@ OTHERS = {  # all commands except methods: (panel of the help, summary)
 PARTS = {  # subcommands: the help of the command before them lists them
     "bench attention": "Time and memory of one model's attention implementations, by prompt length.",
     "bench batching": "Throughput and latency of one model that answers many requests, by way of batching.",
-    "bench server": "Throughput and latency of an OpenAI-compatible server under load.",
 }
 SHOWN = {  # options that --help of a job shows; --help-all shows all
     *("output", "dry_run", "resume", "overwrite", "eval_text", "as_json", "bits", "group_size", "sym"),
@@ -50,6 +49,7 @@ SHOWN = {  # options that --help of a job shows; --help-all shows all
     *("calibration", "samples", "seqlen", "override", "device", "max_memory", "recipe_name"),
     *("activations", "kv_cache", "threshold", "head", "push", "help_all"),
 }
+CHECKPOINTS = ("model", "models", "path", "teacher", "student", "target")  # arguments that are checkpoints
 MODULES = {"eval": "evaluate", "run": "quantize"}  # commands whose module has another name
 SHARED = ("run", "imatrix", "eval")  # commands, besides methods, that run as several processes
 
@@ -85,6 +85,9 @@ def build(name: str) -> Any:
     for row in app.registered_commands:
         row.cls = Command
     command = typer.main.get_command(app)
+    from quantkit.options import DTYPES
+
+    command.context_settings["token_normalize_func"] = lambda typed: DTYPES.get(typed, typed)
     command.name, command.help = name, summary(name)
     if below := [
         f"  quantkit {part} --help     ({PARTS[part]})" for part in PARTS if part.startswith(f"{name} ")
@@ -133,13 +136,21 @@ class Command(TyperCommand):
         return _without_bool(super().get_params(ctx))
 
     def invoke(self, ctx: typer.Context) -> Any:
-        """Check --device and --threads, then run the command."""
+        """Check --device, --threads and paths of checkpoints, then run the command."""
+        from quantkit.models.files import hub
         from quantkit.options import check_machine
 
         threads = ctx.params.get("threads")
         check_machine(ctx.params.get("device"), threads)
         if threads:  # torch reads the variable when it is imported
             os.environ["OMP_NUM_THREADS"] = str(threads)
+        rows = [row.name for row in self.params if row.param_type_name == "argument"]
+        if self.name in (*methods.available(), "run", "inspect", "plan"):  # these look by themselves
+            rows = []
+        for given in (ctx.params[name] or () for name in rows if name in CHECKPOINTS):
+            for place in [given] if isinstance(given, str) else given:
+                if not os.path.lexists(place):  # raises unless it may be a hub id or the name of shards
+                    hub.local(running.decoded(place))
         return super().invoke(ctx)
 
 

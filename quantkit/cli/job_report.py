@@ -20,7 +20,7 @@ from quantkit.models.files import gguf_shards
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import ExpertTokens, Loss, Summary
 from quantkit.quantize.prepare.plan import JobPlan
-from quantkit.tables import make_table, megabytes, print_facts, print_line, ranges, size
+from quantkit.tables import make_table, megabytes, print_facts, print_line, print_table, ranges, size
 
 STATES = {
     "device": "",
@@ -103,8 +103,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
 
 def _sizes(found: JobPlan | Summary, linears: int) -> dict[str, str]:
     """Return the sizes of source and output, and the bits per weight of the output."""
-    ratio = found.source_bytes / found.output_bytes
-    sizes = f"{megabytes(found.source_bytes)} → {megabytes(found.output_bytes)} ({ratio:.2f}× smaller)"
+    before, after = found.source_bytes, found.output_bytes
+    ratio = f"{after / before:.2f}× larger" if after > before else f"{before / after:.2f}× smaller"
+    sizes = f"{megabytes(before)} → {megabytes(after)} ({ratio})"
     bits = f"{found.bits_per_weight_model:.2f} over the whole model"
     if found.bits_per_weight is not None:
         word = count(linears, "linear") if found.matrices == linears else f"{found.matrices} matrices"
@@ -125,7 +126,7 @@ def _print_linears(console: Console, job: Job) -> None:
         equal.items(), key=lambda item: (order.index(item[0][0]), *item[0][1:])
     ):
         table.add_row(name, ranges(sorted(blocks)), " × ".join(map(str, shape)), becomes)
-    console.print(table)
+    print_table(console, table, 1)
 
 
 def _kept(records: Sequence[dict]) -> str:
@@ -249,10 +250,10 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 
 
 def print_load(console: Console, output: str) -> None:
-    """Print one line that loads the result in each client known to load it."""
+    """Print a line for each client known to load the result: the command or the call that loads it."""
     made, _ = look.at(output)
-    if lines := list(clients.load_lines(made["clients"], output).values()):
-        console.print(f"load         {'; or '.join(lines)}", markup=False, soft_wrap=True)
+    for index, line in enumerate(clients.load_lines(made["clients"], output).values()):
+        console.print(f"{'or' if index else 'load':12s} {line}", markup=False, soft_wrap=True)
 
 
 def print_json(records: Sequence[dict]) -> None:
@@ -292,4 +293,4 @@ def _print_outliers(console: Console, counts: dict[str, int]) -> None:
         kinds.setdefault(local, []).append(number)
     for local, row in kinds.items():
         table.add_row(local, " ".join(map(str, row)))
-    console.print(table)
+    print_table(console, table, 1)

@@ -18,6 +18,7 @@ from rich.progress import Progress as Bar
 from quantkit.cli import ranks
 from quantkit.errors import printable
 from quantkit.quantize.progress import Progress
+from quantkit.tables import print_line
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
@@ -32,10 +33,14 @@ class Quiet(Progress):
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._warned: set[str] = set()
+        self._step = ""
         self._blocks = 0
         self._finished = 0
         self._computed = 0
         self._began = time.monotonic()
+
+    def step(self, number: int, total: int) -> None:
+        self._step = f"step {number} of {total}: "
 
     def start(self, blocks: int, done: int) -> None:
         self._blocks, self._finished, self._computed = blocks, 0, 0
@@ -64,7 +69,7 @@ class Quiet(Progress):
     def warn(self, text: str) -> None:
         if text not in self._warned:  # print a warning once for several outputs
             self._warned.add(text)
-            self.console.print(printable(f"warning: {text}"), style="yellow", markup=False)
+            print_line(self.console, f"warning: {text}", "yellow")
 
     def close(self) -> None:
         """Restore the terminal."""
@@ -94,7 +99,7 @@ class Lines(Quiet):
         self._doing, self._since = text, time.monotonic()
 
     def phase(self, text: str) -> None:
-        self._say(text)
+        self._say(f"{self._step}{text}")
         self._do(text)
 
     def start(self, blocks: int, done: int) -> None:
@@ -158,7 +163,7 @@ class Live(Quiet):
             self._bar.remove_task(self._task)
         if total is None and self.console.no_color:
             total = 1  # Rich moves a bar without an end in colours
-        self._task = self._bar.add_task(text, total=total, steps="", detail="", left="")
+        self._task = self._bar.add_task(f"{self._step}{text}", total=total, steps="", detail="", left="")
 
     def _reach(self, done: int, total: int, rest: str) -> None:
         steps = f"{done}/{total}"

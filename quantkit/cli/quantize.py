@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, running
-from quantkit.models.files import card, gguf_shards, hub
+from quantkit.errors import QuantkitError
+from quantkit.models.files import card, gguf_shards, headers, hub
 from quantkit.options import check_machine
 from quantkit.quantize import methods
-from quantkit.quantize.prepare import recipe
+from quantkit.quantize.prepare import names, recipe
 from quantkit.quantize.staging import may_replace
 from quantkit.text import sources
 
@@ -92,9 +93,30 @@ def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
     if named and named.endswith(sources.FILES):
         with sources.opened(Path(named)):
             pass
-    if choice.output and not (values["overwrite"] or values["resume"] or values["dry_run"]):
-        each = methods.each(choice.method, choice.options, choice.output, Path(choice.model).name)
-        may_replace.check_new([output for _, output in each])
+    place = hub.local(choice.model)
+    if place and place.is_dir():
+        headers.at(choice.model, place, strict=True)
+    if not (values["overwrite"] or values["resume"] or values["dry_run"]):
+        may_replace.check_new(_outputs(choice, place))
+
+
+def _outputs(choice: recipe.Choice, place: Path | None) -> list[Path]:
+    """Return the outputs of a command, unless their names depend on more than the headers at `place`."""
+    options, run = choice.options, choice.run
+    if methods.has_open_groups(options) and not choice.output:
+        from quantkit.capacity import source
+
+        if not place or run.exclude or run.override or options.head or options.embedding:
+            return []
+        try:
+            parameters = source.read(str(place)).parameters
+        except QuantkitError:  # the job will say it, if the model does not suit the job either
+            return []
+        if parameters.fused_experts:
+            return []
+        options = methods.with_groups(options, ((one.in_features, one.size) for one in parameters.linears))
+    each = methods.each(choice.method, options, choice.output, names.base_name(choice.model))
+    return [output or names.derived(choice.model, choice.method, one, run.override) for one, output in each]
 
 
 def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
@@ -134,10 +156,11 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
                 print(f"published  {sent['url']}", file=sys.stderr if values["as_json"] else sys.stdout)
 
         if not jobs:
-            return report(of_job.Result(outputs, []))
+            return report(of_job.Result(outputs, [], finished=True))
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
-            windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], None, None, None)
+            column = choice.calibration.text_column
+            windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
         stages = [one.staging for one in jobs]
 
         def made() -> list[Path]:

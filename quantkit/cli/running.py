@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -29,9 +30,11 @@ from quantkit.errors import (
     TERMINATED,
     USAGE,
     QuantkitError,
+    did_you_mean,
     first_line,
     full_disk,
     memory_ran_out,
+    nearest,
     printable,
 )
 
@@ -75,7 +78,7 @@ def add_verbose(app: typer.Typer) -> None:
 def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(verbose: bool, **values: Any) -> None:
-        function(**{name: _decoded(value) for name, value in values.items()})
+        function(**{name: decoded(value) for name, value in values.items()})
 
     rows = inspect.signature(function, eval_str=True).parameters.values()
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
@@ -84,10 +87,10 @@ def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     return invoke
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
     """Return an option's value with text decoded as UTF-8 in any locale; existing paths stay unchanged."""
     if isinstance(value, list):
-        return [_decoded(entry) for entry in value]
+        return [decoded(entry) for entry in value]
     if not isinstance(value, str) or value.isascii() or os.path.lexists(value):
         return value
     return streams.decoded(value, repr(value))
@@ -265,8 +268,13 @@ def _parser_error(error: Any) -> QuantkitError:
     """Return the parser's error as a QuantkitError."""
     offered = getattr(error, "possibilities", None)
     near = [name for name in offered or () if _is_close(name, getattr(error, "option_name", name))]
+    if choice := re.search(r"'(.*?)' is not one of (.*)", error.message):
+        near = nearest(choice[1], re.findall(r"'(.*?)'", choice[2]))
     words = (error.message if offered else error.format_message()).replace("Value error, ", "").split()
     message = " ".join(words).rstrip(".")  # on one line
-    hint = f"did you mean {' or '.join(near)}? " if near else ""
     command = error.ctx.command_path if error.ctx else "quantkit"
-    return QuantkitError(message[:1].lower() + message[1:], f"{hint}see {command} --help", USAGE)
+    from quantkit.options import mean_bits
+
+    typed = re.search(r"--bits[= ](\S+)", " ".join(sys.argv)) if "'--bits'" in message else None
+    hint = (typed and mean_bits(typed[1])) or f"{did_you_mean(near)}see {command} --help"
+    return QuantkitError(message[:1].lower() + message[1:], hint, USAGE)

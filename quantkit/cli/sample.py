@@ -51,7 +51,7 @@ def command(
             from quantkit.evaluation import generate, self_text
             from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
-            from quantkit.quantize.job import base_name
+            from quantkit.quantize.prepare.names import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
         self_text.check_output(output, overwrite)

@@ -14,7 +14,6 @@ EPILOG = """Examples:
   quantkit specdec ./model ./model-nf4
   quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
   quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
-  quantkit specdec model-Q8_0.gguf model-Q2_K.gguf     (in llama.cpp)
   quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
 TARGET = Annotated[
     str, typer.Argument(help="The model to make faster: checkpoint folder, GGUF file or hub id.")

@@ -11,7 +11,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.job import base_name
+from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging
@@ -49,7 +49,7 @@ def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: boo
         staging.check(request.resume, request.overwrite)
     staged = staging.stored_fingerprint() if request.resume else None
     if request.resume and not staged:
-        progress.warn(f"no unfinished job for {staging.output}: starting at the first step")
+        progress.phase(f"no unfinished job for {staging.output}: starting at the first step")
     return staging, staged["execution"] if staged else {}
 
 

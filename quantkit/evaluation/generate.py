@@ -178,6 +178,7 @@ def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
         text = ChatTemplate(tokenizer).render(conversation, answer=True)
         ids = tokenizing.encode(tokenizer, text)
     require(ids, f"the prompt has no token in {checkpoint.source}", "give other text with -p", USAGE)
+    checkpoint.check_ids(ids)
     return torch.tensor([ids])
 
 

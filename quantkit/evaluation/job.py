@@ -18,6 +18,7 @@ from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device
 from quantkit.options import size_bytes
 from quantkit.quantize.progress import Progress
+from quantkit.text import sources
 
 
 def measure(
@@ -40,7 +41,10 @@ def measure(
         for position, model in enumerate(models)
     ]
     precision, place = getattr(torch, asked.dtype), choose_device(asked.device)
-    text = windows.load(checkpoints[0], asked.text, asked.ctx, asked.stride, asked.limit, offline)
+    sources.check_column(asked.text, asked.text_column)
+    text = windows.load(
+        checkpoints[0], asked.text, asked.ctx, asked.stride, asked.limit, offline, asked.text_column
+    )
     if text.note:
         progress.warn(text.note)
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None

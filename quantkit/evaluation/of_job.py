@@ -27,12 +27,13 @@ JOB_SCHEMA = "quantkit.job/3"
 
 @dataclass(frozen=True)
 class Result:
-    """The outputs of a command. summaries: one for each output; empty if `resume` found all finished.
-    evaluation: the JSON of `quantkit eval`, if it was requested."""
+    """The outputs of a command. summaries: one for each output. evaluation: the JSON of `quantkit eval`, if
+    it was requested. finished: whether `resume` found all outputs finished."""
 
     outputs: list[Path]
     summaries: list[Summary]
     evaluation: dict | None = None
+    finished: bool = False
 
     @property
     def output(self) -> Path:
@@ -42,9 +43,9 @@ class Result:
     def record(self) -> dict:
         """Return the JSON of `--json`."""
         measured = {"eval": self.evaluation} if self.evaluation else {}
-        records = [{"schema": JOB_SCHEMA} | asdict(summary) | measured for summary in self.summaries]
-        finished = {"schema": JOB_SCHEMA, "finished": True}
-        return merged(records or [finished | {"output": str(output)} for output in self.outputs])
+        head = {"schema": JOB_SCHEMA} | ({"finished": True} if self.finished else {})
+        records = [head | asdict(summary) | measured for summary in self.summaries]
+        return merged(records or [head | {"output": str(output)} for output in self.outputs])
 
 
 def merged(records: Sequence[dict]) -> dict:

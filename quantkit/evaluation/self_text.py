@@ -86,6 +86,7 @@ def beginning(checkpoint: Checkpoint) -> int:
     first = next((mark for mark in marks if mark is not None), None)
     what = f"{checkpoint.source} has no token that begins a text, so no text can be sampled"
     require(first is not None, what, "give text with --calibration instead", UNSUPPORTED)
+    checkpoint.check_ids([first])
     return first
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.options import option, parse_tokens
+from quantkit.options import option, parse_tokens, text_column
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,11 @@ class Settings:
 
     text: str | None = option(
         None,
-        "UTF-8 text to evaluate on, or a dataset as --calibration takes it, such as wikitext2: its test "
+        "Text to evaluate on, a file or a dataset as --calibration takes it, such as wikitext2: its test "
         "split. Never the calibration text. (default: the shipped held-out text)",
         metavar="TEXT",
     )
+    text_column: str = text_column()
     trials: tuple[str, ...] = option(
         (),
         "Evaluate the first model as quantized by this method, without writing anything: int8, nf4 or fp8, "

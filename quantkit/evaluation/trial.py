@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError, count, did_you_mean, nearest, require
 from quantkit.layouts import LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
@@ -52,8 +52,10 @@ class Trial:
         """
         name, *settings = typed.split(",")
         if name not in methods.available():
-            raise QuantkitError(f"--as {typed}: no such method", f"choose {' or '.join(data_free())}", USAGE)
+            hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
+            raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
         _method(name, ())  # gguf writes files only, so its options are not looked at
+        options = recipe.options(name, settings, "--as")
         method = _method(name, settings)
         if method.needs:
             hint = f"write it with quantkit {name}, then evaluate that folder"
@@ -66,7 +68,15 @@ class Trial:
         what = f"{checkpoint.source} is quantized already"
         require(not checkpoint.quantized, what, "give --as the original checkpoint", USAGE)
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-        return Trial(typed, method, linears.resolve(skeleton, method.make_grid, method.layout, (), ()))
+        if opened := methods.has_open_groups(options):
+            options = linears.fitted(skeleton, options, (), ())
+            method = methods.build(name, options)
+            if options.group_size != methods.GROUP_SIZES[0]:
+                typed += f",group_size={options.group_size}"
+        specs = linears.resolve(skeleton, method.make_grid, method.layout, (), (), opened)
+        if opened and (kept := linears.undivided(specs)):
+            typed += f" ({count(len(kept), 'linear')} in 16 bit)"
+        return Trial(typed, method, specs)
 
     def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> None:
         """Quantize the loaded block `index`; make it compute as a client would, or with decoded weights if

@@ -14,9 +14,10 @@ from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
 from quantkit.models.machine import distributed
-from quantkit.options import check_value
+from quantkit.options import CalibrationOptions, check_value
 from quantkit.text import sources
 from quantkit.text.calibration import Provenance, begins_with_bos
+from quantkit.text.chat import ChatTemplate
 
 DEFAULT_CONTEXT = 2048
 NOTED = 0.05  # share of a text that may remain unmeasured without a warning
@@ -76,17 +77,17 @@ class Windows:
 
 
 def load(
-    checkpoint: Checkpoint, text: Path | str | None, ctx: int | None, stride: int | None, limit: int | None,
-    offline: bool = False,
+    checkpoint: Checkpoint, text: Path | str | None, ctx: int | None = None, stride: int | None = None,
+    limit: int | None = None, offline: bool = False, column: str = CalibrationOptions.text_column,
 ) -> Windows:  # fmt: skip
     """Cut a text into windows. text: a file, a dataset of the hub, or None for the shipped held-out text.
-    limit: use only the first `limit` tokens.
+    limit: use only the first `limit` tokens. column: with the text, of a file or dataset with columns.
 
     Raises QuantkitError if the text is missing or shorter than one window, or if `ctx` exceeds the
     model's context.
     """
-    name, content = sources.held_out(text, offline)
     tokenizer = checkpoint.tokenizer
+    name, content = sources.held_out(text, ChatTemplate(tokenizer).render, column, offline)
     context = checkpoint.context
     ctx = min(DEFAULT_CONTEXT, context or DEFAULT_CONTEXT) if ctx is None else ctx
     stride = ctx if stride is None else stride
@@ -105,6 +106,7 @@ def load(
     ids = torch.tensor([stream[start : start + body] for start in starts])
     if bos:
         ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
+    checkpoint.check_ids(ids.unique().tolist())
     overlap = ctx - step - bos  # text tokens a window shares with the one before
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
     scored = sum(ctx - 1 - start for start in first)

@@ -17,7 +17,7 @@ from quantkit.grids.grid import by_rows, fill_rows
 from quantkit.grids.levels import WholeLevels, usable
 
 LEVELS = 127
-HALF_MAX = 65504.0
+HALF_MAX, HALF_MIN = 65504.0, 2.0**-24
 EXACT = 2**24 // LEVELS**2  # products of this many int8 pairs add up exactly in float32
 INVERSE = 0.007874015718698502  # 1 / 127 as bitsandbytes multiplies by it
 INVERSE_SQUARE = 6.200124e-05  # its 1 / 127², which is 6.20001e-05
@@ -81,8 +81,9 @@ class Int8Grid(WholeLevels):
         return Int8Params(params.absmax * factor)
 
     def clipped(self, params: Int8Params) -> int:
-        """Return the number of rows whose absmax is at the limit of float16."""
-        return int((params.absmax >= HALF_MAX).sum())
+        """Return the number of rows that float16, to which clients round, cannot hold in 8 bits."""
+        small = (params.absmax > 0) & (params.absmax < 127 * HALF_MIN)
+        return int(((params.absmax >= HALF_MAX) | small).sum())
 
     def floats(self, params: Int8Params) -> dict[str, Tensor]:
         """Return the absmax of every row."""

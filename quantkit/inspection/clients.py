@@ -28,8 +28,9 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     found = []
     for client, about in table()["clients"].items():
         rule = rule_of(client, facts)
-        outcome = {"loads": rule.get("loads"), "note": rule.get("note", "")}
-        outcome |= {"needs": rule.get("needs", []), "option": rule.get("option", "")}
+        needs = rule.get("needs", [])
+        note = rule.get("note", f"with {' and '.join(needs)} installed" if needs else "")
+        outcome = {"loads": rule.get("loads"), "note": note, "needs": needs, "option": rule.get("option", "")}
         if outcome["loads"] and (strange := _untried(client, facts)):
             outcome |= {"loads": None, "note": f"not tried with {strange}"}
         found.append({"client": client, "version": about["version"]} | outcome)
@@ -72,9 +73,9 @@ def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
     return {"loads": False, "note": f"it reads {about['reads']}"} if "reads" in about else {}
 
 
-def of_damaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def of_damaged(rows: list[dict[str, Any]], why: str = DAMAGED) -> list[dict[str, Any]]:
     """Return the rows of `known`, changed such that no client loads the checkpoint."""
-    return [row | {"loads": False, "note": DAMAGED} if row["loads"] else row for row in rows]
+    return [row | {"loads": False, "note": why} if row["loads"] else row for row in rows]
 
 
 def _matches(rule: Mapping[str, Any], facts: Mapping[str, set]) -> bool:

@@ -17,13 +17,14 @@ from pathlib import Path
 import psutil
 
 from quantkit import __version__
-from quantkit.errors import EXIT_CODES, QuantkitError, first_line
+from quantkit.errors import EXIT_CODES, QuantkitError, count, first_line
 from quantkit.models.machine import processor
 from quantkit.tables import megabytes
 
 SCHEMA = "quantkit.doctor/1"
 HUB_SECONDS = 3.0
 OPTIONAL = {  # package -> what it enables
+    "accelerate": "transformers loads quantized checkpoints",
     "bitsandbytes": "transformers loads int8 and nf4 checkpoints",
     "optimum": "with gptqmodel: transformers loads gptq checkpoints",
     "gptqmodel": "transformers loads awq checkpoints, and gptq ones with optimum",
@@ -118,7 +119,8 @@ def _machine() -> Iterator[Finding]:
     from quantkit.models.machine import device
 
     note = "computes in bfloat16" if processor.has_bfloat16() else "no bfloat16: --dtype auto is float32"
-    yield Finding("cpu", f"{psutil.cpu_count()} cores, {torch.get_num_threads()} threads", None, note)
+    cores, threads = count(psutil.cpu_count(), "core"), count(torch.get_num_threads(), "thread")
+    yield Finding("cpu", f"{cores}, {threads}", None, note)
     if not torch.cuda.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
         yield Finding("cuda", "none", None, f"torch {torch.__version__} is built for {built}")

@@ -12,9 +12,10 @@ from typing import Any
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all
-from quantkit.inspection.names import INPUT_EMBEDDINGS, language_stack, parent, split, stack_of
+from quantkit.inspection.names import language_stack, parent, split, stack_of
 from quantkit.inspection.stored import Weight
 from quantkit.models.files import safetensors_folder
+from quantkit.models.files.head import EMBEDDING
 from quantkit.models.files.headers import Contents
 
 VOCABULARIES = (
@@ -39,7 +40,9 @@ def warnings(contents: Contents) -> list[str]:
         absent = "tokenizer.ggml.model" not in contents.metadata
     else:
         absent = not any(fnmatch(name, pattern) for name in contents.files for pattern in VOCABULARIES)
-    return ["there is no tokenizer: clients load the weights alone"] if absent else []
+    found = ["there is no tokenizer: clients load the weights alone"] if absent else []
+    known = contents.path is not None and contents.head.note  # values on the hub are unknown
+    return found + [contents.head.note] * bool(known)
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
@@ -89,7 +92,7 @@ def model_problems(
         yield from _blocks(config, {split(w.name)[0] for w in weights if stack_of(w.name) == stack})
     for weight in weights:
         own = split(weight.name)[0] is None and weight.name.startswith(parent(stack))
-        if own and INPUT_EMBEDDINGS.search(weight.name) and len(weight.shape or ()) == 2:
+        if own and EMBEDDING.fullmatch(weight.name) and len(weight.shape or ()) == 2:
             yield from _embeddings(config, weight, tokenizer["tokens"] if tokenizer else None)
 
 

@@ -18,7 +18,8 @@ def at(
     other: a second checkpoint to compare with. deep: read and check all values. revision: of `path`.
     """
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
-    found = [record.describe(open_contents(*source, offline)) for source in sources]
+    contents = [open_contents(*source, offline) for source in sources]
+    found = [record.describe(one) for one in contents]
     made = found[0]
 
     def problems() -> list[str]:
@@ -37,5 +38,5 @@ def at(
         for checkpoint, model in zip(opened, found, strict=True) if deep else ():
             values.check(checkpoint, model, listen)
         if other is not None:
-            made = values.compare(*opened, (found[0], found[1]), listen)
+            made = values.compare(*opened, found, [record.written(one) for one in contents], listen)
     return made, problems()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from quantkit.models.files.head import EMBEDDING
+
 PARTS = {  # the first that matches a name counts
     "head": r"^(model\.)?(lm_head|embed_out|output)\.|\.lm_head\.",
     "norms": r"norm|(^|[._])ln(_|\d|\.)",
@@ -15,7 +17,6 @@ PARTS = {  # the first that matches a name counts
 }
 IN_BLOCK = re.compile(r"^(?P<stack>.*?)\.(?P<block>\d+)\.(?P<local>.*)$")
 EXPERT = re.compile(r"\bexperts\.\d+\.")
-INPUT_EMBEDDINGS = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte|embed_in|token_embd)\.weight$")
 
 
 def part_of(name: str) -> str:
@@ -58,7 +59,7 @@ def language_stack(names: Iterable[str]) -> str | None:
     names = list(names)
     stacks = {stack for name in names if (stack := stack_of(name)) is not None}
     if len(stacks) > 1:
-        near = {parent(name.removesuffix(".weight")) for name in names if INPUT_EMBEDDINGS.search(name)}
+        near = {parent(name.removesuffix(".weight")) for name in names if EMBEDDING.fullmatch(name)}
         stacks = {stack for stack in stacks if parent(stack) in near}
     return stacks.pop() if len(stacks) == 1 else None
 

@@ -29,9 +29,13 @@ def describe(contents: Contents) -> dict[str, Any]:
     places = _positions(config)
     language = language_stack([weight.name for weight in weights])
     total = sum(weight.nbytes for weight in weights)
-    count = sum(weight.parameters for weight in weights)
+    head = contents.head
+    again = f"{head.module}.weight" if head.kind == "copy" else None
+    count = sum(weight.parameters for weight in weights if weight.name != again)
     damage = integrity.damage(contents, weights, tokens)
     loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places["scaled"])}})
+    if head.kind == "unlike" and head.packed:
+        loaded_by = clients.of_damaged(loaded_by, "config.json ties its packed head to the embedding")
     return {
         "schema": SCHEMA,
         "source": contents.source,
@@ -45,7 +49,7 @@ def describe(contents: Contents) -> dict[str, Any]:
             "parameters": count,
             "bytes": total,
             "bits_per_weight": 8 * total / count if count else None,
-            "tied": not any(part_of(weight.name) == "head" for weight in weights),
+            "tied": head.tied,
         },
         "quantization": _quantization(contents, weights, language),
         "parts": _parts(weights),
@@ -108,7 +112,7 @@ def _quantization(
     nbytes = sum(weight.code_bytes + weight.scale_bytes for weight in coded)
     count = sum(weight.parameters for weight in coded)
     kept = [weight for weight in weights if is_linear(weight.name, weight.shape) and not weight.codes]
-    reasons = {str(row.get("name")): str(row["kept"]) for row in _written(contents) if row.get("kept")}
+    reasons = {str(row.get("name")): str(row["kept"]) for row in written(contents) if row.get("kept")}
     return {
         "layout": layout,
         "method": (contents.manifest or {}).get("method"),
@@ -270,7 +274,7 @@ def _place(weight: Weight, language: str | None) -> tuple:
     return other, outside if block is None else block, natural(local)
 
 
-def _written(contents: Contents) -> list[dict[str, Any]]:
+def written(contents: Contents) -> list[dict[str, Any]]:
     """Return the rows of quantkit's manifest, one for each linear; [] without a manifest."""
     rows = (contents.manifest or {}).get("linears")
     return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
@@ -284,7 +288,7 @@ def _provenance(contents: Contents) -> dict[str, Any] | None:
     manifest = contents.manifest
     if manifest:
         job = manifest.get("job") if isinstance(manifest.get("job"), dict) else {}
-        rows = [row for row in _written(contents) if not row.get("tower")]  # their inputs are unknown
+        rows = [row for row in written(contents) if not row.get("tower")]  # their inputs are unknown
         errors = [row["error"] for row in rows if isinstance(row.get("error"), (int, float))]
         return {
             "tool": f"quantkit {manifest.get('quantkit')}",

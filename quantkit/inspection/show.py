@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from quantkit.errors import count, name_all, printable
-from quantkit.tables import make_table, print_facts, print_line, ranges, size
+from quantkit.tables import make_table, print_facts, print_line, print_table, ranges, size
 
 LOADS = {True: "yes", False: "no", None: "not tried"}
 
@@ -132,19 +132,17 @@ def _print_tensors(console: Console, tensors: list[dict[str, Any]]) -> None:
         name = row["name"].removesuffix(".weight")
         stored = row["stored"].replace(", groups of ", " g")
         rows.add_row(printable(name), ranges(row["blocks"]), shape, printable(stored), size(row["bytes"]))
-    console.print(rows)
+    print_table(console, rows, 1)
     if len(tensors) > TENSOR_ROWS:
         console.print(f"and {count(len(tensors) - TENSOR_ROWS, 'row')} more: --json has all")
 
 
 def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
     rows = make_table("client", "tried with", "loads it")
-    rows.columns[1].justify = rows.columns[2].justify = "left"
-    rows.columns[2].no_wrap = False
     for row in clients:
         verdict = LOADS[row["loads"]]
         rows.add_row(row["client"], row["version"], f"{verdict}: {row['note']}" if row["note"] else verdict)
-    console.print(rows)
+    print_table(console, rows, 1, 2)
 
 
 def _print_integrity(console: Console, found: dict[str, Any]) -> None:
@@ -162,15 +160,12 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
     console = Console(highlight=False, markup=False)
     sides = [_facts(model) for model in record["models"]]
     rows = make_table("", "A", "B")
-    for column in rows.columns[1:]:
-        column.justify, column.no_wrap, column.overflow = "left", False, "fold"
     for name in dict.fromkeys([*sides[0], *sides[1]]):
         values = [side.get(name, "–") for side in sides]
         if values[0] != values[1]:
             rows.add_row(name, *map(printable, values))
-    rows.columns[0].overflow = "fold"
     if rows.row_count:
-        console.print(rows)
+        print_table(console, rows, 1, 2)
     _print_differences(console, record["weights"], top)
     if record["tokenizers"] != "equal":
         print_facts(console, {"tokenizers": record["tokenizers"]})
@@ -181,18 +176,19 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
 
 
 def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
-    unequal = [row for row in found["differences"] if row["largest"]]
+    unequal = [row for row in found["differences"] if row["largest"] != 0]
     if unequal:
         rows = make_table("largest differences", "|A − B| / |A|", "largest |A − B|")
         for row in unequal[:top]:
-            rows.add_row(
-                row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", f"{row['largest']:.3g}"
-            )
-        console.print(rows)
+            largest = "up to scales" if row["largest"] is None else f"{row['largest']:.3g}"
+            rows.add_row(row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", largest)
+        print_table(console, rows)
     facts = {
         "weights": f"{found['compared']} compared, {found['equal']} equal",
         "|A − B|/|A|": f"{found['relative']:.5f} over all of them",
     }
+    if divided := found["divided"]:
+        facts["not compared"] = f"{count(len(divided), 'vector')} divided by scales: {name_all(divided, 2)}"
     for place, names in zip("AB", found["only"], strict=True):
         if names:
             facts[f"only in {place}"] = name_all(names)

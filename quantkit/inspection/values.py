@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.grids.distance import error_up_to_scales
 from quantkit.inspection.clients import of_damaged
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
@@ -56,10 +57,16 @@ def _errors_of(read: Callable[[], Any]) -> list[str]:
 
 
 def compare(
-    left: Checkpoint, right: Checkpoint, records: tuple[dict, dict], listen: Listener
+    left: Checkpoint,
+    right: Checkpoint,
+    records: Sequence[dict],
+    written: Sequence[Sequence[dict]],
+    listen: Listener,
 ) -> dict[str, Any]:
     """Return the JSON with relative differences `|A - B| / |A|` of all weights in both, the largest first.
 
+    written: rows of the manifests of both. In blocks whose columns a job scaled, matrices are compared up to
+    scales of rows and columns, and vectors that were divided by scales are not compared.
     Raises QuantkitError if no weight is in both: these are different models.
     """
     cpu = torch.device("cpu")
@@ -70,11 +77,15 @@ def compare(
     what = f"{left.source} and {right.source} have no weight of the same name and shape"
     hint = "inspect them one by one: these are different models"
     require(len(reshaped) < len(both), what, hint, UNSUPPORTED)
+    sides = zip(skeletons, written, strict=True)
+    blocks, divided = (set().union(*found) for found in zip(*(_scaled(*side) for side in sides), strict=True))
+    alike = [name for name in both if name not in reshaped and name not in divided]
     rows = []
-    for done, name in enumerate((name for name in both if name not in reshaped), start=1):
-        difference = _difference(*(made.read(name, weights[k][name]) for k, made in enumerate(skeletons)))
-        rows.append({"name": skeletons[0].names.stored[name]} | difference)
-        listen("comparing weights", done, len(both) - len(reshaped))
+    for done, name in enumerate(alike, start=1):
+        up_to_scales = weights[0][name].ndim == 2 and name.startswith(tuple(blocks))
+        pair = (made.read(name, weights[k][name]) for k, made in enumerate(skeletons))
+        rows.append({"name": skeletons[0].names.stored[name]} | _difference(*pair, up_to_scales))
+        listen("comparing weights", done, len(alike))
     rows.sort(key=lambda row: -row["relative"])
     return {
         "schema": SCHEMA,
@@ -85,6 +96,7 @@ def compare(
             "equal": sum(row["largest"] == 0 for row in rows),
             "relative": _relation(sum(row.pop("lost") for row in rows), sum(row.pop("norm") for row in rows)),
             "differences": rows,
+            "divided": sorted(skeletons[0].names.stored[name] for name in divided.intersection(both)),
             "unlike": [
                 {"name": name, "shapes": [list(side[name].shape) for side in weights]} for name in reshaped
             ],
@@ -93,8 +105,25 @@ def compare(
     }
 
 
-def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
-    """Return `lost = |A - B|²`, `norm = |A|²`, the relative difference and the largest difference."""
+def _scaled(skeleton: Skeleton, written: Sequence[dict]) -> tuple[set[str], set[str]]:
+    """Return the prefixes of blocks whose columns a job scaled, and the vectors (norms, biases) that it
+    divided by the scales, by their names in the model. written: rows of the job's manifest."""
+    prefix = skeleton.names.blocks + "."
+    names = {stored.removesuffix(".weight"): name for name, stored in skeleton.names.stored.items()}
+    shapes, blocks, divided = skeleton.stored_parameters(), set(), set()
+    for row in written:
+        scaled, name = row.get("scaled"), names.get(row.get("name"), "")
+        into = scaled.get("into") if isinstance(scaled, dict) else None
+        if into and name.startswith(prefix):
+            block = f"{prefix}{name.removeprefix(prefix).partition('.')[0]}."
+            blocks.add(block)
+            divided |= {f"{block}{into}.weight", f"{block}{into}.bias"}
+    return blocks, {name for name in divided if name in shapes and shapes[name].ndim == 1}
+
+
+def _difference(left: torch.Tensor, right: torch.Tensor, up_to_scales: bool) -> dict[str, float | None]:
+    """Return `lost = |A - B|²`, `norm = |A|²`, the relative difference and the largest difference; the last
+    is None where unequal matrices are compared up to scales of rows and columns."""
     lost = norm = largest = 0.0
     pairs = zip(torch.atleast_1d(left).split(STRIPE), torch.atleast_1d(right).split(STRIPE), strict=True)
     for a, b in pairs:
@@ -102,6 +131,8 @@ def _difference(left: torch.Tensor, right: torch.Tensor) -> dict[str, float]:
         lost += torch.linalg.vector_norm(difference, dtype=torch.float64).item() ** 2
         norm += torch.linalg.vector_norm(a, dtype=torch.float64).item() ** 2
         largest = max(largest, difference.abs().max().item() if difference.numel() else 0.0)
+    if up_to_scales and largest:
+        lost, largest = norm * error_up_to_scales(left, right), None
     return {"relative": _relation(lost, norm), "largest": largest, "lost": lost, "norm": norm}
 
 

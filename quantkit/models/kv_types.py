@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from quantkit.errors import one_of
+from quantkit.options import DTYPES
 
 GROUP = 64  # values of transformers' quantized cache that share a scale and a shift of 16 bit each
 BLOCK = 32  # values of llama.cpp's types that share a 16-bit scale
@@ -35,16 +36,7 @@ TYPES = {
     "q4_0": KvType(Fraction(BLOCK // 2 + 2, BLOCK), "llama.cpp", "q4_0"),
     "int4": KvType(Fraction(GROUP * 4 + 32, GROUP * 8), "transformers, quanto"),
 }
-ALIASES = {
-    "fp32": "float32",
-    "f32": "float32",
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "float8": "fp8",
-    "fp8_e4m3": "fp8",
-    "auto": "bfloat16",
-}
+ALIASES = DTYPES | {"float8": "fp8", "fp8_e4m3": "fp8", "auto": "bfloat16"}
 
 
 def named(text: str) -> str:

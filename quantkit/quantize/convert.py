@@ -18,11 +18,11 @@ from torch import Tensor
 from quantkit import __version__
 from quantkit.errors import (
     UNSUPPORTED,
-    USAGE,
     VERIFICATION,
     QuantkitError,
     count,
     name_all,
+    one_of,
     refuse_problems,
     require,
 )
@@ -48,11 +48,11 @@ from quantkit.models.gguf.file_types import number
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
 from quantkit.options import SHARD_GB
-from quantkit.quantize.job import base_name
 from quantkit.quantize.methods import gguf
 from quantkit.quantize.outputs import Draft, Material
 from quantkit.quantize.outputs.folder import Output
 from quantkit.quantize.outputs.gguf import GgufOutput
+from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
@@ -73,7 +73,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
     codes are compared instead. Linears that an interrupted conversion has packed are kept. Raises
     QuantkitError naming every linear that the layout cannot hold exactly.
     """
-    require(to in TO, f"--to {to}: no such layout", f"choose {', '.join(TO)}", USAGE)
+    one_of(to, TO, f"--to {to}: no such layout")
     output = output or Path(f"{base_name(source)}-{f'{FILES[to]}.gguf' if to in FILES else to}")
     checkpoint = open_checkpoint(source)
     stored = quantization_of(checkpoint.raw_config).get("quant_method")

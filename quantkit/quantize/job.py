@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,8 +29,8 @@ from quantkit.options import SHARD_GB, CalibrationOptions, RunOptions, check_val
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import linears, plan
-from quantkit.quantize.prepare.memory import LOSS_BYTES
+from quantkit.quantize.prepare import linears, names, plan
+from quantkit.quantize.prepare.memory import loss_tokens
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -43,7 +42,6 @@ from quantkit.text.calibration import CalibrationSet, HeldBack
 HASHED_AT_ONCE = 64 << 20  # bytes: a larger source is hashed while its job runs
 ALONE = "start it without torchrun; several processes serve eval, imatrix, and methods that calibrate"
 DATA_FREE_TOKENS = 2  # a data-free job is verified with: the least that gives attention a choice
-LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
 
 
 @dataclass(frozen=True)
@@ -61,6 +59,7 @@ class Request:
     trust_remote_code: bool = False
     resume: bool = False
     overwrite: bool = False
+    open_groups: bool = False  # no group size was typed: linears that it does not divide stay in 16 bit
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,7 @@ def prepare(
     methods.check(request.method, request.options)
     check_run(request.run)
     checkpoint = _open(request, progress)
+    request = settled(request, checkpoint)
     staging = staging_of(request)
     may_replace.check_source(staging.output, checkpoint.folder)
     staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
@@ -137,7 +137,7 @@ def prepare(
     if not dry_run:  # after errors in options have been reported
         staging.check(request.resume, request.overwrite)
     if request.resume and not staged:
-        progress.warn(f"no unfinished job for {staging.output}: starting at the first block")
+        progress.phase(f"no unfinished job for {staging.output}: starting at the first block")
     shared = source_sha256 is not None
     if source_sha256 is None:
         source_sha256 = Future() if dry_run or distributed.rank() else _begin(partial(_hash, checkpoint))
@@ -148,7 +148,8 @@ def prepare(
     if checkpoint is not skeleton.checkpoint:
         dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
         skeleton = open_skeleton(checkpoint, request.run, adopted | dtype)
-    for note in method.notes:
+    growth = "" if staging.one_file else method.output.growth(checkpoint, specs)
+    for note in filter(None, (*method.notes, growth)):
         progress.warn(note)
     if not request.run.allow_unread and (
         note := linears.refuse_unread_experts(skeleton, specs, method.layout)
@@ -159,11 +160,12 @@ def prepare(
             f"linears that engines such as vLLM fuse are quantized differently: {name_all(split)}; "
             "quantkit inspect lists the clients that load it"
         )
-    wanted = _loss_tokens(request.run, bool(method.needs), checkpoint)
+    vocabulary = checkpoint.text_config.vocab_size
+    wanted = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
     calibrated = calibrate(checkpoint, request, progress, wanted) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    log_probs = 4 * wanted * checkpoint.text_config.vocab_size
-    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, log_probs)
+    planned = skeleton, specs, method, request.run, tokens.shape, adopted, 4 * wanted * vocabulary
+    job_plan = plan.decide(*planned)
     execution = job_plan.execution
     fingerprint = {}
     if not dry_run:
@@ -183,10 +185,17 @@ def prepare(
     )  # fmt: skip
 
 
-def _loss_tokens(run: RunOptions, calibrates: bool, checkpoint: Checkpoint) -> int:
-    """Return the number of tokens to measure the loss on, at most as many as LOSS_BYTES allow."""
-    wanted = LOSS_TOKENS[calibrates] if run.loss_tokens is None else run.loss_tokens
-    return min(wanted, LOSS_BYTES // (4 * checkpoint.text_config.vocab_size))
+def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
+    """Return the request with the group size for its model, if the user left it open. The output's name and
+    the job's identity contain it."""
+    if not methods.has_open_groups(request.options):
+        return request
+    named = request.source, request.revision, request.offline, request.trust_remote_code
+    skeleton = Skeleton(checkpoint or open_checkpoint(*named), torch.float32, torch.device("cpu"))
+    if request.options.head:
+        skeleton.add_head()
+    options = linears.fitted(skeleton, request.options, request.run.exclude, request.run.override)
+    return replace(request, options=options, open_groups=True)
 
 
 def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted: int) -> HeldBack | None:
@@ -198,6 +207,8 @@ def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, wanted
 def _open(request: Request, progress: Progress) -> Checkpoint:
     """Open the source. Raises QuantkitError if it is already quantized, unless --allow-requantize is set."""
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    for note in checkpoint.notes:
+        progress.warn(note)
     if not checkpoint.quantized:
         return checkpoint
     if not request.run.allow_requantize:
@@ -271,15 +282,19 @@ def _resolve(skeleton: Skeleton, request: Request) -> tuple[Method, list[LinearS
     override = run.override
     if head := getattr(request.options, "head", 0):
         override = (f"^{skeleton.add_head()}$={head}", *override)
-    specs = linears.resolve(skeleton, method.make_grid, method.layout, run.exclude, override)
+    chosen = run.exclude, override, request.open_groups
+    specs = linears.resolve(skeleton, method.make_grid, method.layout, *chosen)
     if bits := getattr(request.options, "embedding", 0):
         specs.append(linears.embedding(skeleton, method.make_grid, method.layout, bits))
     outside = set(skeleton.checkpoint.packed) - {row.name for row in specs}
     what = f"modules besides the blocks' linears are quantized: {name_all(sorted(outside))}"
     require(not outside, what, "start from the original checkpoint", UNSUPPORTED)
-    if all(row.kept for row in specs):
-        raise QuantkitError("--exclude leaves nothing to quantize", "narrow the pattern", USAGE)
-    return replace(method, layout=method.layout.of_job(specs)), specs
+    what, hint = f"no linear can be quantized: {specs[0].kept}", "choose --group-size 16 or 8, or -1"
+    if run.exclude:
+        what, hint = "--exclude leaves nothing to quantize", "narrow the pattern"
+    require(not all(row.kept for row in specs), what, hint, USAGE)
+    notes = linears.group_notes(specs, request.options.group_size) if request.open_groups else ()
+    return replace(method, layout=method.layout.of_job(specs), notes=(*method.notes, *notes)), specs
 
 
 def _check_ranks(method: Method) -> None:
@@ -294,19 +309,9 @@ def _check_ranks(method: Method) -> None:
 
 
 def output_of(request: Request) -> Path:
-    """Return the output path: as requested, or derived from source and options, with `mixed` if bits are
-    overridden."""
-    suffix = methods.load(request.method).suffix(request.options)
-    bits = getattr(request.options, "bits", None)
-    if any(linears.parse_override(text).bits != bits for text in request.run.override):
-        suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
-    return request.output or Path(f"{base_name(request.source)}-{suffix}")
-
-
-def base_name(source: str) -> str:
-    """Return the name of a source on which output names are based."""
-    path = Path(source) if source not in (".", "..") else Path(source).resolve()
-    return gguf_shards.whole(path).name.removesuffix(".gguf") or "model"
+    """Return the output path: as requested, or derived from source and options."""
+    named = request.source, request.method, request.options, request.run.override
+    return request.output or names.derived(*named)
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

@@ -15,6 +15,9 @@ class Progress:
     def phase(self, text: str) -> None:
         """Report that a step outside the loop began."""
 
+    def step(self, number: int, total: int) -> None:
+        """Report that step `number` of `total` began; each has phases and blocks of its own."""
+
     def start(self, blocks: int, done: int) -> None:
         """Report that the loop begins; `done` of `blocks` blocks are already staged."""
 

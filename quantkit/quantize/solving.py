@@ -5,6 +5,7 @@ Ranks share the linears and experts: each rank solves some, then all get all res
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +13,7 @@ from itertools import groupby
 
 from torch import Tensor
 
+from quantkit.errors import UNSUPPORTED, DamagedError, QuantkitError, count
 from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.grids.grid import Grid
 from quantkit.layouts import Layout, LinearSpec, WeightsOnly
@@ -70,9 +72,14 @@ class Solving:
                 with self.timings("pack"):
                     packed, stored = layout.encode(result.weight), f"{row.name}.weight"
                     again = partial(self.parts.parts, row.name)
-                    values = self.skeleton.install(index, row.local, layout, packed, stored, again)
+                    try:
+                        values = self.skeleton.install(index, row.local, layout, packed, stored, again)
+                    except DamagedError as error:  # values were finite before they were encoded
+                        what = f"{row.name} has weights up to {weight.abs().max():.3g}: too large for "
+                        hint = f"keep it in 16 bit: --exclude '{re.escape(row.name)}$'"
+                        raise QuantkitError(what + row.grid.describe(), hint, UNSUPPORTED) from error
                     self.parts.add_linear(row.name, packed)
-                measured = self._measured(result, weight, values)
+                measured = self._measured(row, result, weight, values)
                 yield site, row, self.transformed.amend(row.local, measured)
 
     def _with_curvatures(self, site: Site, statistics: SiteStatistics | None) -> SiteStatistics | None:
@@ -101,15 +108,25 @@ class Solving:
         weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
         return own, [row.grid.together(own) for row in rows], statistics
 
-    def _measured(self, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
-        """Add the error of the stored values, by which a checkpoint can be verified against its source."""
+    def _measured(self, row: LinearSpec, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
+        """Add the error of the stored values, by which a checkpoint can be verified against its source.
+
+        After a transform, the source's weight is read again, as verification will read it: the fit of scales
+        stops before the least error, so the scaled weight has another error.
+        """
+        size = row.grid.group_size if row.in_features % row.grid.group_size == 0 else row.in_features
+        some, kept = (part.reshape(-1, size).any(1) for part in (weight, values))
+        if lost := int((some & ~kept).sum()):
+            note = f"{count(lost, 'group')} of weights became 0, too small for {row.grid.describe()}"
+            solved = replace(solved, notes=(*solved.notes, note))
         if solved.error is None or self.method.transform is None:
             plain = weight_error(weight, values)
-            error = plain if solved.error is None else solved.error
-            solved = replace(solved, error=error, weight_error=plain)
-        if self.method.transform is not None:
-            solved = replace(solved, weight_error=None, scaled_error=error_up_to_scales(weight, values))
-        return solved
+            solved = replace(solved, error=plain if solved.error is None else solved.error)
+            if self.method.transform is None:
+                return replace(solved, weight_error=plain)
+        name = self.skeleton.names.of_block(self.block.index, f"{row.local}.weight")
+        source = self.skeleton.read(name, weight).to(values.device).float()
+        return replace(solved, scaled_error=error_up_to_scales(source, values))
 
 
 def round_block(

@@ -99,35 +99,40 @@ def load(
     if len(tokens) < options.samples and not shipped:
         warning = f"{holds}{options.samples} sequences of {seqlen} need {options.samples * seqlen}: "
         warning += f"using {len(tokens)} sequences"
+    checkpoint.check_ids(tokens.unique().tolist())
     digest = hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest()
     provenance = Provenance(
         source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
     )
     left = None
     if held_back:
-        more = _held_back(stream[calibrating:], held_back, min(seqlen, HELD_BACK), bos_token)
+        more = _held_back(checkpoint, stream[calibrating:], held_back, seqlen, bos_token)
         left = HeldBack(more, source.name) if len(more) else None
     return CalibrationSet(tokens, provenance, warning, left)
 
 
 def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
     """Return about `count` tokens of the shipped held-out text; None if the checkpoint's tokenizer does not
-    load."""
+    load, or is another model's."""
     try:
         tokenizer = checkpoint.tokenizer
     except QuantkitError:  # the job does not need it
         return None
-    name, text = held_out(None)
+    name, text = held_out(None, ChatTemplate(tokenizer).render)
     bos = tokenizer.bos_token_id if begins_with_bos(tokenizer) else None
-    length = min(HELD_BACK, checkpoint.context or HELD_BACK)
     ids = tokenizing.encode(tokenizer, text, count)
-    return HeldBack(_held_back(ids, count, length, bos), name.removesuffix(" text"))
+    tokens = _held_back(checkpoint, ids, count, checkpoint.context or count, bos)
+    return HeldBack(tokens, name.removesuffix(" text")) if len(tokens) else None
 
 
-def _held_back(stream: list[int], count: int, length: int, bos: int | None) -> Tensor:
-    """Return sequences of at most `length` tokens, at most `count` tokens in all."""
-    length = min(length, count)
-    return _slice(stream, count // length, length, bos)
+def _held_back(
+    checkpoint: Checkpoint, stream: list[int], count: int, longest: int, bos: int | None
+) -> Tensor:
+    """Return at most `count` tokens in sequences of equal length, without those that have a token beyond the
+    embedding."""
+    length = min(HELD_BACK, longest, count)
+    tokens = _slice(stream, count // length, length, bos)
+    return tokens[(tokens < checkpoint.text_config.vocab_size).all(1)]
 
 
 def hold_out(tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +13,19 @@ from quantkit.options import CalibrationOptions
 from quantkit.text import template_worker
 
 COLUMNS = ("messages", "conversations")  # columns of conversations in chat datasets
+TOOLS = "tools"  # column of the tools that a conversation's template lists
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}  # other names stay as they are
 TODAY = datetime.date(2024, 7, 26)  # fixed, so that jobs can be resumed later; Llama 3's default date
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages of a conversation, each {"role", "content"} or ShareGPT's {"from", "value"}."""
+    """Messages of a conversation, each {"role", "content"} or ShareGPT's {"from", "value"}. where: the row,
+    for an error. tools: JSON schemas of the functions that the model may call."""
 
     messages: list[Any]
-    where: str  # the row, for an error
+    where: str
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
 def column_of(columns: Iterable[str], requested: str) -> str | None:
@@ -49,18 +52,18 @@ class ChatTemplate:
 
         Raises QuantkitError if the model has no template, or if the template rejects the messages.
         """
+        tools = list(conversation.tools) or None
         try:
-            template = self.tokenizer.get_chat_template(self._given)
+            template = self.tokenizer.get_chat_template(self._given, tools)
         except ValueError as error:
             hint = "put its chat_template.jinja into its folder, or give plain text, without --chat"
             raise QuantkitError("the model has no chat template", hint, USAGE) from error
         if self.sha256 is None:
             self.sha256 = hashlib.sha256(template.encode(errors="surrogatepass")).hexdigest()
         messages = [_message(message, conversation.where) for message in conversation.messages]
+        dated, special = _at_a_fixed_date(template, self._today), self.tokenizer.special_tokens_map
         try:
-            return template_worker.WORKER.render(
-                _at_a_fixed_date(template, self._today), messages, self.tokenizer.special_tokens_map, answer
-            )
+            return template_worker.WORKER.render(dated, messages, special, answer, tools)
         except template_worker.Failed as error:
             what = f"{conversation.where} does not fit the model's chat template: {error}"
             hint = "leave such rows out, or give their text under another column"
@@ -79,13 +82,13 @@ def _at_a_fixed_date(template: str, today: datetime.date) -> str:
     return "{%- macro strftime_now(format) -%}{{ format" + filled + " }}{%- endmacro %}" + template
 
 
-def _message(message: Any, where: str) -> dict:
-    if isinstance(message, dict):
-        if "role" in message and "content" in message:
-            return message
+def _message(message: Any, where: str) -> Mapping[str, Any]:
+    if isinstance(message, Mapping):
+        if "role" in message and message.keys() & {"content", "tool_calls", "function_call"}:
+            return message  # one that calls tools needs no content
         if "from" in message and "value" in message:
             role = message["from"]
             return {"role": SHAREGPT_ROLES.get(role, role), "content": message["value"]}
-    has = ", ".join(message) if isinstance(message, dict) else type(message).__name__
+    has = ", ".join(message) if isinstance(message, Mapping) else type(message).__name__
     hint = 'messages look like {"role": "user", "content": "…"} or {"from": "human", "value": "…"}'
     raise QuantkitError(f"{where} holds a message without role and content (it has: {has})", hint, USAGE)

@@ -50,8 +50,8 @@ def parse(text: str) -> Dataset | None:
 def open_rows(
     parsed: Dataset, column: str, revision: str | None, seed: int | None, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
-    """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place of the row,
-    value of the column). Rows are downloaded while they are read.
+    """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place, values by
+    column). Rows are downloaded while they are read.
 
     column: used if `parsed` names none. seed: order of the files; None: as listed. Raises
     QuantkitError for a missing repository, split or column, also while rows are read.
@@ -80,8 +80,8 @@ def open_rows(
 
 
 def _rows(stream: Any, dataset: Dataset, seed: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield (place, value) of all rows, file by file in an order given by the seed. The order of datasets'
-    own shuffle depends on its version."""
+    """Yield (place, values by column) of all rows, file by file in an order given by the seed. The order of
+    datasets' own shuffle depends on its version."""
     files = list(range(stream.num_shards))
     if seed is not None:
         random.Random(seed).shuffle(files)
@@ -90,7 +90,7 @@ def _rows(stream: Any, dataset: Dataset, seed: int | None) -> Iterator[tuple[str
         with _explained(dataset.repo):
             for row in stream.shard(stream.num_shards, file):
                 number += 1
-                yield f"{dataset.repo}:{dataset.split}, row {number} read", row.get(dataset.column)
+                yield f"{dataset.repo}:{dataset.split}, row {number} read", {dataset.column: None} | row
 
 
 def _cached(repo: str, revision: str | None) -> Path:

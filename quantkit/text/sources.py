@@ -1,40 +1,45 @@
-"""Reads calibration documents: text, JSON lines, parquet, datasets of the hub, the shipped text."""
+"""Reads documents of text: plain text, JSON, CSV, parquet, datasets of the hub, the shipped text."""
 
 from __future__ import annotations
 
-import itertools
+import codecs
+import csv
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from quantkit.errors import USAGE, QuantkitError, first_line, unreadable
+from quantkit.errors import USAGE, QuantkitError, first_line, require, unreadable
 from quantkit.models.files.untrusted import refuse_irregular
 from quantkit.options import CalibrationOptions
 from quantkit.text import hub_datasets
-from quantkit.text.chat import Conversation, column_of
+from quantkit.text.chat import COLUMNS, TOOLS, Conversation, column_of
 from quantkit.text.hub_datasets import Dataset
 from quantkit.text.shipped import shipped_folder
 
 PIECE_CHARS = 1 << 14  # long texts are cut into pieces of about this size and shuffled
 BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets
-JSON_LINES = (".jsonl", ".json", ".ndjson")
+JSON = (".jsonl", ".json", ".ndjson")
+CSV = {".csv": "excel", ".tsv": "excel-tab"}  # dialects of the csv module
+TABLES = (".parquet", *CSV, *JSON)  # files with columns
+LONGEST_FIELD = 1 << 27  # characters of a CSV file's field; the csv module's own limit is 131,072
 DATASET_CHARS = 2_000_000  # of a dataset to evaluate on: all of wikitext2's test split
 HELD_OUT = {  # splits that no calibration reads
     "wikitext2": "Salesforce/wikitext@wikitext-2-raw-v1:test:text",
     "c4": "allenai/c4@en:validation:text",
 }
-FILES = (".txt", ".parquet", *JSON_LINES)  # names with these endings are never hub ids
+FILES = (".txt", *TABLES)  # names with these endings are never hub ids
 ELSEWHERE = (
     "give a file, a dataset of the form ORG/NAME, or one of "
     f"{', '.join(hub_datasets.ALIASES)} to --calibration"
 )
 
 Document = str | Conversation
+Row = tuple[str, Any]  # place of a row, for errors, and its values by column
 
 
 @dataclass(frozen=True)
@@ -58,39 +63,62 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
         raise QuantkitError("--calibration-revision is for datasets of the hub", "leave it out", USAGE)
     if reference is not None:
         dataset, rows = hub_datasets.open_rows(reference, column, revision, options.seed, offline)
-        documents_of = _joined if dataset.repo in hub_datasets.LINES else _documents
-        documents = documents_of(rows, dataset.column)
+        documents = _pieces(_documents(rows, dataset.column))
+        documents = _joined(documents, dataset.column) if dataset.repo in hub_datasets.LINES else documents
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
+    check_column(named, column)
     if named is None:
         return Source("shipped", _shuffled(_shipped(), options.seed, math.inf))
     path = Path(named)
-    if path.suffix == ".parquet" and path.is_file():
-        return Source(path.name, _shuffled(_parquet(path, column, options.seed), options.seed))
-    documents = _json_lines(path, column) if path.suffix in JSON_LINES else _text(path)
-    return Source(path.name, _shuffled(documents, options.seed, math.inf))
+    rows = _rows(path, column, options.seed)
+    if rows is None:
+        return Source(path.name, _shuffled(_text(path), options.seed, math.inf))
+    documents = _documents(rows, column)
+    if path.suffix.lower() == ".parquet":
+        return Source(path.name, _shuffled(_pieces(documents), options.seed))
+    return Source(path.name, _shuffled(documents, options.seed, math.inf))  # rows stay whole
 
 
-def held_out(named: Path | str | None, offline: bool = False) -> tuple[str, str]:
+def held_out(
+    named: Path | str | None,
+    render: Callable[[Conversation], str],
+    column: str = CalibrationOptions.text_column,
+    offline: bool = False,
+) -> tuple[str, str]:
     """Return name and content of the text of `--text`: a file, a dataset of the hub, or None for the shipped
     held-out text. Of a dataset, the first DATASET_CHARS characters in its order; of wikitext2 the test split.
 
-    Raises QuantkitError if it is none of these or cannot be read.
+    render: makes text of a conversation. Raises QuantkitError if `named` is none of these or cannot be read.
     """
     is_file = named is None or Path(named).exists() or str(named).endswith(FILES)
+    limit, glue = math.inf, "\n\n"
     if not is_file and (found := hub_datasets.parse(HELD_OUT.get(str(named), str(named)))):
-        dataset, rows = hub_datasets.open_rows(found, "text", None, None, offline)
-        parts, size, glue = [], 0, "" if dataset.repo in hub_datasets.LINES else "\n\n"
-        for where, value in rows:
-            if not isinstance(value, str):
-                raise _no_text(where, str(dataset.column), [type(value).__name__])
-            parts.append(value)
-            size += len(value)
-            if size >= DATASET_CHARS:
-                break
-        return str(dataset), glue.join(parts)[:DATASET_CHARS]
-    path = shipped_folder("heldout") / "heldout.txt" if named is None else Path(named)
-    with opened(path, "text", "check the path given to --text") as file:
-        return "shipped held-out text" if named is None else path.name, file.read()
+        dataset, rows = hub_datasets.open_rows(found, column, None, None, offline)
+        name, column, limit = str(dataset), str(dataset.column), DATASET_CHARS
+        glue = "" if dataset.repo in hub_datasets.LINES else glue
+    else:
+        path = shipped_folder("heldout") / "heldout.txt" if named is None else Path(named)
+        name = "shipped held-out text" if named is None else path.name
+        about = ("text", "check the path given to --text")
+        rows = _rows(path, column, None, *about)
+        if rows is None:
+            with opened(path, *about) as file:
+                return name, file.read()
+    parts, size = [], 0
+    for document in _documents(rows, column):
+        parts.append(document if isinstance(document, str) else render(document))
+        size += len(parts[-1])
+        if size >= limit:
+            return name, glue.join(parts)[: int(limit)]
+    return name, glue.join(parts)
+
+
+def check_column(named: Path | str | None, column: str) -> None:
+    """Raise QuantkitError if a column is named of a file without columns, or of the shipped text."""
+    plain = named is None or (Path(named).exists() and Path(named).suffix.lower() not in TABLES)
+    what = f"--text-column {column} is for files with columns, {named or 'the shipped text'} is plain text"
+    hint = f"leave it out; files with columns end in {', '.join(TABLES)}"
+    require(not plain or column == CalibrationOptions.text_column, what, hint, USAGE)
 
 
 def _shipped() -> Iterator[str]:
@@ -103,42 +131,78 @@ def _text(path: Path) -> Iterator[str]:
         yield from _cut(file.read())
 
 
-def _json_lines(path: Path, column: str) -> Iterator[Document]:
-    with opened(path) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield from _json_row(line, column, f"{path}:{number}")
-
-
 @contextmanager
 def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) -> Iterator[TextIO]:
-    """Open a UTF-8 text file; raise QuantkitError for errors, also while reading. what: name of the text."""
+    """Open a UTF-8 text file, with or without a byte order mark; raise QuantkitError for errors, also while
+    reading. what: name of the text."""
     try:
         refuse_irregular(path)
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:
             yield file
     except UnicodeDecodeError as error:
-        what = f"{path} is not UTF-8 text: {error}"
-        raise QuantkitError(what, "convert it, or give another file", USAGE) from error
+        why, hint = f"not UTF-8 text: {error}", "convert it, or give another file"
+        if bytes(error.object[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            why, hint = (
+                "UTF-16, not UTF-8 text",
+                f"convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW",
+            )
+        raise QuantkitError(f"{path} is {why}", hint, USAGE) from error
     except OSError as error:
         raise unreadable(f"{what} {path}", error, hint) from error
 
 
-def _json_row(line: str, requested: str, where: str) -> Iterator[Document]:
+# ---- rows of files with columns
+
+
+def _rows(path: Path, requested: str, seed: int | None, *about: str) -> Iterator[Row] | None:
+    """Return the rows of a file with columns; None for other files. about: as in `opened`."""
+    kind = path.suffix.lower()
+    if kind == ".parquet" and path.is_file():
+        return _parquet(path, requested, seed)
+    if kind in CSV:
+        return _csv(path, CSV[kind], *about)
+    return _json(path, *about) if kind in JSON else None
+
+
+def _json(path: Path, *about: str) -> Iterator[Row]:
+    """Yield the rows of JSON lines, or of a single list of objects."""
+    with opened(path, *about) as file:
+        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if line.strip())
+        for first, (where, line) in enumerate(lines):
+            if not first and line.lstrip().startswith("["):
+                rows = _parsed(line + file.read(), where)
+                yield from ((f"{path}, row {k}", row) for k, row in enumerate(rows, start=1))
+            else:
+                yield where, _parsed(line, where)
+
+
+def _parsed(text: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise QuantkitError(f"{where} is not JSON: {error}", "one JSON object per line", USAGE) from error
-    column = column_of(row, requested) if isinstance(row, dict) else None
-    if column is None:
-        raise _no_text(where, requested, row if isinstance(row, dict) else [type(row).__name__])
-    value = row[column]
-    # Unlike those of a dataset, rows of a file stay whole: they are shuffled all at once.
-    yield from [value] if isinstance(value, str) else _documents([(where, value)], column)
+        hint = "one JSON object per line, or one list of objects"
+        raise QuantkitError(f"{where} is not JSON: {error}", hint, USAGE) from error
 
 
-def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
-    """Yield the documents of a parquet file's column, with row groups in an order given by the seed."""
+def _csv(path: Path, dialect: str, *about: str) -> Iterator[Row]:
+    """Yield the rows of a CSV file, whose first line names the columns."""
+    csv.field_size_limit(LONGEST_FIELD)
+    with opened(path, *about) as file:
+        rows = csv.DictReader(file, dialect=dialect, strict=True)
+        try:
+            for row in rows:
+                if None in row:
+                    raise csv.Error(f"more fields than the {len(rows.fieldnames)} columns of its first line")
+                yield f"{path}:{rows.line_num}", row
+        except csv.Error as error:
+            what = f"{path}:{rows.reader.line_num} is not {path.suffix[1:].upper()}: {error}"
+            hint = "write quotes inside of quotes twice; a file of prose should end in .txt"
+            raise QuantkitError(what, hint, USAGE) from error
+
+
+def _parquet(path: Path, requested: str, seed: int | None) -> Iterator[Row]:
+    """Yield the rows of a parquet file with the columns that a document needs. seed: order of row groups;
+    None: as stored."""
     import pyarrow
     from pyarrow import parquet
 
@@ -148,37 +212,68 @@ def _parquet(path: Path, requested: str, seed: int) -> Iterator[Document]:
             column = column_of(columns, requested)
             if column is None:
                 raise _no_text(str(path), requested, columns)
+            needed = [column, *({TOOLS} & set(columns))]
             sizes = [file.metadata.row_group(k).num_rows for k in range(file.num_row_groups)]
             order = list(range(len(sizes)))
-            random.Random(seed).shuffle(order)
+            if seed is not None:
+                random.Random(seed).shuffle(order)
             for group in order:
-                row = sum(sizes[:group])
-                for batch in file.iter_batches(BUFFER, row_groups=[group], columns=[column]):
-                    values = batch.column(0).to_pylist()
-                    places = (f"{path}, row {number}" for number in itertools.count(row + 1))
-                    yield from _documents(zip(places, values, strict=False), column)
-                    row += len(values)
+                number = sum(sizes[:group])
+                for batch in file.iter_batches(BUFFER, row_groups=[group], columns=needed):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"{path}, row {number}", row
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # names of columns may be broken
         what = f"{path} is not parquet that can be read: {first_line(error)}"
         raise QuantkitError(what, "write it again, or give another file", USAGE) from error
 
 
-def _documents(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[Document]:
-    """Yield the pieces of text or conversations of rows (place, value); skip rows without a value."""
-    for where, value in rows:
-        if isinstance(value, str):
-            yield from _cut(value)
-        elif isinstance(value, list):
-            yield Conversation(value, where)
+# ---- documents
+
+
+def _documents(rows: Iterable[Row], requested: str) -> Iterator[Document]:
+    """Yield the text or conversation of each row; skip rows without a value.
+
+    Conversations and tools may be stored as JSON text."""
+    for where, row in rows:
+        column = column_of(row, requested) if isinstance(row, Mapping) else None
+        if column is None:
+            has = row if isinstance(row, Mapping) else [type(row).__name__]
+            raise _no_text(where, requested, has)
+        value = row[column]
+        if isinstance(value, str) and column in COLUMNS and value.lstrip().startswith("["):
+            value = _parsed(value, f"{column} of {where}")
+        if isinstance(value, list):
+            yield Conversation(value, where, _tools(row.get(TOOLS), where))
+        elif isinstance(value, str):
+            yield value
         elif value is not None:
             raise _no_text(where, column, [f"{column}: {type(value).__name__}"])
 
 
-def _joined(rows: Iterable[tuple[str, Any]], column: str) -> Iterator[str]:
+def _tools(value: Any, where: str) -> list[Mapping[str, Any]]:
+    """Return the tools of a row: JSON schemas of functions, or such schemas as JSON text."""
+    found = _parsed(value, f"{TOOLS} of {where}") if isinstance(value, str) and value.strip() else value or []
+    listed = [found] if isinstance(found, Mapping) else found
+    if isinstance(listed, list):
+        listed = [_parsed(one, f"{TOOLS} of {where}") if isinstance(one, str) else one for one in listed]
+        if all(isinstance(one, Mapping) for one in listed):
+            return listed
+    what = f"{where} has {TOOLS} that are no list of JSON objects"
+    raise QuantkitError(what, 'tools look like [{"type": "function", "function": {…}}]', USAGE)
+
+
+def _pieces(documents: Iterable[Document]) -> Iterator[Document]:
+    """Yield documents with long texts cut into pieces."""
+    for document in documents:
+        yield from _cut(document) if isinstance(document, str) else [document]
+
+
+def _joined(documents: Iterable[Document], column: str) -> Iterator[str]:
     """Yield pieces of about PIECE_CHARS characters, made of consecutive rows."""
     piece: list[str] = []
     size = 0
-    for document in _documents(rows, column):
+    for document in documents:
         if not isinstance(document, str):
             raise _no_text("a row", column, [f"{column}: conversations"])
         piece.append(document)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ SECONDS = 10.0
 WORKER_SECONDS = 300.0  # to import transformers on a busy machine
 MEMORY_BYTES = 256 << 20  # bytes that rendering may add to the worker's size
 LIMIT = 16 << 20  # maximum characters of the result
+TELLS_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none\b")  # a template that asks for null
 ANSWER = 6 * LIMIT + 1024  # maximum bytes of an answer: JSON takes up to six per common character
 
 
@@ -48,13 +50,15 @@ class Worker:
         messages: Sequence[Mapping[str, Any]],
         tokens: Mapping[str, str],
         answer: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Return a conversation as text. tokens: special tokens by name. answer: end where one begins.
+        """Return a conversation as text. tokens: special tokens by name. answer: end where one begins. tools:
+        JSON schemas of functions.
 
         Raises Failed if the template fails, and Runaway if it takes too much time, memory or text.
         """
         try:
-            request = json.dumps([template, messages, tokens, answer], default=_plain)
+            request = json.dumps([template, messages, tokens, answer, tools], default=_plain)
         except RecursionError as error:
             raise Failed("the messages are nested too deeply") from error
         with self._one:
@@ -140,21 +144,30 @@ def _serve(pipe: Connection) -> None:
     pipe.send_bytes(b"ready")
     while request := _received(pipe):
         try:
-            answered = json.dumps(_answer(render_jinja_template, json.loads(request))).encode()
+            asked = json.loads(request, object_pairs_hook=_said)
+            answered = json.dumps(_answer(render_jinja_template, asked)).encode()
         except MemoryError:
             answered = full
         pipe.send_bytes(answered)
 
 
+def _said(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object without nulls: in rows of an Arrow table all objects have the same keys, and
+    templates ask for keys (`'image' in part`)."""
+    return {key: value for key, value in pairs if value is not None}
+
+
 def _answer(render_template: Any, request: list[Any]) -> list[str]:
     """Render a request; return the text, or the error of the template. Raises MemoryError."""
-    template, messages, tokens, answer = request
+    template, messages, tokens, answer, tools = request
     used = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(used.ru_utime + used.ru_stime + SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (spent + 2, resource.RLIM_INFINITY))  # if the parent has ended
     try:
         given = {"chat_template": template, "add_generation_prompt": answer, **tokens}
-        text = render_template(conversations=[messages], **given)[0][0]
+        for message in messages:  # one that calls tools has no content; most templates expect a text
+            message.setdefault("content", None if TELLS_NULL.search(template) else "")
+        text = render_template(conversations=[messages], tools=tools, **given)[0][0]
     except RecursionError:
         return ["runaway", "it calls itself without end"]
     except MemoryError:

@@ -233,7 +233,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     batches = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
     needed = whole.plan_memory(taught, learner, batches, request.options)
     disk = 2 * sum(info.nbytes for info in student.infos.values())
-    held = windows.load(teacher, text, None, None, None) if text else None
+    held = windows.load(teacher, text, column=request.calibration.text_column) if text else None
     job = Job(request, student, taught, calibrated, staging, held, disk, learner, batches, needed, trained)
     return job if dry_run else job.signed(progress)
 

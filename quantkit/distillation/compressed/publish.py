@@ -6,7 +6,6 @@ No tensor changes its offset or size, so clients of the student load the result.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,9 +49,8 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         checksums.seal(place)
         return
     place.mkdir()
-    for path in sorted(checkpoint.folder.iterdir()):
-        if path.is_file() and path.name not in (CARD, MANIFEST, TIMINGS):
-            shutil.copyfile(path, place / path.name)
+    own = sorted(path for path in untrusted.entries(checkpoint.folder) if path.is_file())
+    checkpoint.copy((path for path in own if path.name not in (CARD, MANIFEST, TIMINGS)), place)
     for path, start, data in changes:
         _write(place / path.name, start, data)
     if manifest is not None:
@@ -118,13 +116,14 @@ def manifest_of(checkpoint: Checkpoint) -> dict | None:
 
 
 def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
-    """Return the student's manifest, with the record and without outdated errors; None if it has none."""
+    """Return the student's manifest with the record, without outdated errors and loss; None without one."""
     if (stored := manifest_of(checkpoint)) is None:
         return None
     for row in stored.get("linears", ()):  # outdated, since the floats changed
         for name in ERRORS:
             row.pop(name, None)
-    return stored | {"distilled": record, "loss": None}
+    stored.pop("loss", None)
+    return stored | {"distilled": record}
 
 
 def _card(record: dict, name: str) -> str:

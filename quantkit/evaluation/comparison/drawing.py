@@ -41,6 +41,8 @@ UNTOLD = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that m
 PIXELS = 72  # per inch: one point is one pixel
 LONGEST_LABEL = 30  # maximum characters of a name; tooltip and table show all
 NAME, ROW = 220, 17  # pixels of a name in a legend
+TICK = 75  # pixels of a tick's label on the x axis, such as `125 MB`
+LABEL_GAP = 3  # pixels between a dashed line and its label
 MARKS = "osD^"
 COVER = {"fc": PAPER, "lw": 0, "pad": 0}  # background of a label: hides curves but no marks
 STYLE = {
@@ -118,11 +120,13 @@ def _plot(axes: Axes, figure: Figure) -> None:
         if line.axis == "y":
             axes.axhline(line.value, color=MUTED, ls="--", lw=1)
             at, where, style = (0.01, line.value), ("axes fraction", "data"), {"va": "bottom"}
+            off = (0, LABEL_GAP)
         else:
             axes.axvline(line.value, color=MUTED, ls="--", lw=1)
-            at, where = (line.value, 0.99), ("data", "axes fraction")
+            at, where, off = (line.value, 0.99), ("data", "axes fraction"), (-LABEL_GAP, 0)
             style = {"va": "top", "ha": "right", "rotation": 90}
-        axes.annotate(shortened(line.label), at, xycoords=where, color=MUTED, bbox=COVER, **style)
+        style |= {"xycoords": where, "xytext": off, "textcoords": "offset points", "bbox": COVER}
+        axes.annotate(shortened(line.label), at, color=MUTED, **style)
     if len(figure.front) > 1:  # steps: the best that can be had at a size or less
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
@@ -150,12 +154,14 @@ def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
     times these."""
     axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
     low, high = axis.get_view_interval()
+    most = int(axes.figure.bbox.width // TICK) if axis is axes.xaxis else 9
     if own.ticks:
-        axis.set_major_locator(FixedLocator(own.ticks))
+        axis.set_major_locator(FixedLocator(own.ticks, nbins=most))
     elif own.log:
         axis.set_major_locator(LogLocator(subs=(1,) if high > 200 * low else (1, 2, 5), numticks=8))
     else:
-        axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=own.kind == "whole"))
+        steps, whole = [1, 2, 2.5, 5, 10], own.kind == "whole"
+        axis.set_major_locator(MaxNLocator(min(most, 9), steps=steps, integer=whole))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(EngFormatter("B") if own.kind == "bytes" else lambda value, _: f"{value:g}")
 

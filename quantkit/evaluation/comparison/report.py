@@ -12,9 +12,8 @@ from rich.text import Text
 
 from quantkit.errors import printable
 from quantkit.evaluation.comparison.figures import Figure
-from quantkit.tables import make_table, print_facts, print_line, stdout
+from quantkit.tables import GAP, make_table, print_facts, print_line
 
-GAP = 3  # cells between two columns
 Rows = Sequence[Sequence[str]]
 
 
@@ -62,7 +61,7 @@ class Report:
 
     def show(self, console: Console | None = None) -> None:
         """Print facts, tables and notes."""
-        console = console or stdout()
+        console = console or Console(highlight=False, markup=False)
         print_facts(console, self.facts)
         for table in self.tables:
             table.print(console)

@@ -47,7 +47,9 @@ class HarnessModel(TemplateLM):
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = not (bos and string.startswith(bos))
-        return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        ids = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        self.model.skeleton.checkpoint.check_ids(ids)
+        return ids
 
     def _loglikelihood_tokens(self, requests, **kwargs) -> list[tuple[float, bool]]:
         """Return (log-likelihood, whether greedy) per request: (texts, context ids, continuation ids)."""

@@ -25,6 +25,7 @@ from quantkit.grids.levels import usable
 
 HALF = 0.5
 LEAST_NORMAL = 2.0**-6  # of e4m3
+LEAST_HALF = -128  # exponent of half the smallest scale of MXFP4, byte 0; ggml's own overflows to byte 255
 MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # of values in halves; there ggml takes the smaller one
 
 
@@ -80,8 +81,8 @@ class Mxfp4Blocks(Fp4Blocks):
     def _encode(self, blocks: Blocks) -> Encoded:
         largest = blocks.x.abs().amax(0)  # C rounds the logarithm before it takes the whole number below
         wide = largest.double() if largest.device.type == "cpu" else largest
-        exponent = wide.log2().float().floor().nan_to_num_(neginf=0.0).to(torch.int32) - 3
-        d = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 2.0**-128)
+        exponent = wide.log2().float().floor().clamp_(min=LEAST_HALF + 3).to(torch.int32) - 3
+        d = torch.ldexp(torch.ones_like(largest), exponent)
         yield Scale(d)
         yield _codes(blocks.x, d)
 

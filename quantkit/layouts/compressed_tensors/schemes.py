@@ -95,7 +95,12 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
     weights, inputs = numbers("weights", group.get("weights")), group.get("input_activations")
     activations = numbers("activations", inputs) if inputs else None
     if (found := FORMS[form].like(weights, activations)) is None:
-        raise _unread(f"{weights.bits} bit {weights.kind} weights by {weights.strategy} in {form}", PRESETS)
+        what = f"{weights.bits} bit {weights.kind} weights by {weights.strategy}"
+        what = what if weights.symmetric else f"asymmetric {what}"
+        if activations:
+            scales = "" if activations.dynamic else " of stored scales"
+            what += f" with {activations.bits} bit {activations.kind} inputs{scales}"
+        raise _unread(f"{what} in {form}", PRESETS)
     return targets, Scheme(found, activations)
 
 

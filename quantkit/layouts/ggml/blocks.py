@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,13 +17,14 @@ from quantkit.grids.ggml.block import BlockGrid
 from quantkit.grids.ggml.fp4 import E4m3Scales, Nvfp4Blocks
 from quantkit.grids.ggml.iquants import CodeBookGrid
 from quantkit.grids.ggml.nearest import SIGNS
-from quantkit.grids.ggml.params import Scale, ScaleAndMin, SubHalves, SubScales, SubScalesAndMins
-from quantkit.grids.grid import flat, matrix
+from quantkit.grids.ggml.params import HALF_MAX, Scale, ScaleAndMin, SubHalves, SubScales, SubScalesAndMins
+from quantkit.grids.grid import flat, is_finite, matrix
 from quantkit.grids.parallel import by_chunks
 from quantkit.layouts.ggml.parts import BLOCKS
 
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+SMALL, SMALL_SHARE = 2.0**-12, 2.0**-16  # larger weights, and larger shares of the largest, never vanish
 SCALE_BIAS = {"Q3_K": 32, "Q6_K": 128, "IQ4_XS": 32}  # added to signed scales
 
 
@@ -67,6 +69,29 @@ def separate_scale(type_name: str, weight: Tensor) -> float | None:
     return 1 / grid.divisor if isinstance(grid, Nvfp4Blocks) else None
 
 
+def vanished(type_name: str, weight: Tensor, encoded: Tensor) -> int:
+    """Return how many weights `[rows, in]` became 0 because the type's range does not reach down to them: of
+    float types single weights, of others those of whole ggml blocks.
+
+    Raises QuantkitError if weights are too large for the type.
+    """
+    size = gguf.GGML_QUANT_SIZES[_type(type_name)][0]
+    if size > 1:  # few matrices have such weights, and only their rows are decoded
+        low, high = weight.unflatten(1, (-1, size)).aminmax(dim=2)
+        largest = torch.maximum(-low, high).float()
+        small = (largest > 0) & (largest < max(SMALL, SMALL_SHARE * float(largest.max())))
+        rows = (small | (largest >= HALF_MAX)).any(1).nonzero()[:, 0]
+        if not len(rows):
+            return 0
+        weight, encoded = weight[rows], encoded[rows]
+    plain = PLAIN.get(type_name)
+    values = encoded.view(plain) if plain else decode_rows(type_name, encoded, weight.shape[1])
+    what = f"weights up to {weight.abs().max():.3g} are too large for {type_name}"
+    require(is_finite(values), what, "choose a type with more range, such as BF16", UNSUPPORTED)
+    zero, some = (part.unflatten(1, (-1, size)).any(2) for part in (values, weight))
+    return size * int((~zero & some).sum())
+
+
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
     """Return values, float32 `[rows, in]`, of bytes `[rows, row_bytes]` of any type that gguf can decode.
 
@@ -79,7 +104,8 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
 
     def decode(part: slice) -> None:
         blocks = encoded[part].contiguous().cpu().numpy()
-        values[part] = torch.from_numpy(gguf.quants.dequantize(blocks, _type(type_name)))
+        with np.errstate(invalid="ignore"):  # infinite scales: callers look for values that are not finite
+            values[part] = torch.from_numpy(gguf.quants.dequantize(blocks, _type(type_name)))
 
     try:
         by_chunks(decode, values)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 Values = Mapping[str, Tensor]
+NO_SIGN = 480.0  # the value of the scale byte 0xFF, which is NaN in e4m3 with a sign
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,16 @@ class PowerOfTwo:
 
 @dataclass(frozen=True)
 class E4m3:
-    """Scales as 8-bit floats without a sign; NaN is stored as 0."""
+    """Scales as 8-bit floats without a sign. As in llama.cpp's code for CPUs and the `gguf` package, 0x7F is
+    0 and 0xFF is NO_SIGN; no encoder writes either."""
 
     def pack(self, values: Values) -> Tensor:
-        return values["scales"].to(torch.float8_e4m3fn).view(torch.uint8)
+        scales = values["scales"]
+        return scales.to(torch.float8_e4m3fn).view(torch.uint8).masked_fill(scales == NO_SIGN, 0xFF)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        return {"scales": (packed & 127).view(torch.float8_e4m3fn).float().nan_to_num_(nan=0.0)}
+        scales = (packed & 127).view(torch.float8_e4m3fn).float().nan_to_num_(nan=0.0)
+        return {"scales": scales.masked_fill_(packed == 0xFF, NO_SIGN)}
 
 
 @dataclass(frozen=True)

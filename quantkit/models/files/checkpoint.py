@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import torch
 import transformers
 
 from quantkit import layouts
-from quantkit.errors import NOT_FOUND, QuantkitError, first_line
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
@@ -34,8 +34,9 @@ class Checkpoint:
     """An open checkpoint folder: headers are read and checked, but no tensor is loaded.
 
     infos: file and offset (TensorInfo) by tensor name. config: the model's configuration without
-    quantization. layout: decodes quantized linears; None for a plain checkpoint. seen: state of each file,
-    recorded before reading.
+    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: what a job should
+    say of the files. seen: state of each file, recorded before reading. A head that is the embedding has no
+    tensor, see `head`.
     """
 
     source: str
@@ -45,6 +46,7 @@ class Checkpoint:
     infos: dict[str, TensorInfo]
     layout: layouts.Layout | None
     trust_remote_code: bool = False
+    notes: tuple[str, ...] = ()
     _quantized: dict[str, dict[str, str]] = field(default_factory=dict, repr=False)
     seen: Mapping[Path, State] = field(default_factory=dict, repr=False)
 
@@ -91,7 +93,7 @@ class Checkpoint:
     @property
     def disk_bytes(self) -> int:
         """Return the bytes of all files of the folder."""
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+        return sum(path.stat().st_size for path in untrusted.entries(self.folder) if path.is_file())
 
     def manifest(self) -> str | None:
         """Return the manifest that quantkit wrote; None if another tool made the checkpoint."""
@@ -159,6 +161,15 @@ class Checkpoint:
             return iter([reading.read(info).contiguous().view(-1).view(torch.uint8).numpy().data])
         return safetensors_folder.raw(info)
 
+    def check_ids(self, ids: Iterable[int]) -> None:
+        """Raise QuantkitError naming a token of a text that has no row in the embedding."""
+        rows, largest = getattr(self.text_config, "vocab_size", None), max(ids, default=0)
+        if rows and largest >= rows:
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            what = f"the text holds {token!r}, id {largest}: the embedding of {self.source} has {rows} rows"
+            hint = "take it out of the text, or add its row: model.resize_token_embeddings(len(tokenizer))"
+            raise QuantkitError(what, hint, UNSUPPORTED)
+
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
         """Return the checkpoint's tokenizer. Raises QuantkitError if there is none, or it does not load."""
@@ -184,8 +195,14 @@ class Checkpoint:
 
     def write_companions(self, place: Path) -> None:
         """Copy the companions into the folder `place`."""
-        for path in self.companions():
-            shutil.copyfile(path, place / path.name)
+        self.copy(self.companions(), place)
+
+    def copy(self, paths: Iterable[Path], place: Path) -> None:
+        """Copy files of the folder into the folder `place`, named chat templates into their own."""
+        for path in paths:
+            to = place / path.relative_to(self.folder)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Return one hash of config.json and of all weight files with their names."""

@@ -9,6 +9,8 @@ import hashlib
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from quantkit.models.files import untrusted
+
 IN_FILE = "quantkit.tensors_sha256"  # of everything after the header of a GGUF file
 IN_SHARD = "quantkit.shard_sha256"  # of a shard: llama-gguf-split copies the metadata of the first one
 BLANK = "0" * 64  # where it will stand
@@ -20,8 +22,8 @@ def of_folder(
 ) -> dict[str, str]:
     """Return the sha256 of every file by name, except the names in `leave`. listen: called with the number of
     bytes of each piece that is read."""
-    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in leave)
-    return {path.name: of_file(path, listen=listen) for path in files}
+    files = sorted(path for path in untrusted.entries(folder) if path.is_file() and path.name not in leave)
+    return {path.relative_to(folder).as_posix(): of_file(path, listen=listen) for path in files}
 
 
 def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -156,12 +156,21 @@ def _header(metadata: Mapping[str, Any], entries: Sequence[Entry]) -> bytes:
     offset = 0
     for entry in entries:
         assert len(entry.name.encode()) <= MAX_NAME_BYTES, f"{entry.name} is too long a name"
-        shape = entry.shape[::-1]
+        shape = _ggml_shape(entry.shape)
         code = GGMLQuantizationType[entry.type]
         parts += [_packed(entry.name), struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, code, offset)]
         offset += entry.nbytes + -entry.nbytes % ALIGNMENT
     header = b"".join(parts)
     return header + bytes(-len(header) % ALIGNMENT)
+
+
+def _ggml_shape(shape: Sequence[int]) -> list[int]:
+    """Return the sizes of a tensor, columns first, without leading dimensions of 1: readers expect a vector
+    for a matrix of one row, such as the gate of a shared expert."""
+    sizes = list(shape[::-1])
+    while len(sizes) > 1 and sizes[-1] == 1:
+        sizes.pop()
+    return sizes
 
 
 def _packed(text: str) -> bytes:

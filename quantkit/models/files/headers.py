@@ -3,19 +3,21 @@ repository or a GGUF file. Nothing here imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from fnmatch import fnmatch
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line, name_all, require
 from quantkit.layouts import modelopt, quantization_of
-from quantkit.models.files import gguf_shards, hub, safetensors_folder, untrusted
+from quantkit.models.files import gguf_shards, head, hub, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, TensorInfo, read_json
 from quantkit.models.files.untrusted import SMALL_BYTES
 
 MANIFEST = "quantkit.json"
+ADAPTER = "adapter_config.json"  # of PEFT
 LOSS = "quantkit.loss"  # the manifest's `loss` in a GGUF file, which is measured after the file is written
 COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "tokenizer*",
@@ -26,10 +28,14 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "*.model",
     "*.tiktoken",
     "*.jinja",
+    untrusted.NAMED_TEMPLATES,
+    "chat_template.json",
+    "*processor_config.json",
     "generation_config.json",
     "LICENSE*",
     "NOTICE*",
 )
+LOSS_FIGURES = ("kld", "stderr", "top1", "rtn_kld", "tokens")
 TEXT = {"type": ["string", "null"]}
 MANIFEST_SCHEMA = {  # as far as it is read again
     "type": "object",
@@ -42,6 +48,13 @@ MANIFEST_SCHEMA = {  # as far as it is read again
             "properties": dict.fromkeys(("execution", "calibration"), {"type": ["object", "null"]}),
         },
         "distilled": {"type": "object"},
+        "loss": {
+            "type": ["object", "null"],
+            "properties": {"text": {"type": "string"}}
+            | dict.fromkeys(LOSS_FIGURES, {"type": ["number", "null"]}),
+            "required": ["text", *LOSS_FIGURES],
+            "additionalProperties": False,
+        },
     },
 }
 HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
@@ -87,6 +100,11 @@ class Contents:
         if self.container == "gguf":
             return self.metadata.get("general.architecture", "unknown")
         return self.text_config.get("model_type")
+
+    @cached_property
+    def head(self) -> head.Head:
+        """Return what the model's head is."""
+        return head.decide(self.infos, partial(_ties, self.config), self.path is not None)
 
     @cached_property
     def manifest(self) -> dict[str, Any] | None:
@@ -139,6 +157,16 @@ def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None
     return content
 
 
+def _ties(config: dict[str, Any]) -> bool:
+    """Return whether a configuration ties head and embedding, by default as transformers does."""
+    key, family = "tie_word_embeddings", config.get("model_type")
+    if key in config:
+        return bool(config[key])
+    from transformers import CONFIG_MAPPING  # takes a while to import, and few files leave it open
+
+    return family in CONFIG_MAPPING and bool(getattr(CONFIG_MAPPING[family], key, False))
+
+
 def open_contents(
     source: str, revision: str | None = None, offline: bool = False, strict: bool = False, bare: bool = False
 ) -> Contents:
@@ -158,10 +186,10 @@ def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Co
     if not place.is_file():
         return _of_folder(source, place, strict, bare)
     from quantkit.models.files.gguf_file import read_header  # `gguf` takes a while to import
-    from quantkit.models.gguf.architectures import config_of, refuse_imatrix
+    from quantkit.models.gguf.architectures import config_of, refuse_other
 
     metadata, infos = read_header(place)
-    refuse_imatrix(source, metadata)
+    refuse_other(source, metadata)
     files = {path.name: path.stat().st_size for path in gguf_shards.of(place)}
     config = config_of(metadata, infos)
     return Contents(source, "gguf", files, config, infos, lambda name: None, place, metadata)
@@ -170,8 +198,20 @@ def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Co
 # ---- folders
 
 
+def _refuse_adapter(source: str, files: Mapping[str, int], folder: Path | None = None) -> None:
+    """Raise QuantkitError (exit code 4) for a PEFT adapter without a model's weights."""
+    if ADAPTER not in files or any(name in files for name in (SINGLE, INDEX)):
+        return
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path") if folder else None
+    what = f"{source} is an adapter (LoRA) of {base or 'another model'}, not a model"
+    hint = "merge both: PeftModel.from_pretrained(BASE, ADAPTER).merge_and_unload().save_pretrained(NEW)"
+    raise QuantkitError(what, hint, UNSUPPORTED)
+
+
 def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
+    paths = sorted(path for path in untrusted.entries(folder) if path.is_file())
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+    _refuse_adapter(source, files, folder)
     found = Contents(source, "safetensors", files, {}, {}, folder.joinpath, folder)
     errors: list[QuantkitError] = []
     config = read_json(folder / CONFIG) if strict or CONFIG not in files else found.json(CONFIG) or {}
@@ -192,7 +232,9 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     with hub.explained(repo, revision):
         found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=HUB_SECONDS)
     sizes = {file.rfilename: file.size for file in found.siblings or ()}
-    files = {name: size for name, size in sizes.items() if size is not None and "/" not in name}
+    own = (name for name in sizes if "/" not in name or fnmatch(name, untrusted.NAMED_TEMPLATES))
+    files = {name: sizes[name] for name in own if sizes[name] is not None}
+    _refuse_adapter(repo, files)
     require(CONFIG in files, f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
 
     def fetch(name: str) -> Path | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,8 +32,9 @@ def check_target(repo: str) -> None:
 def resolve(source: str, revision: str | None = None, offline: bool = False) -> Path:
     """Return the local folder or GGUF file `source`; for a hub id, the folder of a downloaded snapshot.
 
-    Small files are downloaded first, then the weights that the index names, or the single weight file. Other
-    copies of the weights, such as `consolidated.safetensors` or those in subfolders, are not downloaded. The
+    Small files are downloaded first, then the weights that the index names, or the single weight file, and
+    named chat templates. Other copies of the weights, such as `consolidated.safetensors` or those in
+    subfolders, are not downloaded. The
     token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument. Raises
     QuantkitError (exit code 3) if `source` does not exist or the hub cannot be reached.
     """
@@ -40,20 +42,21 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
         return place
     from huggingface_hub import snapshot_download
 
-    def fetch(patterns: Iterable[str], revision: str | None) -> Path:
+    def fetch(patterns: Iterable[str], revision: str | None, ignored: Sequence[str] = ()) -> Path:
         return Path(
             snapshot_download(
                 source,
                 revision=revision,
                 allow_patterns=list(patterns),
-                ignore_patterns=["*/*"],
+                ignore_patterns=list(ignored),
                 local_files_only=offline,
             )
         )
 
     with explained(source, revision, offline):
-        folder = fetch(untrusted.FETCHED, revision)
-        return fetch(_weights(folder), folder.name)  # of the same commit
+        folder = fetch(untrusted.FETCHED, revision, ["*/*"])
+        wanted = [*map(glob.escape, _weights(folder)), untrusted.NAMED_TEMPLATES]
+        return fetch(wanted, folder.name)  # of the same commit
 
 
 def local(source: str) -> Path | None:

@@ -8,10 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import transformers
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, require
-from quantkit.models.files import gguf_shards, headers, hub, reading, untrusted
+from quantkit.models.files import gguf_shards, head, headers, hub, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint, State
 
 ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
@@ -23,7 +27,7 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open a local folder, GGUF file or hub id. Raises QuantkitError if quantkit cannot use it."""
     folder = hub.resolve(source, revision, offline)
-    seen = _states(folder.iterdir() if folder.is_dir() else gguf_shards.of(folder))
+    seen = _states(untrusted.entries(folder) if folder.is_dir() else gguf_shards.of(folder))
     if folder.is_file():
         from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 
@@ -35,6 +39,14 @@ def open_checkpoint(
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = reading.of_mxfp4(infos)
     layout = layouts.detect(raw)
+    config = _build_config(folder, trust_remote_code)
+    tied = head.decide(infos, lambda: bool(getattr(config, "tie_word_embeddings", False)))
+    if tied.kind == "unlike":
+        raw = _untied(raw, config)
+    if tied.kind == "alone":
+        infos = tied.settle(infos, _embedding(config, tied.module))
+    else:
+        infos = tied.settle(infos)
     if layout is not None:
         infos = layout.unstacked(infos)
     else:
@@ -43,10 +55,11 @@ def open_checkpoint(
         source=source,
         folder=folder,
         raw_config=raw,
-        config=_build_config(folder, trust_remote_code),
+        config=config,
         infos=infos,
         layout=layout,
         trust_remote_code=trust_remote_code,
+        notes=(tied.note,) if tied.note else (),
         _quantized=layouts.group_by_linear(layout, infos),
     )
     return replace(checkpoint, seen={path: seen[path] for path in checkpoint.files() & seen.keys()})
@@ -70,6 +83,24 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
     for part in _parts(config):
         _choose_code(part)
     return config
+
+
+def _untied(raw: dict, config: transformers.PretrainedConfig) -> dict:
+    """Return config.json without tied embeddings; the same in `config`, in place."""
+    for part in _parts(config):
+        part.tie_word_embeddings = False
+    inner = raw.get("text_config")
+    inner = {"text_config": inner | {"tie_word_embeddings": False}} if isinstance(inner, dict) else {}
+    return raw | inner | {"tie_word_embeddings": False}
+
+
+def _embedding(config: transformers.PretrainedConfig, module: str) -> str:
+    """Return transformers' name of the embedding to which the head `module` is tied; the head's own name if
+    transformers does not know any."""
+    text = config.get_text_config(decoder=True) is config
+    kind = (MODEL_FOR_CAUSAL_LM_MAPPING if text else MODEL_FOR_MULTIMODAL_LM_MAPPING).get(type(config), None)
+    ties = getattr(kind, "_tied_weights_keys", None) or {}
+    return ties.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
 
 
 def _parts(config: transformers.PretrainedConfig) -> Iterator[transformers.PretrainedConfig]:

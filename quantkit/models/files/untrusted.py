@@ -6,6 +6,7 @@ Nothing here imports torch. Headers of weights are checked where they are read (
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import stat
@@ -25,8 +26,15 @@ DEEP = 64  # lists and objects inside one another
 POINTER = b"version https://git-lfs"
 FETCHED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
 TEMPLATES = "additional_chat_templates"  # the one folder inside a model's folder that is read
+NAMED_TEMPLATES = f"{TEMPLATES}/*.jinja"
 
 # ---- folders and files
+
+
+def entries(folder: Path) -> Iterator[Path]:
+    """Yield the paths in a model's folder, and those of its named chat templates."""
+    yield from folder.iterdir()
+    yield from folder.glob(NAMED_TEMPLATES)
 
 
 def refuse_folder(folder: Path) -> None:
@@ -41,13 +49,13 @@ def refuse_folder(folder: Path) -> None:
     allowed = [inside, *((cache / "blobs").resolve() for cache in caches)]
     leading_out = sorted(
         str(path.relative_to(folder))
-        for path in (*folder.iterdir(), *(folder / TEMPLATES).glob("*"))
+        for path in entries(folder)
         if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
     )
     what = f"{folder} holds links that lead out of it: {name_all(leading_out)}"
     hint = "replace the links by the files themselves if you trust them"
     require(not leading_out, what, hint, UNSUPPORTED)
-    for path in sorted({path for pattern in FETCHED for path in folder.glob(pattern)}):
+    for path in sorted({path for pattern in (*FETCHED, NAMED_TEMPLATES) for path in folder.glob(pattern)}):
         if not path.exists():
             continue  # a link to nowhere: its reader says so
         refuse_irregular(path)
@@ -91,6 +99,8 @@ def parse(data: bytes, values: int = VALUES) -> Any:
     """
     if sum(data.count(mark) for mark in (b"[", b"{", b",")) > values:
         raise ValueError(f"more than {values:,} values")
+    if data.startswith(codecs.BOM_UTF8):
+        raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
     try:
         found = json.loads(data.decode("utf-8"))
     except RecursionError as error:

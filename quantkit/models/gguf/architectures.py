@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.models.gguf import variants
 from quantkit.models.gguf.variants import ROPE_SECTIONS, SHARED_LENGTH, head_dim, kv_heads
 
@@ -192,10 +192,12 @@ PATTERN = "attention.sliding_window_pattern"  # every so many blocks attend to a
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def refuse_imatrix(source: str | Path, metadata: Mapping[str, Any]) -> None:
-    """Raise QuantkitError (exit code 4) if a GGUF file is an importance matrix."""
-    if metadata.get("general.type") == "imatrix":
-        raise QuantkitError(f"{source} is an importance matrix, not a model", "use --imatrix", UNSUPPORTED)
+def refuse_other(source: str | Path, metadata: Mapping[str, Any]) -> None:
+    """Raise QuantkitError (exit code 4) if a GGUF file is an importance matrix or an adapter."""
+    kind = metadata.get("general.type")
+    require(kind != "imatrix", f"{source} is an importance matrix, not a model", "use --imatrix", UNSUPPORTED)
+    hint = "merge it into its base model: llama-export-lora -m BASE.gguf --lora ADAPTER.gguf -o NEW.gguf"
+    require(kind != "adapter", f"{source} is an adapter (LoRA), not a model", hint, UNSUPPORTED)
 
 
 def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.gguf import configuration, rope, tensors
-from quantkit.models.gguf.architectures import refuse_imatrix
+from quantkit.models.gguf.architectures import refuse_other
 from quantkit.models.gguf.file_types import SCALED
 from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
@@ -185,7 +185,7 @@ class GgufCheckpoint(Checkpoint):
 def open_file(source: str, path: Path) -> GgufCheckpoint:
     """Open a GGUF file. Raises QuantkitError naming tensors that are absent, unknown or misshapen."""
     metadata, stored = gguf_file.read_header(path)
-    refuse_imatrix(source, metadata)
+    refuse_other(source, metadata)
     factors = {
         name: _decode(stored[name], stored[name].shape)
         for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)

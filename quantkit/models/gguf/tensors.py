@@ -135,15 +135,11 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
 
     Raises QuantkitError as `of_config` does, and for tensors that are absent or unknown to the model.
     """
-    config, row = copy.deepcopy(checkpoint.config), architectures.of_config(checkpoint.text_config)
+    config, row = checkpoint.config, architectures.of_config(checkpoint.text_config)
     model = _model(config, checkpoint.source)
     found = meta_model.resolve_names(model, checkpoint.names)
-    ties = model.all_tied_weights_keys
-    if any(_differ(checkpoint, found.get(name), found.get(other)) for name, other in ties.items()):
-        config.tie_word_embeddings = False  # as transformers does when both are stored and unlike
-        model, ties = _model(config, checkpoint.source), {}
     _refuse_unknown(checkpoint, model, set(found.values()))
-    for name, other in ties.items():
+    for name, other in model.all_tied_weights_keys.items():
         for one, twin in ((name, other), (other, name)):
             if one not in found and twin in found:
                 found[one] = found[twin]
@@ -184,17 +180,6 @@ def _model(config: PretrainedConfig, source: str) -> nn.Module:
     model = meta_model.empty(copy.deepcopy(config), source)
     take_apart(model)
     return model
-
-
-def _differ(checkpoint: Checkpoint, name: str | None, other: str | None) -> bool:
-    """Return whether both tensors are stored and their values differ."""
-    if name is None or other is None or name == other:
-        return False
-    one, two = checkpoint.infos.get(name), checkpoint.infos.get(other)
-    if one is None or two is None or (one.dtype, one.shape) != (two.dtype, two.shape):
-        return True
-    pieces = zip(checkpoint.data(one), checkpoint.data(two), strict=True)
-    return any(a != b for a, b in pieces)
 
 
 def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -> None:

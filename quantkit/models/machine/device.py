@@ -12,8 +12,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.machine import memory, processor
+from quantkit.options import unknown_device
 
 
 def choose_device(requested: str) -> torch.device:
@@ -28,8 +29,7 @@ def choose_device(requested: str) -> torch.device:
     try:
         device = torch.device(requested)
     except RuntimeError as error:
-        what = f"{requested!r} is not a device"
-        raise QuantkitError(what, "choose auto, cpu, cuda, cuda:N or mps", USAGE) from error
+        raise unknown_device(requested) from error
     if device.type == "cpu":
         return torch.device("cpu")
     try:

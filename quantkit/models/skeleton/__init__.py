@@ -74,7 +74,8 @@ class Skeleton:
         """
         head = self.model.get_output_embeddings()
         name = next((name for name, module in self.model.named_modules() if module is head), "")
-        own = isinstance(head, nn.Linear) and f"{name}.weight" in self.names.stored
+        tied = any(f"{name}.weight" in pair for pair in self.model.all_tied_weights_keys.items())
+        own = isinstance(head, nn.Linear) and f"{name}.weight" in self.names.stored and not tied
         what = f"{self.checkpoint.source} has no head of its own: it multiplies by the embedding"
         hint = "leave out --head: the embedding would stay in 16 bit as well; for mlx-lm use --embedding"
         require(own, what, hint, UNSUPPORTED)
@@ -112,7 +113,7 @@ class Skeleton:
 
     def load_rest(self) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
-        tensor, unless their stored values differ.
+        tensor.
 
         Raises QuantkitError if the architecture's blocks cannot run alone.
         """

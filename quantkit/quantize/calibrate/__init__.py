@@ -1,6 +1,7 @@
 """Run a block on the calibration text and sum the statistics of its sites."""
 
 LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
+LOSS_BYTES = 1 << 24  # float32 logits at a time where the loss of an output is measured
 
 ENOUGH = 24  # tokens that the original model sees for each input of the widest linear
 

@@ -110,19 +110,24 @@ def _in_float32(block: nn.Module) -> Iterator[None]:
     layers = [part for part in block.modules() if isinstance(part, Experts)]
     inside = {part for layer in layers for part in layer.modules()}
     modules = [part for part in block.modules() if part not in inside]
-    tensors = [x for part in modules for x in (*part.parameters(recurse=False), *part.buffers(recurse=False))]
-    kept = [(tensor, tensor.dtype) for tensor in tensors if tensor.is_floating_point()]
+    kept = [(tensors, dict(tensors)) for part in modules for tensors in (part._parameters, part._buffers)]
     try:
         for layer in layers:
             layer.forward = lambda hidden, *routing: hidden
-        for tensor, _ in kept:
-            tensor.data = tensor.data.float()
+        for tensors, before in kept:
+            tensors.update({name: _widened(tensor) for name, tensor in before.items() if tensor is not None})
         yield
     finally:
-        for tensor, dtype in kept:  # exact: the values came from this type
-            tensor.data = tensor.data.to(dtype)
+        for tensors, before in kept:
+            tensors.update(before)
         for layer in layers:
             del layer.forward
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return a parameter or buffer in float32, if it is a float."""
+    wide = tensor.float() if tensor.is_floating_point() else tensor
+    return nn.Parameter(wide, requires_grad=False) if isinstance(tensor, nn.Parameter) else wide
 
 
 def _copied(output: object) -> object:

@@ -22,14 +22,15 @@ import importlib
 import json
 import pkgutil
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, one_of, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, one_of, require
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,7 +58,21 @@ class Override:
         return f"--override {self.text}"
 
 
+USUAL = 4096  # width of a linear that every layout can hold
+SMALL = 1 / 20  # share of weights below which linears do not decide about others, and may stay in 16 bit
+ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
+GROUP_SIZES = (128, 64, 32)  # to choose from without --group-size; all clients have kernels for them
 MakeGrid = Callable[[str, int, int, "Override | None"], "Grid | None"]
+
+
+def parse_override(text: str) -> Override:
+    """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
+    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
+    what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
+    require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
+    pattern, bits, group_size = parts.groups()
+    found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
+    return Override(text, found, int(bits), None if group_size is None else int(group_size))
 
 
 def _folder() -> Output:
@@ -183,19 +198,50 @@ def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple
     return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
 
 
-def check_grid(bits: int, group_size: int, where: str = "") -> None:
+def has_open_groups(options: Any) -> bool:
+    """Return whether a method has groups, and the user left their size open."""
+    return getattr(options, "group_size", 0) is None
+
+
+def with_groups(options: Any, linears: Iterable[tuple[int, int]]) -> Any:
+    """Return options with the largest of GROUP_SIZES that divides the width of all linears, except widths
+    that none divides, and widths with a small share of the weights. linears: (in_features, weights)."""
+    widths: Counter[int] = Counter()
+    for width, weights in linears:
+        widths[width] += weights
+    counted = [width for width in widths if widths[width] >= SMALL * widths.total()]
+    counted = [width for width in counted if width % GROUP_SIZES[-1] == 0]
+    size = next(size for size in GROUP_SIZES if not any(width % size for width in counted))
+    return replace(options, group_size=size)
+
+
+def check_grid(bits: int, group_size: int | None, where: str = "") -> None:
     """Raise QuantkitError for bits or group sizes that no layout has. where: the flag that set them, if not
-    --bits or --group-size."""
+    --bits or --group-size. group_size: None if it is still open."""
     require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
     what = f"{where or f'--group-size {group_size}'} is invalid"
-    require(group_size == -1 or group_size >= 8, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
+    fits = group_size in (None, -1) or group_size >= 8
+    require(fits, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
 
 
-def check_outside(layout: Layout, options: Any) -> None:
-    """Raise QuantkitError for bits of head or embedding that no client of the layout reads."""
+def check_layout(layout_of: Callable[[Any], Layout], options: Any) -> None:
+    """Raise QuantkitError for bits and groups that the layout cannot hold in any linear, and for bits of head
+    or embedding that no client of the layout reads."""
+    from quantkit.layouts import Width, spec_of_shape
+
+    options = with_groups(options, ()) if has_open_groups(options) else options
+    layout, size = layout_of(options), options.group_size
     found = {name: bits for name in ("head", "embedding") if (bits := getattr(options, name))}
-    for name, bits in found.items():
-        check_grid(bits, options.group_size, f"--{name} {bits}")
+    for name, bits in {"bits": options.bits, **found}.items():
+        check_grid(bits, size, "" if name == "bits" else f"--{name} {bits}")
+        spec = spec_of_shape(USUAL, USUAL, Width(bits, USUAL if size == -1 else size, options.sym))
+        reason = layout.check(spec)
+        require(
+            not reason,
+            f"--layout {options.layout}: {reason}",
+            "choose bits and groups that it has",
+            UNSUPPORTED,
+        )
     for name in sorted(found.keys() - layout.outside):
         what = f"--{name} {found[name]}: clients of --layout {options.layout} read no packed {name}"
         raise QuantkitError(what, f"leave out --{name}, or use --layout mlx or quantkit gguf", UNSUPPORTED)

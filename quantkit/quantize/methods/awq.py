@@ -17,7 +17,7 @@ from quantkit.quantize.methods import (
     Work,
     affine_width,
     check_grid,
-    check_outside,
+    check_layout,
     compose,
     composing,
 )
@@ -38,7 +38,7 @@ class Options:
     """Flags of `quantkit awq`."""
 
     bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
-    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    group_size: int | None = option(None, composing.GROUP_SIZE)
     sym: bool = option(False, "Symmetric grid: no zero point for each group.", negated=True)
     candidates: int = option(
         20, "Number of strengths of scaling, from none to full, that are tried for each site."
@@ -75,7 +75,7 @@ def check(options: Options) -> None:
     if options.bits != 4 and options.layout == "awq":
         hint = "add --layout compressed-tensors, which holds 2 to 8, or --layout mlx"
         raise QuantkitError(f"the awq layout holds 4 bit, not --bits {options.bits}", hint, USAGE)
-    check_outside(layout(options), options)
+    check_layout(layout, options)
     what = f"--candidates {options.candidates} leaves nothing to search"
     require(options.candidates >= 2, what, "choose 2 or more", USAGE)
     composing.check(options)

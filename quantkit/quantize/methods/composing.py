@@ -24,6 +24,10 @@ LAYOUTS = (
     "Layout on disk. {}: most clients. compressed-tensors: vLLM and SGLang. mlx: mlx-lm; groups of 32, 64 or "
     "128, each with a float offset, whatever --sym says."
 )
+GROUP_SIZE = (
+    "Weights that share a scale; -1 for a whole row. (default: 128, or the largest of 64 and 32 that "
+    "divides the columns of all linears)"
+)
 SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would cut names off
 TARGETS = ("own", "original")
 

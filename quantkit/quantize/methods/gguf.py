@@ -177,6 +177,11 @@ def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None 
     weighed = None if given in ("auto", "none") else imatrix.of_model(Path(given), shapes)
     if not feedback and given != "auto":
         _check_importance(choices, weighed, given)
+    measured = [choice for choice in choices if choice.type in TYPES and named(choice.type).weighted]
+    inside = [choice.name for choice in measured if choice.name.startswith("blk.")]  # as llama-imatrix has
+    if weighed and (lacking := [name for name in inside if name not in weighed.sums]):
+        of = f"{count(len(lacking), 'tensor')}, whose columns count alike: {name_all(lacking, 3)}"
+        notes.append(f"{given} has no importance of {of}")
     output = GgufOutput(
         targets=tuple(targets),
         chosen={choice.name: choice.type for choice in choices},

@@ -12,7 +12,7 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, affine_width, check_grid, check_outside, composing
+from quantkit.quantize.methods import Work, affine_width, check_layout, composing
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
@@ -33,7 +33,7 @@ class Options:
     """Flags of `quantkit gptq`."""
 
     bits: int = option(4, "Bits per weight, 2 to 8. 4 and 8 run fastest; few clients run 5 to 7.")
-    group_size: int = option(128, "Weights that share a scale; -1 for a whole row.")
+    group_size: int | None = option(None, composing.GROUP_SIZE)
     sym: bool = option(
         True,
         "Symmetric grid, which some kernels need. --no-sym stores a zero point for each group: less loss.",
@@ -78,8 +78,7 @@ def suffix(options: Options) -> str:
 
 def check(options: Options) -> None:
     """Raise QuantkitError if options are invalid for every model."""
-    check_grid(options.bits, options.group_size)
-    check_outside(layout(options), options)
+    check_layout(layout, options)
     composing.check(options)
     one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
     if options.activations != "16bit" and options.layout != "compressed-tensors":

@@ -14,6 +14,7 @@ from quantkit import __version__
 from quantkit.errors import VERIFICATION, QuantkitError
 from quantkit.grids.distance import token_distances
 from quantkit.inspection.record import activations
+from quantkit.models.files import headers, untrusted
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import mapped, return_freed_pages
@@ -22,6 +23,7 @@ from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Draft, ExpertTokens, Loss, Summary, loss
+from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.timings import Timings
 
@@ -112,7 +114,7 @@ def _verify(
     skeleton = Skeleton(written, job.skeleton.dtype, job.skeleton.device)
     skeleton.names.check_complete()
     batches = [] if states is None else job.batches[:1]
-    batches += [job.held_back.tokens] if expected else []
+    batches += [expected.held_back.tokens] if expected else []
     if not batches:
         return None
     with mapped():
@@ -121,7 +123,7 @@ def _verify(
     if states is not None:
         pairs = {"hidden states": (final[0], states), "logits": (skeleton.logits(final[0][0, LAST]), logits)}
         refuse_unlike(pairs, job.plan.execution.dtype, place)
-    return loss.of_output(job, expected, skeleton, final[len(batches) - 1]) if expected else None
+    return loss.of_output(expected, skeleton, final[len(batches) - 1]) if expected else None
 
 
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
@@ -152,9 +154,24 @@ def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
     )
 
 
-def summarize(job: Job, timings: Timings, measured: Loss | None) -> Summary:
-    """Return the report of a job whose output is verified. measured: its loss."""
-    records = job.staging.records()
+def of_finished(job: Job) -> Summary:
+    """Return the report of a job whose output exists already, from the manifest. job: prepared as for a dry
+    run. A GGUF file does not store seconds."""
+    place, timings = job.method.output.paths(job.material)[0], Timings()
+    if (stored := place / TIMINGS).is_file():
+        seconds = untrusted.parse(untrusted.read(stored))
+        timings = Timings(seconds=seconds["seconds"], notes=seconds["steps_down"])
+    manifest = headers.at(str(place), place).manifest
+    measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
+    return summarize(job, timings, measured, [row for row in manifest["linears"] if "error" in row])
+
+
+def summarize(
+    job: Job, timings: Timings, measured: Loss | None, records: Sequence[dict] | None = None
+) -> Summary:
+    """Return the report of a job whose output is verified. measured: its loss. records: of its linears, if
+    none is staged."""
+    records = job.staging.records() if records is None else records
     baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
     return Summary(
         source=job.request.source,

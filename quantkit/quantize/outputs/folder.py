@@ -48,11 +48,22 @@ class Output:
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """Return the exact sizes of the output, computed from shapes."""
         rows = [spec for spec in specs if spec.grid]
-        dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
-        kept = (info for info in checkpoint.infos.values() if info.name not in dense)
-        rest = sum(checkpoint.plain(info).nbytes for info in kept)
+        rest = sum(checkpoint.plain(info).nbytes for info in _kept(checkpoint, specs))
         quantized = sum(layout.nbytes(spec) for spec in rows)
         return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows), len(rows))
+
+    def growth(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> str:
+        """Return a sentence on tensors that the source stores in fewer bits than the output; "" if none."""
+        pairs = [(info, checkpoint.plain(info)) for info in _kept(checkpoint, specs)]
+        grown = [pair for pair in pairs if pair[1].nbytes > pair[0].nbytes]
+        if not grown:
+            return ""
+        sizes, types = [], []
+        for side in zip(*grown, strict=True):
+            sizes.append(megabytes(sum(info.nbytes for info in side)))
+            types.append(name_all(sorted({info.dtype for info in side})))
+        names = name_all([info.name.removesuffix(".weight") for info, _ in grown], 3)
+        return f"{names}: {types[0]} in the source, {types[1]} in the output ({sizes[0]} → {sizes[1]})"
 
     def paths(self, material: Material) -> list[Path]:
         """Return the path of the folder."""
@@ -116,6 +127,13 @@ class Output:
         (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         made = model_card(draft.place, draft.material, draft.manifest, summary)
         card.write(draft.place / card.CARD, *made)
+
+
+def _kept(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:
+    """Return the source's tensors that are copied."""
+    rows = [spec for spec in specs if spec.grid]
+    dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
+    return [info for info in checkpoint.infos.values() if info.name not in dense]
 
 
 def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
 from quantkit.layouts import Layout, LinearSpec
-from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale
+from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
 from quantkit.models.files import card, checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.gguf_writer import Entry, in_files, in_shards
@@ -45,6 +45,7 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 
 DECODED = 1 << 24  # values that are decoded at a time
+FEW = 0.01  # share of weights too small for a float type that is not worth a warning: many models have some
 LOSS_ROOM = 512  # bytes reserved in the metadata for the loss, which is measured later
 
 
@@ -104,7 +105,7 @@ class GgufOutput(Output):
                 info, type = checkpoint.infos.get(name), types[target.name]
                 if info and info.dtype != type and target.part is None:
                     place = type, info.shape, info.file, info.offset, info.nbytes
-                    values = partial(checkpoint.read, name, reading.DTYPES[type])
+                    values = partial(_narrow, target, type, checkpoint, name)
                     infos[name] = Rewritten(name, *place, name, lambda exact, values=values: values())
         return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
@@ -164,7 +165,8 @@ class GgufOutput(Output):
         outside = dict(model.named_parameters(remove_duplicate=False))
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not distributed.broadcast(lambda: bool(staged.rest())):
-            blobs = {t.name: self._encoded(t, checkpoint, [types[t.name]], None)[0][0] for t in rest}
+            coded = {t.name: self._encoded(t, checkpoint, [types[t.name]], None, progress) for t in rest}
+            blobs = {name: found[0][0] for name, found in coded.items()}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring inputs of the output matrix")
@@ -173,6 +175,7 @@ class GgufOutput(Output):
                 layout = material.layout
                 solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
                 blobs[head.name] = solved[layout.marker]
+                _vanished(head, types[head.name], weight, blobs[head.name])
                 if fallback:
                     progress.warn(f"{head.name}: {fallback}")
             staged.write_rest(blobs)
@@ -208,7 +211,7 @@ class GgufOutput(Output):
                         own = [] if scale is None else reading.tensor(scale).tolist()
                         found = [(reading.tensor(staged[part.stored[0]]), own)]
                     else:
-                        found = self._encoded(part, source, chosen_types, weights[expert])
+                        found = self._encoded(part, source, chosen_types, weights[expert], progress)
                     for write, (rows, own), several in zip(writers, found, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         write(target.name, [moved.contiguous().numpy()])
@@ -231,10 +234,18 @@ class GgufOutput(Output):
         card.write_own(card.path_of(Path(summary.output)), *made)
 
     def _encoded(
-        self, target: Target, checkpoint: Checkpoint, types: Sequence[str], importance: Tensor | None
+        self,
+        target: Target,
+        checkpoint: Checkpoint,
+        types: Sequence[str],
+        importance: Tensor | None,
+        progress: Progress,
     ) -> list[tuple[Tensor, list[float]]]:
         """Return a tensor in each type: rows uint8 `[out, bytes]` in the model's order, and the separate
-        scales of its matrices, if the type has them."""
+        scales of its matrices, if the type has them. Warns of weights that are too small for a type.
+
+        Raises QuantkitError if weights are too large for a type.
+        """
         values = target.read(checkpoint)
         if target.changed:
             values = target.to_gguf(values)
@@ -243,6 +254,9 @@ class GgufOutput(Output):
         found = []
         for name in types:
             rows = [encode_rows(name, *both) for both in zip(matrices, weights, strict=True)]
+            lost = sum(_vanished(target, name, *both) for both in zip(matrices, rows, strict=True))
+            if lost > (values.numel() * FEW if name in PLAIN else 0):
+                progress.warn(f"{target.name}: {count(lost, 'weight')} became 0, too small for {name}")
             scales = [separate_scale(name, matrix) for matrix in matrices]
             found.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
         return found
@@ -290,6 +304,23 @@ def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Te
     for start in range(0, len(blob), step):
         values[start : start + step] = decode_rows(type_name, blob[start : start + step], width)
     return values
+
+
+def _narrow(target: Target, type_name: str, checkpoint: Checkpoint, name: str) -> Tensor:
+    """Return a tensor in a 16-bit type. Raises QuantkitError if weights are too large for the type."""
+    exact = checkpoint.read(name)
+    values = exact.to(reading.DTYPES[type_name])
+    _vanished(target, type_name, exact.flatten(1), values.flatten(1).contiguous().view(torch.uint8))
+    return values
+
+
+def _vanished(target: Target, type_name: str, weight: Tensor, rows: Tensor) -> int:
+    """Return `vanished`, with the tensor's name in errors."""
+    try:
+        return vanished(type_name, weight, rows)
+    except QuantkitError as error:
+        hint = f"add --tensor-type '{re.escape(target.name)}=BF16'"
+        raise QuantkitError(f"{target.name}: {error.message}", hint, error.exit_code) from error
 
 
 def _per_part(importance: Tensor | None, parts: int) -> Sequence[Tensor | None]:

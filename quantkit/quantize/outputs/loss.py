@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import divergence, walk
+from quantkit.quantize.calibrate import LOSS_BYTES, divergence, walk
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Loss
-from quantkit.quantize.prepare.memory import CHUNK_BYTES
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.solving import round_block
+from quantkit.text.calibration import HeldBack
 
 LARGE = 1.0  # nats: above, the output predicts little like the original
 NOISE = 0.01  # nats that 16-bit arithmetic alone may cost
@@ -34,9 +34,10 @@ REMEDIES = {"target": "own", "transform": "none", "solver": "rtn"}  # of error f
 
 @dataclass(frozen=True)
 class Expected:
-    """Predictions of the original model. log_probs: float32 `[tokens, vocabulary]` on the host. rtn_kld: see
-    Loss."""
+    """Predictions of the original model for the tokens that all jobs of a command are measured on. log_probs:
+    float32 `[tokens, vocabulary]` on the host. rtn_kld: see Loss."""
 
+    held_back: HeldBack
     log_probs: Tensor
     rtn_kld: float | None
 
@@ -57,17 +58,17 @@ def of_original(job: Job) -> Expected:
     log_probs = torch.cat(list(_log_probs(skeleton, hidden)))
     kld = _compared(log_probs, skeleton, rounded)[0].mean().item() if compared else None
     skeleton.model.to("meta")
-    return Expected(log_probs, kld)
+    return Expected(job.held_back, log_probs, kld)
 
 
-def of_output(job: Job, expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss:
+def of_output(expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss:
     """Return the loss. skeleton: of the output. hidden: its final states of the held-back tokens,
     `[batch, tokens, hidden]`."""
     kld, same = _compared(expected.log_probs, skeleton, hidden)
     figures = kld.mean(), kld.std() / len(kld) ** 0.5, same.mean(), expected.rtn_kld
     # rounded, so that the last digits of sums do not change the manifest
     figures = (None if value is None else float(f"{value:.3g}") for value in figures)
-    return Loss(*figures, len(same), job.held_back.text)
+    return Loss(*figures, len(same), expected.held_back.text)
 
 
 def warning(loss: Loss, options: Any) -> str | None:
@@ -100,7 +101,8 @@ def _compared(expected: Tensor, skeleton: Skeleton, hidden: Tensor) -> tuple[Ten
 
 
 def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Iterator[Tensor]:
-    """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens at a time."""
-    size = max(1, CHUNK_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
-    for part in hidden.flatten(0, 1).split(size):
+    """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens of one sequence at a time: a
+    model may have no more positions."""
+    size = max(1, LOSS_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
+    for part in (part for sequence in hidden for part in sequence.split(size)):
         yield torch.log_softmax(skeleton.logits(part).float(), -1).cpu()

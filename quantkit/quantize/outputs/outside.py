@@ -89,7 +89,7 @@ def install_embedding(
         del statistics
     install(skeleton, name, (), partial(_decoded, layout, packed, skeleton.dtype))
     if weight is not None:
-        error = weight_error(weight, skeleton.model.get_parameter(name).cpu())
+        error = weight_error(weight.to(skeleton.dtype), skeleton.model.get_parameter(name).cpu())
         parts = BlockParts(staging, row.block)
         parts.add_linear(row.name, packed)
         parts.finish([Solved(None, error, None, fallback, weight_error=error).record(row.name)])

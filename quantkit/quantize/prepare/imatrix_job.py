@@ -19,9 +19,10 @@ from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.calibrate.importance import Importance
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.job import Request, base_name, calibrate, check_run, open_skeleton
+from quantkit.quantize.job import Request, calibrate, check_run, open_skeleton
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
+from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from typing import Any
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, count, name_all, require
 from quantkit.layouts import Layout, LinearSpec, fusions
@@ -13,10 +14,17 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
 from quantkit.models.skeleton.linears import embedding as embedding_of
 from quantkit.models.skeleton.linears import linears
-from quantkit.quantize.methods import MakeGrid, Override
+from quantkit.quantize.methods import (
+    ESCAPE,
+    GROUP_SIZES,
+    SMALL,
+    MakeGrid,
+    Override,
+    parse_override,
+    with_groups,
+)
 
-ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
-SMALL = 1 / 20  # share of its block's parameters below which a linear may stay in 16 bit by default
+UNDIVIDED = " does not divide {} columns"
 
 
 def resolve(
@@ -25,33 +33,70 @@ def resolve(
     layout: Layout,
     exclude: Sequence[str],
     override: Sequence[str],
+    open_groups: bool = False,
 ) -> list[LinearSpec]:
     """Return every linear of every block with its grid, from shapes alone: no weights are loaded.
 
     make_grid: see Method; it returns None if the output encodes the weight. exclude: patterns of linears that
     stay in 16 bit; they win over `override`, of which the first match counts. Routers stay in 16 bit, and so
-    do small linears that grid or layout cannot hold. Raises QuantkitError naming every other linear that does
-    not fit, and every pattern that is malformed or matches nothing.
+    do small linears that grid or layout cannot hold, and with `open_groups` (no group size was typed) all
+    that do not split into groups. Raises QuantkitError naming every other linear that does not fit, and every
+    pattern that is malformed or matches nothing.
     """
-    patterns = {text: compiled(text, f"--exclude {text!r}", ESCAPE) for text in exclude}
-    overrides = [parse_override(text) for text in override]
-    specs = []
     if reason := layout.check_model(skeleton.checkpoint.text_config.model_type):
         raise QuantkitError(reason, "or choose another method", UNSUPPORTED)
+    specs, named = [], set()
+    for row, other in _selected(skeleton, exclude, override):
+        grid = None if row.kept else make_grid(row.name, row.out_features, row.in_features, other)
+        specs.append(replace(row, grid=grid))
+        named |= {row.name} if other else set()
+    specs = _without_unfit(skeleton, specs, named, layout, open_groups)
+    _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
+    return specs
+
+
+def fitted(skeleton: Skeleton, options: Any, exclude: Sequence[str], override: Sequence[str]) -> Any:
+    """Return a method's options with the group size for this model (`methods.with_groups`). Linears with a
+    group size of their own do not count."""
+    rows = [row for row, other in _selected(skeleton, exclude, override) if not (other and other.group_size)]
+    rows += [embedding_of(skeleton)] if options.embedding else []
+    return with_groups(options, ((row.in_features, row.weights) for row in rows if not row.kept))
+
+
+def group_notes(specs: Sequence[LinearSpec], size: int) -> tuple[str, ...]:
+    """Return a line on a group size below the usual one, and a line on linears that no group size divides."""
+    found, usual = [], GROUP_SIZES[0]
+    odd = [row for row in specs if row.grid and row.in_features % (2 * size)]
+    if size != usual and odd:
+        columns = f"{odd[0].in_features} columns of {odd[0].name}"
+        found = [f"groups of {size}: {usual} does not divide the {columns}"]
+    if kept := undivided(specs):
+        found.append(f"kept in 16 bit, as {_by_reason([(row, row.kept) for row in kept])}")
+    return tuple(found)
+
+
+def undivided(specs: Sequence[LinearSpec]) -> list[LinearSpec]:
+    """Return the linears that stay in 16 bit because no group size divides their columns."""
+    return [row for row in specs if row.kept and row.kept.endswith(UNDIVIDED.format(row.in_features))]
+
+
+def _selected(
+    skeleton: Skeleton, exclude: Sequence[str], override: Sequence[str]
+) -> list[tuple[LinearSpec, Override | None]]:
+    """Return every linear, with the reason if it stays in 16 bit, and its override."""
+    patterns = {text: compiled(text, f"--exclude {text!r}", ESCAPE) for text in exclude}
+    overrides, rows = [parse_override(text) for text in override], []
     for row in linears(skeleton):
         kept = next((f"--exclude {text}" for text, p in patterns.items() if p.search(row.name)), row.kept)
         other = next((o for o in overrides if o.pattern.search(row.name)), None)
-        grid = None if kept else make_grid(row.name, row.out_features, row.in_features, other)
-        specs.append(replace(row, grid=grid, kept=kept))
+        rows.append((replace(row, kept=kept), other))
     typed = {f"--exclude {text}": pattern for text, pattern in patterns.items()}
     typed |= {other.flag: other.pattern for other in overrides}
-    unused = [flag for flag, pattern in typed.items() if not any(pattern.search(row.name) for row in specs)]
+    unused = [flag for flag, pattern in typed.items() if not any(pattern.search(row.name) for row, _ in rows)]
     if unused:
-        hint = f"names look like {specs[0].name} and {specs[-1].name}; --dry-run lists them all"
+        hint = f"names look like {rows[0][0].name} and {rows[-1][0].name}; --dry-run lists them all"
         raise QuantkitError(f"no linear matches {name_all(unused)}", hint, USAGE)
-    specs = _without_small_unfit(skeleton, specs, overrides, layout)
-    _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
-    return specs
+    return rows
 
 
 def embedding(skeleton: Skeleton, make_grid: MakeGrid, layout: Layout, bits: int) -> LinearSpec:
@@ -63,35 +108,33 @@ def embedding(skeleton: Skeleton, make_grid: MakeGrid, layout: Layout, bits: int
     return row
 
 
-def _without_small_unfit(
-    skeleton: Skeleton, specs: Sequence[LinearSpec], overrides: Sequence[Override], layout: Layout
+def _without_unfit(
+    skeleton: Skeleton, specs: Sequence[LinearSpec], named: Collection[str], layout: Layout, open_groups: bool
 ) -> list[LinearSpec]:
-    """Keep small linears in 16 bit that grid or layout cannot hold, such as the step sizes of a state-space
-    model, unless an override names them."""
-    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
-    found = []
+    """Keep linears in 16 bit, unless an override names them: small ones that grid or layout cannot hold, such
+    as the step sizes of a state-space model, and with `open_groups` all that do not split into groups."""
+    found, small = [], _small(skeleton, specs)
     for spec in specs:
-        named = any(override.pattern.search(spec.name) for override in overrides)
-        small = spec.weights < SMALL * weights[spec.block]
-        reason = _unfit(spec, layout) if spec.grid and small and not named else None
-        found.append(replace(spec, grid=None, kept=f"small; {reason}") if reason else spec)
+        reason = _unfit(spec, layout) if spec.grid and spec.name not in named else None
+        if reason and spec.name in small:
+            spec = replace(spec, grid=None, kept=f"small; {reason}")
+        elif reason and open_groups and spec.in_features % spec.grid.group_size:
+            size = spec.grid.group_size if spec.in_features % GROUP_SIZES[-1] == 0 else GROUP_SIZES[-1]
+            spec = replace(spec, grid=None, kept=f"{size}{UNDIVIDED.format(spec.in_features)}")
+        found.append(spec)
     return found
+
+
+def _small(skeleton: Skeleton, rows: Sequence[LinearSpec]) -> set[str]:
+    """Return the names of linears with a small share of their block's parameters."""
+    weights = [sum(parameter.numel() for parameter in block.parameters()) for block in skeleton.blocks]
+    return {row.name for row in rows if row.weights < SMALL * weights[row.block]}
 
 
 def _unfit(spec: LinearSpec, layout: Layout) -> str | None:
     if spec.in_features % spec.grid.group_size:
-        return f"group size {spec.grid.group_size} does not divide {spec.in_features}"
+        return f"{spec.in_features} columns do not split into groups of {spec.grid.group_size}"
     return layout.check(spec)
-
-
-def parse_override(text: str) -> Override:
-    """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
-    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
-    what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
-    require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
-    pattern, bits, group_size = parts.groups()
-    found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
-    return Override(text, found, int(bits), None if group_size is None else int(group_size))
 
 
 def refuse_unread_experts(skeleton: Skeleton, specs: Sequence[LinearSpec], layout: Layout) -> str:
@@ -131,22 +174,26 @@ def split_fusions(specs: Sequence[LinearSpec]) -> list[str]:
 
 
 def _refuse_unfit(specs: Sequence[LinearSpec], layout: Layout) -> None:
-    refused: dict[tuple[str, str], list[LinearSpec]] = {}  # the same in all blocks: reported once
-    for spec in specs:
-        if reason := _unfit(spec, layout):
-            refused.setdefault((spec.local, reason), []).append(spec)
-    if not refused:
-        return
-    found = [
-        f"{rows[0].name if len(rows) == 1 else local + ' in ' + count(len(rows), 'block')} ({reason})"
-        for (local, reason), rows in refused.items()
-    ]
-    hint, code = "change the options as shown, or keep these linears in 16 bit with --exclude", UNSUPPORTED
-    rows = [row for group in refused.values() for row in group]
-    if any(row.in_features % row.grid.group_size for row in rows):
-        code = USAGE
+    refused = [(spec, reason) for spec in specs if (reason := _unfit(spec, layout))]
+    hint = "keep these linears in 16 bit with --exclude"
+    if odd := [row for row, _ in refused if row.in_features % row.grid.group_size]:
         fits = [g for g in (256, 128, 64, 32, 16, 8) if not any(spec.in_features % g for spec in specs)]
-        hint = "keep these linears in 16 bit with --exclude"
-        if all("group_size" in vars(row.grid) for row in rows):
+        if all("group_size" in vars(row.grid) for row in odd):
             hint = f"these group sizes divide all of them: {', '.join(map(str, [*fits, -1]))}; or {hint}"
-    raise QuantkitError(f"the layout cannot hold {count(len(rows), 'linear')}: {name_all(found)}", hint, code)
+        raise QuantkitError(_by_reason(refused), hint, USAGE)
+    what = f"the layout cannot hold {count(len(refused), 'linear')}: {_by_reason(refused)}"
+    require(not refused, what, f"change the options as shown, or {hint}", UNSUPPORTED)
+
+
+def _by_reason(rows: Sequence[tuple[LinearSpec, str]]) -> str:
+    """Return a text such as `576 columns do not split into groups of 128: mlp.up_proj in 30 blocks`."""
+    equal: dict[str, dict[str, list[str]]] = {}  # reason -> name in a block -> full names
+    for row, reason in rows:
+        equal.setdefault(reason, {}).setdefault(row.local, []).append(row.name)
+    parts = []
+    for reason, found in equal.items():
+        each = (
+            full[0] if len(full) == 1 else f"{local} in {len(full)} blocks" for local, full in found.items()
+        )
+        parts.append(f"{reason}: {name_all(each)}")
+    return "; ".join(parts)

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from quantkit.models.machine import expert_share
-from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, original_every
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES, original_every
 
 MIB = 1 << 20
 COMFORT = 0.8  # of the free memory that a job may take where there is another way
 FLOAT32 = 4
 BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
 LOADED_LATER_BYTES = 80 * MIB  # what Python with torch for CPUs and transformers load on the way; measured
-CHUNK_BYTES = 1 << 24  # float32 logits at a time where the loss of an output is measured
-LOSS_BYTES = 1 << 28  # log-probabilities of the original model that are kept meanwhile, at most
+PREDICTED_BYTES = 1 << 28  # log-probabilities of the original model, to measure the loss of an output by
+LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
 SEARCH_VALUES = 1 << 26  # of a range search's temporaries on an accelerator, see grids/parallel.py
 MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
@@ -40,7 +40,8 @@ class Shapes:
     blocks; largest: stored bytes of the largest of these. element: bytes per value in a forward pass. tokens:
     of the calibration text; batch_tokens: per forward pass. width: of hidden states; None: the smallest
     in_features. experts: names of the linears that are an expert's. streamed: experts are read when called.
-    active: experts per token.
+    active: experts per token. predicted: bytes of log-probabilities by which the loss of the output is
+    measured.
     """
 
     linears: Sequence[tuple[str, int, int]]
@@ -53,6 +54,7 @@ class Shapes:
     experts: frozenset[str] = frozenset()
     streamed: bool = False
     active: int = 1
+    predicted: int = 0
 
     @cached_property
     def weights(self) -> int:
@@ -211,13 +213,14 @@ def peak_memory(
         job = block + running + moments + solving
     if not (accelerated and away):
         job, elsewhere = job + elsewhere, 0
-    working = shapes.rest * element + max(job, shapes.largest)
+    working = shapes.rest * element + max(job, shapes.largest, loss_memory(shapes, accelerated))
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + working)
     if needs and states == "host":
         elsewhere += 2 * shapes.states  # the allocator of pinned memory hands out powers of two
     reading = max(shapes.largest, shapes.block * element) + 3 * largest
-    return Peak(int(MARGIN * working), LOADED_LATER_BYTES + reading + elsewhere)
+    waiting = max(reading + elsewhere, shapes.predicted)
+    return Peak(int(MARGIN * working), LOADED_LATER_BYTES + waiting)
 
 
 def _curvatures(shapes: Shapes) -> int:
@@ -239,11 +242,19 @@ def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
     return (shapes.rest + 2 * shapes.block) * shapes.element + states + shapes.batch
 
 
-def loss_memory(shapes: Shapes, log_probs: int) -> int:
-    """Return the peak bytes of measuring the loss of an output. log_probs: bytes of the original model's
-    predictions."""
-    block = shapes.block * shapes.element + 18 * shapes.largest_linear  # one linear is rounded to nearest
-    return LOADED_LATER_BYTES + shapes.rest * shapes.element + block + log_probs + LOGITS * CHUNK_BYTES
+def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
+    """Return the number of tokens on which the loss of an output is measured: `wanted`, or the default for
+    None, at most as many as PREDICTED_BYTES allow."""
+    return min(LOSS_TOKENS[calibrates] if wanted is None else wanted, PREDICTED_BYTES // (4 * vocabulary))
+
+
+def loss_memory(shapes: Shapes, away: bool = False) -> int:
+    """Return the peak bytes of measuring the loss of an output, besides all outside the blocks: a block, of
+    which one linear is rounded to nearest, and predictions. away: these are on the host."""
+    if not shapes.predicted:
+        return 0
+    block = shapes.block * shapes.element + 18 * shapes.largest_linear
+    return block + (0 if away else shapes.predicted) + LOGITS * min(LOSS_BYTES, shapes.predicted)
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:

@@ -27,7 +27,6 @@ from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
-    LOADED_LATER_BYTES,
     Peak,
     Shapes,
     forward_memory,
@@ -90,29 +89,9 @@ def job_memory(
     method: Method,
     shapes: Shapes,
     shape: tuple[int, int],
-    log_probs: int,
     way: Execution,
 ) -> Peak:
-    """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens. log_probs: see
-    `decide`."""
-    peak = _quantizing(skeleton, specs, method, shapes, shape, way)
-    if not log_probs:
-        return peak
-    measuring = loss_memory(shapes, log_probs)
-    if is_accelerator(skeleton.device):
-        return Peak(max(peak.device, measuring - log_probs), max(peak.host, log_probs + LOADED_LATER_BYTES))
-    return Peak(0, max(peak.host, measuring))
-
-
-def _quantizing(
-    skeleton: Skeleton,
-    specs: Sequence[LinearSpec],
-    method: Method,
-    shapes: Shapes,
-    shape: tuple[int, int],
-    way: Execution,
-) -> Peak:
-    """Return the peak bytes of one rank until the output is written."""
+    """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
     batches = -(-samples // way.batch_size)
     own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
@@ -121,6 +100,7 @@ def _quantizing(
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
         most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
+        most = max(most, loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes))
         return Peak(most, encode) if accelerated else Peak(0, most)
     scaled = method.transform.sample if method.transform else 0
     suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
@@ -200,17 +180,17 @@ def decide(
     options: RunOptions,
     shape: tuple[int, int],
     kept: dict,
-    log_probs: int = 0,
+    predicted: int = 0,
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the resumed job's execution, or {}; used for options that the user left open. log_probs: bytes of
-    the original model's predictions, with which the output is compared. Chooses the fastest of
+    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see
+    Shapes. Chooses the fastest of
     the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5) if the way with the
     least memory does not fit.
     """
-    shapes = shapes_of(skeleton, specs, shape[0] * shape[1], 0)
-    need = partial(job_memory, skeleton, specs, method, shapes, shape, log_probs)
+    shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
+    need = partial(job_memory, skeleton, specs, method, shapes, shape)
     ways = list(_ways(skeleton, method, options, shape, kept))
     rooms = Rooms.of(skeleton.device, Limit.of(max_memory(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)

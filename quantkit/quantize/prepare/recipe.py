@@ -6,7 +6,6 @@ In this module an option is named by its dotted key, section and field: `quant.b
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, require
+from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, did_you_mean, nearest, require
 from quantkit.models.files import untrusted
-from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.options import DTYPES, CalibrationOptions, RunOptions, mean_bits
 from quantkit.quantize import methods
 from quantkit.text.shipped import shipped_folder
 
@@ -89,8 +88,10 @@ def read(name: str) -> tuple[Path, str]:
     try:
         return path, untrusted.read(path, RECIPE_BYTES).decode("utf-8")
     except OSError as error:
-        near = difflib.get_close_matches(name, shipped(), 1)
-        hint = _did_you_mean(near) + f"shipped recipes: {', '.join(shipped())}; or give a YAML file"
+        hint = (
+            did_you_mean(nearest(name, shipped()))
+            + f"shipped recipes: {', '.join(shipped())}; or give a YAML file"
+        )
         raise QuantkitError(f"no recipe {name}: {error.strerror}", hint, NOT_FOUND) from error
     except UnicodeDecodeError as error:
         raise _not_yaml(str(path), error) from error
@@ -180,15 +181,20 @@ def _checked(origin: str, values: Mapping[str, Any], known: dict[str, Key]) -> d
         near = [name for key in unknown for name in _nearest(key, known)]
         concerned = {key.rpartition(".")[0] for key in unknown}
         valid = [key for key in known if "" not in concerned and key.rpartition(".")[0] in concerned]
-        hint = _did_you_mean(near) + f"valid keys: {', '.join(valid or known)}"
+        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(valid or known)}"
         raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
     found = {}
     for name, value in values.items():
         key = known[name]
         if isinstance(value, str | Path):
             value = Path(value) if Path in (key.kind, *get_args(key.kind)) else str(value)
-        what = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
-        require(_fits(value, key.kind), what, key.help, USAGE)
+        if isinstance(value, str) and DTYPES.get(value) in _choices(key.kind):
+            value = DTYPES[value]
+        if not _fits(value, key.kind):
+            what = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
+            hint = mean_bits(str(value)) if name.endswith("bits") else ""
+            hint = hint or did_you_mean(nearest(str(value), _choices(key.kind))) + key.help
+            raise QuantkitError(what, hint, USAGE)
         value = tuple(value) if isinstance(value, list) else value
         found[name] = float(value) if key.kind is float else value
     return found
@@ -199,11 +205,7 @@ def _nearest(key: str, known: Iterable[str]) -> list[str]:
     names = {name.rpartition(".")[2]: name for name in known}
     names |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
     last = key.replace("-", "_").rpartition(".")[2]
-    return [names[near] for near in difflib.get_close_matches(last, names, 1)]
-
-
-def _did_you_mean(near: list[str]) -> str:
-    return f"did you mean {', '.join(near)}? " if near else ""
+    return [names[near] for near in nearest(last, names)]
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -221,11 +223,15 @@ def _fits(value: Any, kind: Any) -> bool:
     )
 
 
+def _choices(kind: Any) -> list[str]:
+    return [str(part) for part in get_args(kind)] if get_origin(kind) is Literal else []
+
+
 def _named(kind: Any) -> str:
     """Return the name of a type for messages."""
     parts = get_args(kind)
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(str, parts))
+        return "one of " + ", ".join(_choices(kind))
     if get_origin(kind) is tuple:
         return f"a list of {_named(parts[0])}"
     return " or ".join(_named(part) for part in parts if part is not type(None)) if parts else kind.__name__
@@ -273,7 +279,16 @@ def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
     """Return an instance of a dataclass of options. Raises QuantkitError for unknown names or wrong types."""
     hints = get_type_hints(kind)
     known = {row.name: Key(hints[row.name], row.metadata["help"]) for row in dataclasses.fields(kind)}
-    return kind(**_checked(origin, values, known))
+    texts = {name for name, key in known.items() if key.kind in (str, str | None)}
+    typed = {name: _as_typed(value) if name in texts else value for name, value in values.items()}
+    return kind(**_checked(origin, typed, known))
+
+
+def _as_typed(value: Any) -> Any:
+    """Return a number or a list of texts as the text of a flag: 0.5 as "0.5", ["ppl", "kld"] as "ppl,kld"."""
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return ",".join(value)
+    return str(value) if type(value) in (int, float) else value
 
 
 def _settings(

@@ -8,7 +8,7 @@ from typing import Any
 from quantkit.models.files import gguf_shards
 from quantkit.quantize import job, methods
 from quantkit.quantize.job import Job, Request
-from quantkit.quantize.prepare import finished
+from quantkit.quantize.prepare import finished, names
 from quantkit.quantize.prepare.recipe import Choice
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
@@ -21,11 +21,12 @@ def prepare(
 
     asked: `resume`, `overwrite` and further fields of `Request`.
     """
-    several = methods.each(choice.method, choice.options, choice.output, job.base_name(choice.model))
+    several = methods.each(choice.method, choice.options, choice.output, names.base_name(choice.model))
     requests = [
         Request(choice.model, choice.method, options, choice.calibration, choice.run, output, **asked)
         for options, output in several
     ]
+    requests = [job.settled(one) for one in requests]
     outputs, overwrite = [job.output_of(one) for one in requests], asked.get("overwrite", False)
     if asked.get("resume"):
         left = finished.left(requests, overwrite)

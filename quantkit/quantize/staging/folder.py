@@ -288,7 +288,7 @@ def _remove(path: Path) -> None:
 
 
 def _sync_all(place: Path) -> None:
-    for path in (*(place.iterdir() if place.is_dir() else ()), *gguf_shards.existing(place)):
+    for path in (*place.rglob("*"), *gguf_shards.existing(place)):
         sync(path)
 
 

@@ -124,6 +124,10 @@ def _lost(output: Path) -> str | None:
     with os.scandir(output) as entries:
         plain = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
     written = {name for name in plain if plain[name] and any(fnmatch(name, p) for p in WRITTEN)}
+    templates = output / untrusted.TEMPLATES
+    if templates.is_dir() and not templates.is_symlink():
+        ours = all(path.suffix == ".jinja" and path.is_file() for path in templates.iterdir())
+        written |= {templates.name} if ours else set()
     if foreign := sorted(plain.keys() - written):
         return f"contains other files, {name_all(foreign)}"
     holds_weights = any(fnmatch(name, pattern) for name in written for pattern in WEIGHTS)

@@ -80,10 +80,10 @@ def rows(
     ]
     found = []
     for subject in subjects:
-        folders = [] if subject.container == "gguf" else [subject.source]
+        folder = None if subject.container == "gguf" else subject.source
         for name in requested:
             try:
-                engine, note = choose_local(name, folders, settings.decoded)
+                engine, note = choose_local(name, folder, settings.decoded)
                 if all(row.subject is not subject or row.engine != engine for row in found):
                     found.append(Measured(subject, engine, note))
             except QuantkitError as error:

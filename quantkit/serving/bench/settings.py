@@ -1,21 +1,20 @@
-"""The flags of `quantkit bench` and of its subcommands attention, batching and server."""
+"""The flags of `quantkit bench` and of its subcommands attention and batching."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from quantkit.errors import USAGE, QuantkitError, require
+from quantkit.errors import USAGE, QuantkitError
 from quantkit.models.machine import processor
 from quantkit.options import flag_of, option
 
 MOST = 1 << 20  # maximum of numbers in flags
-MOST_USERS = 1024
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
-LISTS = ("batch", "prompt_tokens", "concurrency")
-LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6, "prompt_words": 1}
+LISTS = ("batch", "prompt_tokens")
+LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6}
 
 
 def usual_threads() -> int:
@@ -34,11 +33,17 @@ class Point:
 
 @dataclass(frozen=True)
 class Asked:
-    """Flags of all four commands."""
+    """Flags of all three commands."""
 
     least_tokens: ClassVar[int] = 1
     tokens: int = option(64, "New tokens of each sequence.", short="-n")
     seed: int = option(0, "Seed of the prompts.")
+    repeats: int = option(3, "Number of measured runs.")
+    threads: int | None = option(None, "CPU threads. (default: OMP_NUM_THREADS, else all cores)")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
+        "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
 
     def check(self) -> None:
         """Raise QuantkitError (exit code 2) for values that are invalid for every model."""
@@ -62,18 +67,6 @@ class Asked:
             raise QuantkitError(f"{flag_of(name)} names nothing", "see --help", USAGE)
         return found
 
-
-@dataclass(frozen=True)
-class Local(Asked):
-    """Flags of every measurement on this machine."""
-
-    repeats: int = option(3, "Number of measured runs.")
-    threads: int | None = option(None, "CPU threads. (default: OMP_NUM_THREADS, else all cores)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
-    )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
-
     @property
     def cores(self) -> int:
         """Return the number of CPU threads to compute with."""
@@ -88,7 +81,7 @@ class Local(Asked):
 
 
 @dataclass(frozen=True)
-class Settings(Local):
+class Settings(Asked):
     """Flags of `quantkit bench`.
 
     Every point is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
@@ -125,7 +118,7 @@ class Settings(Local):
 
 
 @dataclass(frozen=True)
-class Attention(Local):
+class Attention(Asked):
     """Flags of `quantkit bench attention`."""
 
     implementations: str = option(
@@ -140,7 +133,7 @@ class Attention(Local):
 
 
 @dataclass(frozen=True)
-class Batching(Local):
+class Batching(Asked):
     """Flags of `quantkit bench batching`."""
 
     policies: str = option(
@@ -154,44 +147,6 @@ class Batching(Local):
     prompt_tokens: int = option(64, "Tokens of a prompt, on average.")
     tokens: int = option(32, "Tokens of an answer, on average.", short="-n")
     repeats: int = option(3, "Number of measured rounds.")
-
-
-@dataclass(frozen=True)
-class Server(Asked):
-    """Flags of `quantkit bench server`."""
-
-    concurrency: str = option(
-        "1,2,4,8,16,32", "Users at once, level by level: each waits for an answer before the next request."
-    )
-    requests: int | None = option(None, "Requests of each level. (default: 4 for each user, at least 8)")
-    prompt_words: int = option(128, "Words of each prompt.")
-    tokens: int = option(64, "Tokens of each answer, at most.", short="-n")
-    served_model: str | None = option(
-        None, "Name of the model on the server; needed if the server has several."
-    )
-    api_key: str | None = field(
-        default=None, repr=False, metadata={"help": "API key of the server.", "short": None, "names": ()}
-    )
-    allow_remote: bool = option(False, "Allow a server on another machine.")
-
-    def check(self) -> None:
-        """Raise QuantkitError (exit code 2) for invalid values."""
-        super().check()
-        most = self.numbers("concurrency")[-1]
-        hint = f"choose at most {MOST_USERS}"
-        require(most <= MOST_USERS, f"--concurrency {most} is invalid", hint, USAGE)
-
-    def record(self) -> dict[str, Any]:
-        """Return the settings for the JSON, without the API key."""
-        return {
-            "concurrency": self.numbers("concurrency"),
-            "requests": self.requests,
-            "prompt_words": self.prompt_words,
-            "output_tokens": self.tokens,
-            "seed": self.seed,
-            "model": self.served_model,
-            "remote": self.allow_remote,
-        }
 
 
 def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:

@@ -41,7 +41,7 @@ def start(
     sampling(replace(settings, temperature=settings.temperature or 1.0), {})
     progress.phase(f"loading {source}")
     path = hub.resolve(source, revision, offline)
-    name, note = choose_local(settings.engine, [] if path.is_file() else [source])
+    name, note = choose_local(settings.engine, None if path.is_file() else source)
     device = choose_device(settings.device)
     known: Mapping[str, Any] = {}
     if name == "llama.cpp":

@@ -46,7 +46,7 @@ class TransformersChat:
             notes=(loaded.note,) if loaded.note else (),
         )
         self._model, self._device = loaded.model, device
-        self._tokenizer = checkpoint.tokenizer
+        self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):
             self._ends.append(self._tokenizer.eos_token_id)  # ends turns where the files disagree
@@ -62,6 +62,7 @@ class TransformersChat:
         template rejects it.
         """
         ids = self._tokens.encode(prompt)
+        self._checkpoint.check_ids(ids)
         room = self.facts.context - len(ids)
         if room < 1:
             raise context_full(len(ids), self.facts.context)

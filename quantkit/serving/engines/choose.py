@@ -74,23 +74,23 @@ def choose(record: Mapping[str, Any], requested: str | None = None, device: str 
     return offer
 
 
-def choose_local(requested: str, folders: Sequence[str] = (), decoded: bool = False) -> tuple[str, str]:
-    """Return the name of the engine to load checkpoints with in this process, and a note on the choice.
+def choose_local(requested: str, folder: str | None, decoded: bool = False) -> tuple[str, str]:
+    """Return the name of the engine to load a checkpoint with in this process, and a note on the choice.
 
     requested: auto (llama.cpp for GGUF files where it is installed, else transformers), transformers or
-    llama.cpp. folders: the checkpoints that are not GGUF files. decoded: whether --decoded is given.
+    llama.cpp. folder: the checkpoint, None if it is a GGUF file. decoded: whether --decoded is given.
 
-    Raises QuantkitError (exit code 4) if the requested engine is missing or cannot run the checkpoints.
+    Raises QuantkitError (exit code 4) if the requested engine is missing or cannot run the checkpoint.
     """
     if requested == "auto":
-        if folders or decoded:
+        if folder or decoded:
             return "transformers", ""
         if not installed("xllamacpp"):
             return "transformers", f"llama.cpp is not installed ({WHEEL})"
         return "llama.cpp", ""
-    if requested == "llama.cpp" and folders:
-        hint = "make one: quantkit gguf; or leave --engine out: transformers runs all of them"
-        raise QuantkitError(f"{requested} runs GGUF files, not {name_all(folders)}", hint, UNSUPPORTED)
+    if requested == "llama.cpp" and folder:
+        hint = "make one: quantkit gguf; or leave --engine out: transformers runs it"
+        raise QuantkitError(f"{requested} runs GGUF files, not {folder}", hint, UNSUPPORTED)
     require(installed(ENGINES[requested][1][0]), f"{requested} is not installed", WHEEL, UNSUPPORTED)
     return requested, ""
 

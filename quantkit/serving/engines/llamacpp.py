@@ -77,7 +77,7 @@ def chat_template(
     template = given or stored_template(metadata)
     special = special_tokens(metadata) if template else {}
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
-    known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda name: name)
+    known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda name, tools: name)
     return ChatTemplate(known, template, today), special.get("bos", (0, ""))
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +19,15 @@ from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, first_line, require
 from quantkit.evaluation.whole_model import load_model
+from quantkit.inspection import record
+from quantkit.models.files import headers
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, synchronize
+from quantkit.serving.engines.choose import installed
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # logger that warns about input types at every product
+REFUSED = "transformers does not load it packed"
 
 
 @dataclass(frozen=True)
@@ -74,28 +80,52 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     """Return the model as transformers loads it, and ""; or None and the reason why it does not load."""
     if not checkpoint.folder.is_dir():
         return None, "transformers decodes GGUF files"
+    known = client_of(checkpoint)
+    if known["loads"] is False:  # it may load the model and compute nonsense
+        return None, f"{REFUSED}: {known['note']}"
+    if missing := [package for package in known["needs"] if not installed(package)]:
+        return None, f"{REFUSED}: it needs {' and '.join(missing)} (pip install {' '.join(missing)})"
     need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
     what = f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free"
     require(need <= free, what, "choose another --device, or fewer bits", RESOURCES)
     logging.getLogger(CHATTY).setLevel(logging.ERROR)
-    with warnings.catch_warnings():  # about progress bars
-        warnings.simplefilter("ignore", UserWarning)
-        transformers.logging.disable_progress_bar()
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint.folder,
-            config=_config(checkpoint),
-            dtype=dtype,
-            device_map={"": device},
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=checkpoint.trust_remote_code,
-        ).eval()
-        with torch.no_grad():  # some clients decode, compile or fail when they are first used
-            model(torch.zeros(1, 1, dtype=torch.long, device=device))
+        with _silenced():
+            transformers.logging.disable_progress_bar()
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                config=_config(checkpoint),
+                dtype=dtype,
+                device_map={"": device},
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=checkpoint.trust_remote_code,
+            ).eval()
+            with torch.no_grad():  # some clients decode, compile or fail when they are first used
+                model(torch.zeros(1, 1, dtype=torch.long, device=device))
     except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
-        return None, f"transformers does not load it packed: {first_line(error)}"
+        return None, f"{REFUSED}: {first_line(error)}"
     return model, ""
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    """Drop what clients print, log and warn of while they load: stdout is for answers and JSON."""
+    nothing = io.StringIO()
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(nothing), redirect_stderr(nothing), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def client_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return what `inspect` says of transformers and this checkpoint: loads, note, needs (packages)."""
+    rows = record.describe(headers.open_contents(str(checkpoint.folder)))["clients"]
+    return next(row for row in rows if row["client"] == "transformers")
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -12,12 +12,12 @@ from typing import Any, BinaryIO
 from quantkit.capacity import source as sources
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
 from quantkit.inspection import record
-from quantkit.models.files import gguf_shards, hub
+from quantkit.models.files import gguf_shards, hub, untrusted
 from quantkit.models.files.headers import open_contents
 from quantkit.quantize.progress import SILENT, Progress
-from quantkit.serving.endpoint.client import Endpoint, RequestFailed, base_url, is_loopback
 from quantkit.serving.engines.choose import Offer, choose
 from quantkit.serving.server import sizing
+from quantkit.serving.server.client import RequestFailed, is_loopback, request
 from quantkit.serving.server.command import SERVERS, Command
 from quantkit.serving.server.process import Engine
 from quantkit.serving.server.settings import Settings, free_port
@@ -44,7 +44,7 @@ class Prepared:
     @property
     def url(self) -> str:
         """Return the base URL of the API for clients on this machine."""
-        return base_url(f"{self.settings.reached_at}:{self.settings.port}")
+        return f"http://{self.settings.reached_at}:{self.settings.port}/v1"
 
     def request(self, text: str | None = None) -> tuple[str, str, dict[str, Any]]:
         """Return (path, text, body) of a chat request; of a completion if there is no chat template."""
@@ -161,12 +161,13 @@ def serving(
 def _wait(prepared: Prepared, engine: Engine) -> float:
     """Wait until the engine is healthy; return the seconds waited. Raises QuantkitError if it ends."""
     began, limit = time.monotonic(), prepared.settings.start_timeout
-    endpoint = Endpoint(prepared.url, timeout=min(5.0, limit))
+    health = prepared.url.removesuffix("/v1") + "/health"
     while (waited := time.monotonic() - began) < limit:
         code = engine.wait(ASK_SECONDS)
         if code is not None:
             raise ended(prepared, engine, code, " while starting")
-        if endpoint.healthy():
+        with suppress(RequestFailed):  # it does not listen yet
+            request(health, min(5.0, limit))
             return waited
     error = engine.failure(f"{prepared.offer.engine} was not healthy within {limit:g} s")
     error.hint = "a large model may need more: --start-timeout"
@@ -178,14 +179,14 @@ def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
     path, prompt, body = prepared.request()
     name, began = prepared.offer.engine, time.monotonic()
     try:
-        endpoint = Endpoint(prepared.url, prepared.settings.api_key, PROOF_SECONDS)
-        answer = endpoint.fetch(path, body | {"max_tokens": TOKENS})
+        body |= {"max_tokens": TOKENS}
+        answer = untrusted.parse(request(prepared.url + path, PROOF_SECONDS, body, prepared.settings.api_key))
         choice = answer["choices"][0]
         message = choice.get("message") or {}
         text = choice.get("text") or message.get("content") or message.get("reasoning_content") or ""
     except RequestFailed as error:
         raise engine.failure(f"{name} is healthy, but answers no request: {error.message}") from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise engine.failure(f"{name} answers with no completion") from error
     seconds = time.monotonic() - began
     usage = answer.get("usage")

@@ -59,8 +59,8 @@ class Settings:
         require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
         share = self.memory_fraction
         check_value("--memory-fraction", share, 0 < share <= 1, "above 0, at most 1")
-        if self.api_key is not None and (not self.api_key.strip() or not self.api_key.isascii()):
-            raise QuantkitError("the API key is empty or not ASCII", "give another", USAGE)
+        valid = (key := self.api_key) is None or (key.strip() and key.isascii() and key.isprintable())
+        require(valid, "the API key is empty or not printable ASCII", "give another", USAGE)
         _ = self.cache  # raises for an unknown precision
 
     @property

@@ -20,8 +20,6 @@ from quantkit.models.machine.device import choose_device
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.options import CalibrationOptions
 from quantkit.quantize.progress import Progress
-from quantkit.serving.engines.choose import choose_local
-from quantkit.serving.specdec.llamacpp import LlamaCppPair
 from quantkit.serving.specdec.measure import measure
 from quantkit.serving.specdec.settings import LOOKUP, Settings
 from quantkit.serving.specdec.transformers import Pair
@@ -50,18 +48,10 @@ def compare(
     """
     device = choose_device(settings.device)
     dtype = shared_dtype(settings.dtype, target, device)
-    models = [target, *(draft for draft in drafts if draft is not None)]
-    name, note = choose_local(settings.engine, [made.source for made in models if not made.folder.is_file()])
-    why = "--dtype is for transformers: llama.cpp computes in the types of the files"
-    allowed = name == "transformers" or settings.dtype == "auto"
-    require(allowed, why, "add --engine transformers, or leave --dtype out", USAGE)
-    if note:
-        progress.warn(f"{note}: weights are decoded")
-    _check(models, settings)
+    _check([target, *(draft for draft in drafts if draft is not None)], settings)
     ids = _prompts(target, settings)
     progress.phase(f"loading {target.source}")
-    engine = LlamaCppPair if name == "llama.cpp" else Pair
-    pair, measured = engine(target, ids, settings, device, dtype), []
+    pair, measured = Pair(target, ids, settings, device, dtype), []
     for draft in drafts:
         called = draft.source if draft else LOOKUP
         progress.phase(f"loading {called}")
@@ -75,7 +65,7 @@ def compare(
     }
     recorded |= {"prompts_sha256": hashlib.sha256(ids.numpy().astype("<i8").tobytes()).hexdigest()}
     recorded |= {"dtype": pair.precision, "device": str(device), "threads": torch.get_num_threads()}
-    del recorded["k"], recorded["engine"], recorded["prompt_text"]
+    del recorded["k"], recorded["prompt_text"], recorded["text_column"]
     return {"schema": SCHEMA, "target": target.source, "settings": recorded, "drafts": measured}
 
 
@@ -98,8 +88,11 @@ def _check(models: Sequence[Checkpoint], settings: Settings) -> None:
 def _prompts(checkpoint: Checkpoint, settings: Settings) -> Tensor:
     """Return token ids, int64 `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
     QuantkitError if the text cannot be read or is too short."""
-    given = {} if settings.prompt_text is None else {"calibration": str(settings.prompt_text)}
     options = CalibrationOptions(
-        samples=settings.prompts, seqlen=settings.prompt_tokens, seed=settings.seed, **given
+        calibration=str(settings.prompt_text) if settings.prompt_text else None,
+        text_column=settings.text_column,
+        samples=settings.prompts,
+        seqlen=settings.prompt_tokens,
+        seed=settings.seed,
     )
     return calibration.load(checkpoint, options).tokens

@@ -39,12 +39,11 @@ def measure(
     for k in ks:
         run(0, k, 0)
     found: dict[int, list[list[Run]]] = {k: [[] for _ in range(settings.repeats)] for k in ks}
-    numbers = range(settings.prompts)
-    groups = [[*numbers]] if pair.reloads else [[prompt] for prompt in numbers]
-    for turn, (repeat, group) in enumerate(itertools.product(range(settings.repeats), groups)):
+    turns = itertools.product(range(settings.repeats), range(settings.prompts))
+    for turn, (repeat, prompt) in enumerate(turns):
         by = turn % len(ks)  # each k is the first in its turn
         for k in (*ks[by:], *ks[:by]):
-            found[k][repeat] += [run(prompt, k, repeat) for prompt in group]
+            found[k][repeat].append(run(prompt, k, repeat))
     step = _spread(map(_decoding, found[0]))
     swept = [sweep(k, found[k], found[0]) for k in settings.ks]
     judged = sum(row["judged"] for row in swept)  # each k weighs as much as it has judged tokens

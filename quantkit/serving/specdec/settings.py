@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError
-from quantkit.options import check_value, option
+from quantkit.options import check_value, option, text_column
 from quantkit.serving.bench.settings import require_numbers
 
 LOOKUP = "prompt-lookup"  # drafts the tokens that followed the last ones earlier in the text
@@ -21,17 +21,15 @@ class Settings:
 
     k: str = option("1,2,4,8", "Numbers of tokens to draft for each pass of the target, separated by commas.")
     prompt_text: Path | None = option(
-        None, "UTF-8 text file from which the prompts are cut. (default: the shipped text)"
+        None, "File from which the prompts are cut, as --calibration takes it. (default: the shipped text)"
     )
+    text_column: str = text_column()
     prompts: int = option(8, "Number of prompts.")
     prompt_tokens: int = option(64, "Tokens of each prompt.")
     tokens: int = option(64, "New tokens after each prompt, at most.", short="-n")
     repeats: int = option(3, "Runs for each prompt and each number of --k; the median counts.")
     temperature: float = option(0.0, "0: always the most likely token. Above: sample; higher is more random.")
     seed: int = option(0, "Seed of prompts and sampling.")
-    engine: Literal["auto", "transformers", "llama.cpp"] = option(
-        "auto", "Engine that runs the models. auto: llama.cpp for GGUF files if installed, else transformers."
-    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto", "Precision of all models. auto: the target's own if the hardware supports it."
     )

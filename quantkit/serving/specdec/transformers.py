@@ -33,11 +33,11 @@ LOOKUP_NGRAM = 2  # length of the n-grams that prompt-lookup looks up, transform
 
 @dataclass(frozen=True)
 class Run:
-    """One generated text. ids: its new tokens' ids (with llama.cpp: texts). steps: the target's passes.
-    seconds: time of the whole call. decode_seconds: time after the first pass, of which drafting: seconds
-    between passes of the target; checking: seconds from a pass's start until its tokens are chosen."""
+    """One generated text. ids: its new tokens' ids. steps: the target's passes. seconds: time of the whole
+    call. decode_seconds: time after the first pass, of which drafting: seconds between passes of the target;
+    checking: seconds from a pass's start until its tokens are chosen."""
 
-    ids: list[int] | list[str]
+    ids: list[int]
     steps: list[Step]
     seconds: float
     decode_seconds: float
@@ -57,7 +57,6 @@ class Pair:
     """
 
     name = f"transformers {transformers.__version__}"
-    reloads = False
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class Pair:
         device: torch.device,
         dtype: torch.dtype,
     ):
-        self._target, self._settings, self._device, self._dtype = target, settings, device, dtype
+        self._settings, self._device, self._dtype = settings, device, dtype
         self.precision = str(dtype).removeprefix("torch.")
         self._prompts = prompts.to(device)
         self._sampling, self._ends = Sampling(settings.tokens, settings.temperature), ends_of_text(target)

@@ -58,6 +58,6 @@ def find(engine: str) -> ModuleType:
 def names(settings: Settings) -> tuple[str, ...]:
     """Return the engines named by --engine. Raises QuantkitError for an unknown one."""
     found = settings.names("engine")
-    hint = "quantkit serve ./model --engine vllm, then quantkit bench server http://127.0.0.1:8000"
-    require("vllm" not in found, "bench measures vLLM as a server", hint, USAGE)
+    hint = "quantkit serve ./model --engine vllm, then vllm bench serve"
+    require("vllm" not in found, "bench does not run vLLM", hint, USAGE)
     return tuple(one_of(name, NAMES, f"no engine {name!r}") for name in found)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module, util
+from importlib import import_module
 
 import torch
 import transformers
@@ -16,21 +16,16 @@ from quantkit.serving.bench import generation
 from quantkit.serving.bench.runners import Facts, Timing
 from quantkit.serving.bench.subjects import Job
 from quantkit.serving.engines import transformers as engine
-
-CLIENTS = {  # packages with the kernels of a layout
-    "bitsandbytes": "bitsandbytes",
-    "gptq": "gptqmodel",
-    "awq": "gptqmodel",
-    "compressed-tensors": "compressed_tensors",
-}
+from quantkit.serving.engines.choose import installed
 
 
 def prepare(job: Job) -> tuple[torch.device, int]:
     """Import the layout's client and the model family's code, so that later timings do not include it."""
-    package = CLIENTS.get(job.subject.stored or "")
-    if package and util.find_spec(package) and not job.settings.decoded:
-        import_module(package)  # imported before the model's memory and time are measured
     checkpoint, dtype, device = _open(job)
+    packed = job.subject.stored and checkpoint.folder.is_dir() and not job.settings.decoded
+    for package in engine.client_of(checkpoint)["needs"] if packed else ():
+        if installed(package):
+            import_module(package.replace("-", "_"))
     transformers.AutoModelForCausalLM._model_mapping.get(type(checkpoint.config), None)
     return device, dtype.itemsize
 

@@ -1,0 +1,94 @@
+"""How long a search takes on a CPU, and what of the output it cannot make smaller; known before it runs."""
+
+from __future__ import annotations
+
+from quantkit.auto.job import Auto
+from quantkit.auto.units import anchors, nbytes, usual
+from quantkit.capacity import job as capacity_job
+from quantkit.capacity import source
+from quantkit.capacity.question import Question
+from quantkit.models.machine import processor
+from quantkit.quantize import methods
+from quantkit.tables import megabytes
+
+CHOICES_TRIED = 3  # maximum of results to make with --max-kld
+
+
+def streams(auto: Auto) -> int:
+    """Return the number of streams of hidden states, one for each measured candidate."""
+    return sum(len(anchors(unit)) - (unit.block is not None) for unit in auto.units)
+
+
+def most_steps(auto: Auto) -> int:
+    """Return the number of steps of a search: sensitivities, caches, and making and measuring each result."""
+    options = auto.request.options
+    results = 2 if options.max_kld is None else CHOICES_TRIED + 2
+    return 1 + (options.gpu is not None) + 2 * results
+
+
+def seconds(auto: Auto) -> tuple[float, float] | None:
+    """Return the shortest and the longest time; None for an accelerator, on which nothing was measured.
+
+    A result takes the time of its job (`quantkit plan`) and an evaluation of two models.
+    """
+    execution, options = auto.job.plan.execution, auto.request.options
+    if execution.device != "cpu":
+        return None
+    samples, seqlen = auto.job.calibration.tokens.shape
+    read, asked = source.read(str(auto.job.checkpoint.folder)), Question(samples=samples, seqlen=seqlen)
+    made = capacity_job.of_model(read, asked)
+    job_seconds, cores = made[auto.space.method]["seconds"], processor.cores()
+    if job_seconds is None:
+        return None
+    work, rows = methods.load(auto.space.method).WORK, [row for row in auto.job.specs if row.grid]
+    config, weights = auto.job.checkpoint.text_config, sum(row.weights for row in rows)
+    forward, head = capacity_job.OVERHEAD * 2 * weights, 2 * config.hidden_size * config.vocab_size
+    rounded, solved = (number / len(auto.units) for number in (_candidates(auto), streams(auto)))
+    measured = auto.tokens.numel() * (2 + streams(auto))
+    search = forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel()) + head * measured
+    cubes = sum(row.weights * row.in_features for row in rows)
+    search += cubes * (work.products * (solved + 2) + 2 * rounded)
+    compared = 2 * (forward + head) * auto.windows.protocol.tokens
+    known, found = options.sensitivities and options.sensitivities.exists(), []
+    starts, most = capacity_job.START_SECONDS, most_steps(auto) // 2
+    bounds = job_seconds, starts, capacity_job.CORE_FLOPS, work.seconds, (2, most)
+    for took, start, rate, each, results in zip(*bounds, strict=True):
+        own = results * (compared / rate + (took - start) * cores)
+        own += 0 if known else search / rate + each * weights * (rounded / 3 + solved)
+        found.append(start + own / execution.threads)
+    return found[0], found[1]
+
+
+def _candidates(auto: Auto) -> int:
+    return sum(len(unit.candidates) for unit in auto.units)
+
+
+def outside_bytes(auto: Auto) -> int:
+    """Return the bytes of embedding and head that stay in 16 bit, because the engine reads no others."""
+    searched = any(unit.block is None for unit in auto.units)
+    return 0 if searched else sum(_outside(auto).values())
+
+
+def _outside(auto: Auto) -> dict[str, int]:
+    """Return the bytes of embedding and head in 16 bit, by their stored names: one entry if they are tied."""
+    skeleton = auto.job.skeleton
+    both = [skeleton.model.get_input_embeddings(), skeleton.model.get_output_embeddings()]
+    both = both[:1] if auto.request.options.head else both
+    names = (f"{name}.weight" for name, one in skeleton.model.named_modules() if one in both)
+    stored = {skeleton.names.stored[name] for name in names if name in skeleton.names.stored}
+    return {name: skeleton.checkpoint.infos[name].nbytes for name in stored}
+
+
+def note(auto: Auto) -> str | None:
+    """Return a line if embedding and head take more of the output than all that is searched."""
+    outside, budget = outside_bytes(auto), auto.budget_bytes()
+    if budget is None:
+        budget = nbytes(auto.units, {unit.name: usual(unit).name for unit in auto.units})
+    if outside <= budget:
+        return None
+    head = "--head 8 quantizes the head, " if len(_outside(auto)) == 2 else ""
+    return (
+        f"embedding and head take {megabytes(outside)} as they are stored, all that is searched "
+        f"{megabytes(budget)}: {head}quantkit gptq --layout mlx --embedding 8 the embedding, and "
+        "--engine llama.cpp searches both"
+    )
