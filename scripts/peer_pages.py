@@ -158,7 +158,9 @@ def bundled() -> str:
 def real(path: Path, write: bool) -> None:
     """Print the sections of all pages from a store of rows, or put them where they belong."""
     stored = json.loads(path.read_text(encoding="utf-8"))
-    texts = list(stored["protocol"]["texts"])
+    measured = {text for row in stored["rows"] for text in row.get("kld", {})}
+    texts = {text: sha for text, sha in stored["protocol"]["texts"].items() if text in measured}
+    stored["protocol"]["texts"], texts = texts, list(texts)
     rows = ordered(stored["rows"], texts[0])
     readme = ROOT / "README.md"
     short = short_table(rows, texts[0]) + short_protocol(stored["protocol"], texts[0])
