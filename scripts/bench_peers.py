@@ -4,17 +4,18 @@
     python scripts/bench_peers.py quality --text frankenstein.txt --dtype float32 [--write]
         [--ours "NAME=METHOD,OPTION=VALUE"]
     python scripts/bench_peers.py formats --text frankenstein.txt --dtype float32 [--write]
-    python scripts/bench_peers.py plot          # writes docs/loss.svg
+    python scripts/bench_peers.py real --text TEXT [--keep FOLDER] [--peers REGEX] [--write]
 
 gptq: two random Llama blocks of 768/2048, 32 sequences of 512 tokens, 4 bit in groups of 128, default
 options: CPU seconds at one thread, wall seconds at two, peak memory. awq: one block, 4 and 16 sequences.
 quality: KL divergence at 4, 3 and 2 bit and of GGUF types, of the decoded weights in float32, read by
 quantkit. formats: of FP8, W8A8 and NVFP4, as clients compute them, activations rounded. Both on the demo
 model and on its twin with outlier channels; what the others reached is kept in peers/*.json, and only
-missing rows are run. plot: loss against size, from the table that `quality --write` has written; nothing is
-measured. The quantization phase is from tokens to solved weights; imports, loading, saving and verification
-stand apart. Each tool runs in an environment of its own, made on the first run unless a python is given.
-Machines are noisy: everything runs in turn, and the least of the repeats counts.
+missing rows are run. real: the same and more on a pretrained model that real_models.py makes; rows of
+quantkit are kept as well, and `peer_pages.py` prints pages from them. The quantization phase is from tokens
+to solved weights; imports, loading, saving and verification stand apart. Each tool runs in an environment
+of its own, made on the first run unless a python is given. Machines are noisy: everything runs in turn, and
+the least of the repeats counts.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import peer_pages
 import yaml
 from common import DEMO, ROOT, Failed, evaluated, outlier_twin, random_model, run_script, table, write_section
 
@@ -44,6 +45,7 @@ ENVIRONMENTS = {  # name in clients-setup.sh, where it puts the python
     "gptqmodel": ("clients", ".venv-clients/bin/python"),
     "autoawq": ("legacy", ".venv-legacy/bin/python"),
     "autoround": ("autoround", ".venv-peers/autoround/bin/python"),
+    "bitsandbytes": ("clients", ".venv-clients/bin/python"),
 }
 OWN = ("quantkit", "llamacpp")  # run in this environment
 
@@ -235,6 +237,7 @@ def warm_up(bench: Bench, parts: list[str]) -> None:
 # quality and formats
 
 HELDOUT = ROOT / "heldout/heldout.txt"
+SMOL = ROOT / ".models/SmolLM2-135M-Instruct"
 SAMPLES, SEQLEN = 128, 256  # of calibration
 CONTEXT, LIMIT = 256, 40960  # of measuring
 OWN_TEXTS = 512  # texts of the model's own
@@ -258,9 +261,11 @@ class Case:
 
     def job(self, width: Width) -> dict:
         """The options at a width. A format's are the same, whatever it is called."""
+        from quantkit.models.gguf.file_types import FILE_TYPES
+
         if isinstance(width, int):
             return self.options | {"bits": width}
-        if width not in TYPES:
+        if width not in FILE_TYPES:
             return self.options
         if self.tool == "quantkit":
             return self.options | {"options": self.options["options"] | {"type": [width]}}
@@ -335,13 +340,48 @@ def sha256(path: Path) -> str:
 def add_flags(group) -> None:
     """Flags of this part, for an argparse group."""
     add = group.add_argument
-    add("--text", type=Path, default=HELDOUT, help="measured on, beside the held-out text")
+    add("--text", type=Path, action="append", help="measured on; quality: beside the held-out text")
+    add("--model", type=Path, default=SMOL, help="real: the folder that real_models.py makes")
     add("--only", default="", metavar="REGEX", help="of our rows, run those that match; nothing is written")
     add("--ours", action="append", default=[], metavar="NAME=METHOD,OPTION=VALUE", help="besides `OURS`")
-    add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match")
+    add("--peers", default="", metavar="REGEX", help="run those of the missing rows that match; $^: none")
     add("--keep", type=Path, help="folder for checkpoints: jobs that left a result there are not run again")
     add("--libraries", type=Path, help="a prebuilt llama.cpp, as ggml.py takes it")
     add("--write", action="store_true", help="put the tables where they belong")
+
+
+NAMED = {"method": "gptq"}
+
+
+def _real_ours(label: str, widths: tuple[Width, ...], method: str, **options) -> Case:
+    return Case(label, "quantkit", {"method": method, "options": options}, widths)
+
+
+FILES = ("Q4_K_M", "Q2_K", "Q3_K_M", "IQ2_XXS", "Q8_0")
+REAL_CASES = (  # in the order in which they are run
+    _real_ours("rtn", (4, 8, 3, 2), "gptq", solver="rtn"),
+    Case("llm-compressor gptq", "llmcompressor", NAMED, (4,)),
+    Case("GPTQModel, mse 2.4", "gptqmodel", NAMED | {"mse": 2.4}, (4,)),
+    Case("bitsandbytes", "bitsandbytes", {"method": "nf4-double"}, ("nf4",)),
+    Case("bitsandbytes", "bitsandbytes", {"method": "int8"}, ("int8",)),
+    Case("AutoRound, 50 iterations", "autoround", {"method": "signround", "iterations": 50}, (4,)),
+    Case("llama-quantize, imatrix", "llamacpp", {}, FILES),
+    Case("AutoRound, 200 iterations", "autoround", {"method": "signround", "iterations": 200}, (4,)),
+    Case("llm-compressor FP8_DYNAMIC", "llmcompressor", {"method": "FP8_DYNAMIC"}, ("fp8",)),
+    Case("llm-compressor NVFP4A16", "llmcompressor", {"method": "NVFP4A16"}, ("nvfp4",)),
+    _real_ours("gptq", (4, 3, 8, 2), "gptq"),
+    _real_ours("gguf", FILES, "gguf"),
+    _real_ours("int8", ("int8",), "int8"),
+    _real_ours("fp8", ("fp8",), "fp8"),
+    _real_ours("nf4", ("nf4",), "nf4"),
+    _real_ours("yaqa, asymmetric", (4,), "gptq", solver="yaqa", sym=False),
+    _real_ours("yaqa", (4, 3, 2), "gptq", solver="yaqa"),
+    _real_ours("awq", (4,), "awq"),
+    _real_ours("nf4, gptq", ("nf4",), "nf4", solver="gptq"),
+    _real_ours("fp4", ("nvfp4",), "fp4", format="nvfp4"),
+    _real_ours("w8a8", ("w8a8",), "w8a8"),
+    _real_ours("gguf, yaqa", ("Q4_K_M",), "gguf", solver="yaqa"),
+)
 
 
 class Store:
@@ -371,31 +411,45 @@ class Store:
 
 
 class Quality:
-    """All cases on all models. bench: runs the jobs. STORE: where rows
-    of the peers, CASES, are kept."""
+    """All cases on all models. bench: runs the jobs. STORE: where rows of the peers, CASES, are kept."""
 
     NAME, CASES = "quality", PEERS
     STORE = ROOT / "scripts/peers/results.json"
+    SIZE, CONTEXT, LIMIT = (SAMPLES, SEQLEN), CONTEXT, LIMIT
+    EVERY_JOB: dict = {}  # options of all tools
 
-    def __init__(self, bench, args: argparse.Namespace, demo: Path):
+    def __init__(self, bench, args: argparse.Namespace):
         self.bench, self.args = bench, args
-        self.limit = 2048 if args.quick else LIMIT
-        self.folder = args.keep or bench.folder
-        self.models = {"demo": demo, "twin": outlier_twin(demo, self.folder / "twin")}
-        self.size = (8, 128) if args.quick else (SAMPLES, SEQLEN)
-        self.tokens = bench.tokens(demo, *self.size)
-        self.texts = list(dict.fromkeys([args.text.resolve(), HELDOUT]))
-        protocol = {
-            "calibration": f"{args.calibration or 'shipped text'}",
+        self.limit = 2048 if args.quick else self.LIMIT
+        self.folder = (args.keep or bench.folder).resolve()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.models = self.originals()
+        self.size = (8, 128) if args.quick else self.SIZE
+        self.tokens = bench.tokens(next(iter(self.models.values())), *self.size)
+        self.texts = self.measured_on()
+        place = self.folder / f"quick-{self.STORE.name}" if args.quick else self.STORE
+        self.store = Store(place, self.protocol())
+        self.failed: dict[str, str] = {}
+
+    def protocol(self) -> dict:
+        """What all rows of the store have in common."""
+        return {
+            "calibration": f"{self.args.calibration or 'shipped text'}",
             "calibration_tokens_sha256": sha256(self.tokens),
-            "dtype": args.dtype,
-            "context": CONTEXT,
+            "dtype": self.args.dtype,
+            "context": self.CONTEXT,
             "limit": self.limit,
             "texts": {path.name: sha256(path) for path in self.texts},
-        }
-        place = self.folder / f"quick-{self.STORE.name}" if args.quick else self.STORE
-        self.store = Store(place, protocol)
-        self.failed: dict[str, str] = {}
+        } | self.EVERY_JOB
+
+    def originals(self) -> dict[str, Path]:
+        """Models by the name of their rows."""
+        demo = demo_model(self.bench)
+        return {"demo": demo, "twin": outlier_twin(demo, self.folder / "twin")}
+
+    def measured_on(self) -> list[Path]:
+        """Texts to measure on."""
+        return list(dict.fromkeys([*(path.resolve() for path in self.args.text or []), HELDOUT]))
 
     def run(self, cases: list[Case], wanted: Callable[[str, Case, Width], bool]) -> Iterator[dict]:
         """Rows of the cases that are wanted, on every model: all are made, then all are measured at once."""
@@ -407,7 +461,7 @@ class Quality:
                         made |= self.make(model, case, width)
             paths = {key: path for key, (path, _) in made.items()}
             for text in self.texts if made else ():
-                record = evaluated(base, paths.values(), text, CONTEXT, self.limit)
+                record = evaluated(base, paths.values(), text, self.CONTEXT, self.limit)
                 for key, found in zip(paths, record["models"][1:], strict=True):
                     row, size = made[key][1], found["size"]
                     row.setdefault("kld", {})[text.name] = round(found["metrics"]["kld"]["mean"], 6)
@@ -417,8 +471,9 @@ class Quality:
     def make(self, model: str, case: Case, width: Width) -> dict[tuple, tuple[Path, dict]]:
         """Run one job: checkpoint and beginning of its row by label and width, nothing if it fails."""
         words = re.sub(r"\W+", "-", f"{model}-{case.label}-{width}")
-        out = self.folder / (f"{words}.gguf" if width in TYPES else words)
-        options, tokens, written = case.job(width), self.tokens, 0.0
+        file = case.tool == "llamacpp" or case.options.get("method") == "gguf"
+        out = self.folder / (f"{words}.gguf" if file else words)
+        options, tokens, written = self.EVERY_JOB | case.job(width), self.tokens, 0.0
         if case.own:
             text, written = self.own_text(model)
             samples = min(case.own, self.size[0]) if self.args.quick else case.own
@@ -482,8 +537,6 @@ class Quality:
         for marker, text in self.sections(peers, ours, texts, note).items():
             if self.args.write and not self.args.only:
                 write_section(marker, text, ROOT / "docs/measurements/other-tools.md")
-                if f"<!-- {marker} -->" in (ROOT / "README.md").read_text():
-                    write_section(marker, text, ROOT / "README.md")
             else:
                 print(text)
 
@@ -497,6 +550,63 @@ class Quality:
             f"include writing them. "
         )
         return {"peers": best + about + note, "peers-all": every}
+
+
+class Real(Quality):
+    """A pretrained model. Rows of quantkit are kept as well: `peer_pages.py` prints pages from them.
+
+    The figures of a row are added text by text: an interrupted run goes on with `--keep`."""
+
+    NAME, CASES = "real", REAL_CASES
+    STORE = ROOT / "scripts/peers/real.json"
+    SIZE, CONTEXT, LIMIT = (64, 512), 512, 10240
+    EVERY_JOB = {"group_size": 64}  # 128 does not divide the model's 576 columns
+
+    def originals(self) -> dict[str, Path]:
+        return {self.args.model.name: self.args.model.absolute()}
+
+    def measured_on(self) -> list[Path]:
+        return [path.resolve() for path in self.args.text or [HELDOUT]]
+
+    def protocol(self) -> dict:
+        (path,) = self.models.values()
+        weights = {self.args.model.name: sha256(path / "model.safetensors")}
+        return super().protocol() | {"model": weights, "calibration_size": list(self.size)}
+
+    def lacking(self, model: str, case: Case, width: Width, text: Path) -> bool:
+        row = self.store.find(model, case.label, width)
+        return not row or text.name not in row.get("kld", {})
+
+    def show(self) -> None:
+        """Run what is missing, then print the pages or put them where they belong."""
+        ((model, base),) = self.models.items()
+        rows, made = {}, {}
+        for case in self.CASES:
+            for width in case.widths:
+                wanted = any(self.lacking(model, case, width, text) for text in self.texts)
+                if wanted and re.search(self.args.peers, f"{case.label} {width}"):
+                    for key, (path, row) in self.make(model, case, width).items():
+                        made[key] = path
+                        rows[key] = self.store.find(model, *key) or row
+        original = {"model": model, "label": "original", "width": 16, "tool": ""}
+        rows[None] = self.store.find(model, "original", 16) or original
+        for text in self.texts:
+            missing = {key: path for key, path in made.items() if text.name not in rows[key].get("kld", {})}
+            if not missing:
+                continue
+            record = evaluated(base, missing.values(), text, self.CONTEXT, self.limit)
+            for key, found in zip([None, *missing], record["models"], strict=True):
+                row, size = rows[key], found["size"]
+                for figure, part in (("ppl", "value"), ("kld", "mean")):
+                    if values := found["metrics"][figure]:
+                        row.setdefault(figure, {})[text.name] = round(values[part], 6)
+                if found["metrics"]["kld"]:
+                    row.setdefault("top1", {})[text.name] = round(found["metrics"]["top1"], 6)
+                row |= {"weight_bytes": size["weight_bytes"], "bits": size["bits_per_quantized_weight"]}
+                self.store.add(row)
+        for key, error in self.failed.items():
+            print(f"failed: {key}: {error}", file=sys.stderr)
+        peer_pages.real(self.store.path, self.args.write)
 
 
 class Formats(Quality):
@@ -577,80 +687,10 @@ def quality_tables(peers: list[dict], ours: list[dict], texts: list[str]) -> tup
     return table(best_head, best), table([*LABELS, "bits/weight", *kl, *ratio, "CPU s"], every)
 
 
-# plot
-
-LINES = {  # label in the table -> label in the picture, colour, marker
-    "llm-compressor gptq": ("llm-compressor GPTQ", "#9aa0a6", "s"),
-    "llm-compressor awq, asymmetric": ("llm-compressor AWQ", "#c4b7a6", "X"),
-    "GPTQModel, mse 2.4": ("GPTQModel GPTQ", "#7a8793", "D"),
-    "AutoRound, 200 iterations": ("AutoRound", "#b07d2b", "^"),
-    "llama-quantize, imatrix": ("llama-quantize", "#a05195", "v"),
-    "**quantkit gptq**": ("quantkit gptq", "#6fb1ff", "o"),
-    "**quantkit yaqa, asymmetric**": ("quantkit gptq, yaqa", "#1a6fdb", "o"),
-    "**quantkit gguf**": ("quantkit gguf", "#5ab4a0", "P"),
-    "**quantkit gguf, yaqa**": ("quantkit gguf, yaqa", "#0b6b58", "P"),
-}
-Point = tuple[float, float, float]  # bits per weight, KL divergence on frankenstein.txt, CPU seconds
-
-
-def points() -> dict[str, dict[str, list[Point]]]:
-    """Return the points of each line, by model and label."""
-    text = (ROOT / "docs/measurements/other-tools.md").read_text(encoding="utf-8")
-    table = re.search(r"<!-- peers-all -->\n(.*?)<!-- /peers-all -->", text, re.DOTALL)[1]
-    found = defaultdict(lambda: defaultdict(list))
-    for line in table.splitlines():
-        model, label, *numbers = (cell.strip() for cell in line.strip("|").split("|"))
-        if label in LINES:
-            found[model.partition(",")[0]][label].append(tuple(float(numbers[k]) for k in (0, 1, -1)))
-    return found
-
-
-def plot() -> None:
-    """Write docs/loss.svg, the picture of the README, from the table of all peers: for each model, loss
-    against size, and loss against CPU seconds."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams |= {"svg.hashsalt": "quantkit", "svg.fonttype": "none", "font.size": 9}
-    found = points()
-    figure, axes = plt.subplots(
-        len(found),
-        2,
-        figsize=(8.4, 3.2 * len(found) + 0.8),
-        layout="constrained",
-        sharey="row",
-        squeeze=False,
-    )
-    names = {"demo": "bundled model", "twin": "with outlier channels"}
-    for row, (model, lines) in zip(axes, found.items(), strict=True):
-        for name, (label, colour, marker) in LINES.items():
-            bits, kl, seconds = zip(*sorted(lines[name]), strict=True) if lines[name] else ([], [], [])
-            style = {"marker": marker, "color": colour, "label": label, "ms": 5}
-            style["lw"] = 1.8 if label.startswith("quantkit") else 1
-            row[0].plot(bits, kl, **style)
-            row[1].plot(seconds, kl, **style | {"lw": 0.6})
-        row[0].set(yscale="log", ylabel=f"KL divergence, {names[model]}")
-        row[1].set(xscale="log")
-        for one in row:
-            one.grid(alpha=0.3, which="both", lw=0.5)
-    axes[-1][0].set(xlabel="bits per quantized weight")
-    axes[-1][1].set(xlabel="CPU seconds of the job, one thread")
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(),
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=8,
-    )
-    figure.savefig(ROOT / "docs/loss.svg", metadata={"Date": None}, facecolor="white")
-
-
 def parse(benches: dict) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all), or plot")
+    parser.add_argument("parts", nargs="*", help=f"any of {', '.join(benches)} (default: all but real)")
     for tool in ENVIRONMENTS:
         flag = "llmc" if tool == "llmcompressor" else tool
         parser.add_argument(f"--{flag}-python", dest=tool, metavar="PYTHON", help=f"of {tool}'s environment")
@@ -660,23 +700,21 @@ def parse(benches: dict) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="tiny shapes: does everything run?")
     add_flags(parser.add_argument_group("quality"))
     args = parser.parse_args()
-    if unknown := set(args.parts) - benches.keys() - {"plot"}:
+    if unknown := set(args.parts) - benches.keys():
         parser.error(f"no part is called {', '.join(unknown)}")
-    args.parts = args.parts or list(benches)
+    args.parts = args.parts or [name for name in benches if name != Real.NAME]
     return args
 
 
 def main() -> None:
     benches = {"gptq": bench_gptq, "awq": bench_awq}
-    for part in (Quality, Formats):
-        benches[part.NAME] = lambda bench, part=part: part(bench, bench.args, demo_model(bench)).show()
+    for part in (Quality, Formats, Real):
+        benches[part.NAME] = lambda bench, part=part: part(bench, bench.args).show()
     args = parse(benches)
-    if args.parts == ["plot"]:
-        return plot()
     given = {tool: getattr(args, tool) for tool in ENVIRONMENTS}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(given, Path(folder), args)
-        if set(args.parts) - {"quality", "formats"}:
+        if set(args.parts) & {"gptq", "awq"}:
             warm_up(bench, args.parts)
         for part in args.parts:
             benches[part](bench)

@@ -57,7 +57,7 @@ def quantkit(*arguments: object) -> str:
 def evaluated(model: str | Path, made: Iterable[object], text: Path, ctx: int, limit: int | None) -> dict:
     """The record of `quantkit eval` of a model and of what was made of it, with KL divergences."""
     more = ["--limit", limit] if limit else []
-    asked = ["--text", text, "--ctx", ctx, *more, "--dtype", "float32", "--metrics", "kld", "--json"]
+    asked = ["--text", text, "--ctx", ctx, *more, "--dtype", "float32", "--metrics", "kld,top1", "--json"]
     return json.loads(quantkit("eval", model, *made, *asked))
 
 

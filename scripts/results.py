@@ -2,7 +2,7 @@
 
     python scripts/results.py PART [MODEL ...] [--text TEXT] [--ctx 256] [--limit N] [--write]
 
-methods: every method at default options, the README's table; then the same for a twin with outlier channels.
+methods: every method at default options; then the same for a twin with outlier channels.
 gguf: error feedback against llama-quantize in the same bytes, as decoded and as llama.cpp computes, whose
     kernels round activations; `--i-quants`: the types of 2 and 3 bits.
 experts: a mixture by `--experts` choice, by ever fewer calibration tokens, and as GGUF files.
@@ -132,14 +132,6 @@ TWIN = {
     "awq gptq 4 bit": OTHERS["awq gptq 4 bit"],
     **{name: made for name, made in (BEST | OWN).items() if name.startswith("4 bit")},
 }
-README = (
-    "original",
-    "rtn 4 bit",
-    "gptq 4 bit",
-    "nf4 gptq",
-    "gptq 3 bit",
-    "4 bit, yaqa, own text",
-)
 # (better, worse, factor): the KL divergence of the first is at most factor times that of the second
 CLAIMS = {
     "every": [
@@ -161,14 +153,6 @@ def own_text(model: str, folder: Path, settings: self_text.Settings | None = Non
     if not output.exists():
         self_text.write(open_checkpoint(model), settings, output, torch.float32, choose_device("auto"))
     return CalibrationOptions(str(output), samples=settings.samples, seqlen=settings.seqlen)
-
-
-def some(text: str) -> str:
-    """The table with the rows of the README only."""
-    rows = text.splitlines(keepends=True)
-    return "".join(
-        row for row in rows if not row.startswith("| ") or row.split(" | ")[0][2:] in ("", "---", *README)
-    )
 
 
 def own_table(divergence: dict[str, float]) -> str:
@@ -200,7 +184,6 @@ def by_method(args: argparse.Namespace, folder: Path) -> list[str]:
         )
         show(args, marker, text, MEASUREMENTS / "quality.md")
         if args.write and marker == "every":
-            write_section("results", some(text), ROOT / "README.md")
             write_section("own", own_table(found), ROOT / "docs/sample.md")
         for better, worse, factor in CLAIMS[marker]:
             if not found[better] <= factor * found[worse]:
