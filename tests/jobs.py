@@ -85,4 +85,5 @@ def manifest(folder: Path) -> dict:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file of a folder, the timings aside."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if "timings" not in path.name}
+    files = (path for path in folder.rglob("*") if path.is_file() and "timings" not in path.name)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}

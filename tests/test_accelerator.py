@@ -588,7 +588,7 @@ def test_a_job_whose_memory_ran_out_goes_on_with_states_on_the_host(far, source,
 
 @double_only
 def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
-    asked = ["gptq", source, *MANY, "--dry-run", "--json", "-q"]
+    asked = ["gptq", source, *MANY, "--loss-tokens", 0, "--dry-run", "--json", "-q"]
     plans = {}
     for way in (["suspend", "device"], ["repeat", "device"], ["repeat", "host"]):
         done = far(*asked, "--sequential", way[0], "--states", way[1])

@@ -135,7 +135,7 @@ def test_the_command(quantkit, demo_model, tmp_path):
 
 
 def test_an_unknown_type_is_refused_before_anything_is_loaded(quantkit, tmp_path):
-    done = quantkit("eval", "nowhere", "--text", tmp_path, "--kv-dtype", "q4_1")
+    done = quantkit("eval", tmp_path, "--text", tmp_path, "--kv-dtype", "q4_1")
     assert done.code == 2 and "did you mean" in done.err
 
 

@@ -155,8 +155,8 @@ def test_what_the_command_refuses(run, arguments, code, words):
     assert (found, out) == (code, "") and err.startswith("error: ") and words in err and "\nhint: " in err
 
 
-def test_other_formats_of_plots_are_refused_before_the_work(run):
-    code, _, err = run("eval", "nowhere", "--text", "nowhere", "--plot", "a.pdf")
+def test_other_formats_of_plots_are_refused_before_the_work(run, tmp_path):
+    code, _, err = run("eval", tmp_path, "--text", "nowhere", "--plot", "a.pdf")
     assert code == USAGE and "a.pdf" in err
 
 
