@@ -28,9 +28,9 @@ FEW = ["--samples", "16", "--seqlen", "256"]
 G64 = ["--group-size", "64"]
 # name of the output -> command and options, and the largest KL divergence
 JOBS = {
-    "gptq": (["gptq", "--group-size", "32", *FEW], 0.12),
-    "rtn": (["gptq", "--group-size", "32", "--solver", "rtn"], 0.6),
-    "awq": (["awq", *G64, "--candidates", "4", *FEW], 0.6),
+    "gptq": (["gptq", *FEW], 0.3),
+    "rtn": (["gptq", "--solver", "rtn"], 1.0),
+    "awq": (["awq", "--candidates", "4", *FEW], 0.6),
     "nf4": (["nf4"], 0.55),
     "int8": (["int8"], 0.05),
     "q4.gguf": (["gguf", "-t", "Q4_K_M", "--solver", "rtn", "--imatrix", "none"], 0.1),
