@@ -94,8 +94,8 @@ def text_column() -> Any:
     """Return the option that names the column of a text, for every dataclass that takes a text."""
     return option(
         "text",
-        "Key or column that holds the text or the conversations. Conversations are rendered with the "
-        "model's chat template. (default: text, else messages or conversations)",
+        "Key or column that holds the text or the conversations; if it is missing, messages or "
+        "conversations. Conversations are rendered with the model's chat template.",
     )
 
 

@@ -136,7 +136,7 @@ def headline(rows: list[Row], text: str) -> str:
         own = {row["label"]: row for row in rows if row["width"] == width and ours(row)}
         if not peer or usual not in own:
             continue
-        line = f"- **{FORMATS[width]}**: KL divergence {loss(own[usual], text):.3f} by default"
+        line = f"- **{FORMATS[width]}**: KL divergence {loss(own[usual], text):.3f} with default options"
         line += f" ({own[usual]['cpu']:.0f} CPU seconds)"
         if best in own:
             line += f", {loss(own[best], text):.3f} with `--solver yaqa` ({own[best]['cpu']:.0f})"

@@ -163,7 +163,7 @@ def prepared_for(space, source, tmp_path, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tied, head", [(False, "--head 8 quantizes the head, "), (True, "")])
+@pytest.mark.parametrize("tied, head", [(False, "--head 8 quantizes the head; "), (True, "")])
 def test_embeddings_that_take_most_of_the_budget_are_named(tiny_model, tmp_path, tied, head):
     source = tiny_model("llama", tokenizer=True, tie_word_embeddings=tied)
     typed = {"calibration.samples": 8, "calibration.seqlen": 32, "run.threads": 1}
@@ -178,9 +178,9 @@ def test_embeddings_that_take_most_of_the_budget_are_named(tiny_model, tmp_path,
     nbytes, line = said(bpw=4.0)
     assert nbytes == table * (1 if tied else 2)
     assert line == (
-        f"embedding and head take {nbytes / 1e6:.2f} MB as they are stored, all that is searched "
-        f"{weights / 2e6:.2f} MB: {head}quantkit gptq --layout mlx --embedding 8 the embedding, and "
-        "--engine llama.cpp searches both"
+        f"embedding and head stay as they are and take {nbytes / 1e6:.2f} MB, more than the "
+        f"{weights / 2e6:.2f} MB of all linears that are searched: {head}--engine llama.cpp searches both; "
+        "quantkit gptq --layout mlx --embedding 8 quantizes the embedding for mlx-lm"
     )
     assert said(bpw=5.0, engine="llama.cpp") == (0, None)
     assert said(max_kld=0.1)[1] and said(max_size="1MB")[1] is None

@@ -118,14 +118,68 @@ def test_a_gguf_file_holds_it_in_its_metadata(model, tmp_path):
     assert Loss(**contents.manifest["loss"]) == found and 0 < found.kld < 1e-3
 
 
-def test_several_files_are_measured_on_the_same_tokens(make, tiny_model, tmp_path):
-    """Though only one of them calibrates."""
-    model = tiny_model("llama", tokenizer=True, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+@pytest.fixture
+def wide(tiny_model):
+    """A model whose columns hold whole blocks of K types."""
+    return tiny_model("llama", tokenizer=True, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+
+
+@pytest.fixture
+def calibrated(tmp_path):
     jobs.calibration(tmp_path)
-    text = ("--calibration", "calibration.txt", "--samples", 2, "--seqlen", 32)
-    types = ("-t", "BF16", "-t", "Q4_K_M", "--solver", "rtn")
-    exact, coded = (one["loss"] for one in make("gguf", model, *types, *text)["jobs"])
-    assert exact["tokens"] == coded["tokens"] and exact["kld"] < coded["kld"]
+    return ("--calibration", "calibration.txt", "--samples", 4, "--seqlen", 64)
+
+
+def test_several_files_are_measured_on_the_same_tokens(make, wide, calibrated):
+    """Though only one of them calibrates."""
+    exact, coded = make("gguf", wide, "-t", "BF16", "-t", "Q4_K_M", "--solver", "rtn", *calibrated)["jobs"]
+    assert exact["loss"]["tokens"] == coded["loss"]["tokens"]
+    assert exact["loss"]["kld"] < coded["loss"]["kld"]
+
+
+def test_a_float_file_beside_coded_ones_is_no_part_of_the_loop(make, wide, calibrated):
+    exact, coded = make("gguf", wide, "-t", "BF16", "-t", "Q8_0", *calibrated)["jobs"]
+    assert exact["loss"]["rtn_kld"] is None and coded["loss"]["rtn_kld"] > 0
+
+
+def test_round_to_nearest_has_the_embedding_of_the_output(make, wide, calibrated):
+    coarse = ("--token-embedding-type", "Q2_K", "--output-tensor-type", "Q2_K")
+    found = make("gguf", wide, "-t", "Q8_0", *coarse, *calibrated)["loss"]
+    assert found["rtn_kld"] > found["kld"], "error feedback makes up for the embedding"
+    plain = make("gguf", wide, "-t", "Q8_0", "-o", "plain.gguf", *calibrated)["loss"]
+    assert plain["rtn_kld"] < 0.1 * found["rtn_kld"]
+
+
+def test_a_name_of_many_bytes_fits_into_the_metadata(make, wide, calibrated, tmp_path):
+    name = "가" * 75 + ".txt"
+    (tmp_path / "calibration.txt").rename(tmp_path / name)
+    said = make("gguf", wide, "-t", "Q8_0", "-o", "out.gguf", "--calibration", name, *calibrated[2:])["loss"]
+    assert said["text"] == name
+    assert headers.open_contents(str(tmp_path / "out.gguf")).manifest["loss"] == said
+
+
+def test_predictions_that_overflow_have_no_loss(quantkit, wide):
+    scale = {"model.norm.weight": 4e4, "lm_head.weight": 20}
+    jobs.rewrite(wide, lambda name, tensor: (tensor * scale.get(name, 1)).half())
+    options = ("--solver", "rtn", "--dtype", "float16", "--imatrix", "none", "--json")
+    done = quantkit("gguf", wide, "-t", "Q8_0", *options)
+    assert done.code == 0 and json.loads(done.out)["loss"] is None
+    assert "predictions are not finite in float16; try --dtype float32" in done.err
+
+
+def test_rows_that_are_only_held_back_change_nothing_else(talker, tmp_path):
+    rows = [{"text": sentence} for sentence in families.sentences(count=40)]
+    rows += [{"messages": [{"role": "user"}]}]  # a row that cannot be read
+    rows += [{"messages": [{"role": "user", "content": "Hello"}]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    checkpoint, read = open_checkpoint(str(talker())), 0
+    for seed in range(20):
+        options = CalibrationOptions(str(tmp_path / "rows.jsonl"), samples=1, seqlen=16, seed=seed)
+        plain = calibration.load(checkpoint, options)
+        found = calibration.load(checkpoint, options, held_back=4000)
+        assert found.provenance == plain.provenance
+        read += found.held_back is not None
+    assert read > 10
 
 
 def post_norm(tmp_path):
@@ -164,7 +218,8 @@ def test_writers_of_hidden_states_that_are_none_are_seen(tmp_path, monkeypatch, 
 
 def test_what_a_user_is_warned_of():
     def warning(kld, rtn_kld, **options):
-        return loss.warning(Loss(kld, 0.01, 0.5, rtn_kld, 512, "shipped"), SimpleNamespace(**options))
+        found = Loss(kld, 0.01, 0.5, rtn_kld, 512, "shipped")
+        return loss.warning(found, SimpleNamespace(**options), "bfloat16")
 
     feedback = {"target": "original", "transform": "auto", "solver": "gptq"}
     assert warning(0.125, 0.1) is None and warning(0.009, 0.001) is None, "chance"

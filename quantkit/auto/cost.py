@@ -86,9 +86,9 @@ def note(auto: Auto) -> str | None:
         budget = nbytes(auto.units, {unit.name: usual(unit).name for unit in auto.units})
     if outside <= budget:
         return None
-    head = "--head 8 quantizes the head, " if len(_outside(auto)) == 2 else ""
+    head = "--head 8 quantizes the head; " if len(_outside(auto)) == 2 else ""
     return (
-        f"embedding and head take {megabytes(outside)} as they are stored, all that is searched "
-        f"{megabytes(budget)}: {head}quantkit gptq --layout mlx --embedding 8 the embedding, and "
-        "--engine llama.cpp searches both"
+        f"embedding and head stay as they are and take {megabytes(outside)}, more than the "
+        f"{megabytes(budget)} of all linears that are searched: {head}--engine llama.cpp searches both; "
+        "quantkit gptq --layout mlx --embedding 8 quantizes the embedding for mlx-lm"
     )

@@ -16,7 +16,7 @@ EPILOG = f"""Examples:
 
   quantkit gptq ./model               (4 bit, the shipped calibration text)
 
-  quantkit gptq ./model --dry-run     (the plan: memory, disk, time)
+  quantkit gptq ./model --dry-run     (the plan: memory and disk)
 
   quantkit run gptq-w3 ./model        (a recipe; see quantkit recipes list)
 

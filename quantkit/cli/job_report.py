@@ -252,8 +252,10 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 def print_load(console: Console, output: str) -> None:
     """Print a line for each client known to load the result: the command or the call that loads it."""
     made, _ = look.at(output)
-    for index, line in enumerate(clients.load_lines(made["clients"], output).values()):
-        console.print(f"{'or' if index else 'load':12s} {line}", markup=False, soft_wrap=True)
+    needs = clients.packages(made["clients"])
+    for index, (client, line) in enumerate(clients.load_lines(made["clients"], output).items()):
+        after = f"  (pip install {needs[client]})" if client in needs else ""
+        console.print(f"{'or' if index else 'load':12s} {line}{after}", markup=False, soft_wrap=True)
 
 
 def print_json(records: Sequence[dict]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,12 @@ def generate(
     settings = generation_config(sampling, ends)
     settings.update(**(config or {}))
     device = prompt.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+    with (
+        torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        torch.no_grad(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", FutureWarning)  # 5.24 renames an argument that 5.20 needs
         torch.manual_seed(sampling.seed)
         mask = torch.ones_like(prompt)
         return model.generate(prompt, attention_mask=mask, generation_config=settings, **given)

@@ -45,12 +45,17 @@ def load_lines(rows: list[dict[str, Any]], name: str) -> dict[str, str]:
     return {client: line.format(**named) for client, line in lines.items() if line and client in usual}
 
 
+def packages(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """Return {client: packages that it needs besides itself, separated by spaces}."""
+    return {row["client"]: " ".join(row["needs"]) for row in rows if row["needs"]}
+
+
 def how_to_load(rows: list[dict[str, Any]], name: str) -> str:
     """Return the lines of `load_lines`, and the packages that clients need, as a Markdown list."""
-    needs = {row["client"]: f" after `pip install {' '.join(row['needs'])}`" for row in rows if row["needs"]}
-    found = [
-        f"- {client}: `{line}`{needs.get(client, '')}" for client, line in load_lines(rows, name).items()
-    ]
+    needs, found = packages(rows), []
+    for client, line in load_lines(rows, name).items():
+        after = f" after `pip install {needs[client]}`" if client in needs else ""
+        found.append(f"- {client}: `{line}`{after}")
     return "\n".join(found) or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
 
 

@@ -31,7 +31,7 @@ OPTIONAL = {  # package -> what it enables
     "compressed-tensors": "transformers loads compressed-tensors checkpoints",
     "vllm": "serves gptq, awq and compressed-tensors checkpoints",
     "xllamacpp": "llama.cpp in Python: runs GGUF files",
-    "fastapi": "with uvicorn and openai (quantkit[serve]): transformers serves checkpoints",
+    "fastapi": "with uvicorn and openai: transformers serves checkpoints",
     "lm-eval": "quantkit eval --tasks",
     "sentencepiece": "tokenizers that come as tokenizer.model alone",
 }

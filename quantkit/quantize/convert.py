@@ -42,7 +42,7 @@ from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.models.files import card, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.headers import MANIFEST_SCHEMA, open_contents
+from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf.file_types import number
 from quantkit.models.skeleton import Skeleton
@@ -94,7 +94,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                 material = _material(checkpoint, to, staging, progress)
                 written = _file_of(to, material, progress) if staging.one_file else Output()
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
-                manifest = {"schema": MANIFEST_SCHEMA} | stored_manifest | {"converted": {"to": to}}
+                manifest = {"schema": "quantkit.manifest/1"} | stored_manifest | {"converted": {"to": to}}
                 with staging.assemble() as place:
                     written.write([Draft(written, material, place, manifest)], None, progress)
                 _compare(material, written, open_checkpoint(str(place)), progress)

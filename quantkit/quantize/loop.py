@@ -53,13 +53,19 @@ def run(job: Job, progress: Progress) -> Summary:
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
     """Run the jobs of one command: one after another, or in one pass over the source if none has a solver."""
-    if any(row.grid for job in jobs for row in job.specs):  # else the output encodes all linears
-        summaries = []
-        for job in jobs:
-            if len(jobs) > 1:
-                progress.phase(f"making {job.staging.output}")
-            summaries += _solved(job, progress)
-        return summaries
+    solved = [any(row.grid for row in job.specs) for job in jobs]  # else the output encodes all linears
+    if not any(solved):
+        return _encoded(jobs, progress)
+    summaries = []
+    for job, own in zip(jobs, solved, strict=True):
+        if len(jobs) > 1:
+            progress.phase(f"making {job.staging.output}")
+        summaries += _solved(job, progress) if own else _encoded([job], progress)
+    return summaries
+
+
+def _encoded(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
+    """Run jobs whose outputs encode all linears, in one pass over the source."""
     keep_freed_pages()
     with ExitStack() as stack:
         for job in jobs:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 
 import torch
@@ -87,7 +87,7 @@ def load(
     bos = begins_with_bos(tokenizer)
     with closing(source.documents) as documents:
         calibrating = options.samples * (seqlen - bos)
-        stream, chat_template = _take(tokenizer, documents, calibrating + held_back, bos)
+        stream, chat_template = _take(tokenizer, documents, calibrating, held_back, bos)
     bos_token = tokenizer.bos_token_id if bos else None
     tokens = _slice(stream, options.samples, seqlen, bos_token)
     holds = f"calibration text {source.name} holds {len(stream)} tokens; "
@@ -154,20 +154,30 @@ def begins_with_bos(tokenizer) -> bool:
     return tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
 
 
-def _take(tokenizer, documents: Iterable[Document], needed: int, bos: bool) -> tuple[list[int], str | None]:
-    """Return at least `needed` tokens, or all that the text has, and the sha256 of the chat template used.
+def _take(
+    tokenizer, documents: Iterator[Document], needed: int, held_back: int, bos: bool
+) -> tuple[list[int], str | None]:
+    """Return at least `needed` tokens, or all that the text has, and the sha256 of the chat template that
+    rendered these. Up to `held_back` tokens follow.
 
     bos: every sequence gets a BOS later, so the BOS at the beginning of documents is removed.
     """
     template = ChatTemplate(tokenizer)
     stream: list[int] = []
-    for document in documents:
-        text = document if isinstance(document, str) else template.render(document)
-        found = tokenizing.encode(tokenizer, text, needed - len(stream) + bos)
-        stream.extend(found[1:] if bos and found[:1] == [tokenizer.bos_token_id] else found)
-        if len(stream) >= needed:
-            break
-    return stream, template.sha256
+
+    def read_until(enough: int) -> None:
+        for document in documents if len(stream) < enough else ():
+            text = document if isinstance(document, str) else template.render(document)
+            found = tokenizing.encode(tokenizer, text, needed + held_back - len(stream) + bos)
+            stream.extend(found[1:] if bos and found[:1] == [tokenizer.bos_token_id] else found)
+            if len(stream) >= enough:
+                break
+
+    read_until(needed)
+    used = template.sha256
+    with suppress(QuantkitError):  # a row that does not calibrate must not end the job: fewer are held back
+        read_until(needed + held_back)
+    return stream, used
 
 
 def _slice(stream: list[int], samples: int, seqlen: int, bos: int | None) -> Tensor:

@@ -6,6 +6,7 @@ No tensor changes its offset or size, so clients of the student load the result.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,7 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
     card = checkpoint.folder / CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     before = before.replace(f"\n# {checkpoint.name}\n", f"\n# {name}\n")
+    before = re.sub(r"^KL divergence from the original: .*\n\n?", "", before, flags=re.MULTILINE)  # outdated
     (place / CARD).write_text(before + _card(record, name))
 
 

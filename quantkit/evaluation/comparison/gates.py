@@ -121,5 +121,5 @@ def refuse_failed(record: dict) -> None:
     failed = [describe(verdict, verdict["model"]) for verdict in verdicts if not verdict["pass"]]
     if failed:
         what = f"{len(failed)} of {len(verdicts)} gates failed: " + "; ".join(failed)
-        hint = "use more bits or smaller groups, or another method; the result was written nevertheless"
+        hint = "use more bits or smaller groups, or another method; the result is complete all the same"
         raise QuantkitError(what, hint, GATE, record)

@@ -42,7 +42,7 @@ class Tasks:
         tasks that are unknown, that generate text, or whose data cannot be loaded."""
         names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
         what = "--tasks runs lm-evaluation-harness, which is not installed"
-        require(find_spec("lm_eval"), what, "pip install 'quantkit[tasks]'", UNSUPPORTED)
+        require(find_spec("lm_eval"), what, "pip install lm-eval", UNSUPPORTED)
         what = f"--task-limit {limit} leaves no example"
         require(limit is None or limit >= 1, what, "choose 1 or more", USAGE)
         with _silence():

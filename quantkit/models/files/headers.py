@@ -35,7 +35,7 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "LICENSE*",
     "NOTICE*",
 )
-LOSS_FIGURES = ("kld", "stderr", "top1", "rtn_kld", "tokens")
+LOSS_FIGURES = ("kld", "stderr", "top1", "tokens")
 TEXT = {"type": ["string", "null"]}
 MANIFEST_SCHEMA = {  # as far as it is read again
     "type": "object",
@@ -50,9 +50,9 @@ MANIFEST_SCHEMA = {  # as far as it is read again
         "distilled": {"type": "object"},
         "loss": {
             "type": ["object", "null"],
-            "properties": {"text": {"type": "string"}}
-            | dict.fromkeys(LOSS_FIGURES, {"type": ["number", "null"]}),
-            "required": ["text", *LOSS_FIGURES],
+            "properties": {"text": {"type": "string"}, "rtn_kld": {"type": ["number", "null"]}}
+            | dict.fromkeys(LOSS_FIGURES, {"type": "number"}),
+            "required": ["text", "rtn_kld", *LOSS_FIGURES],
             "additionalProperties": False,
         },
     },

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import VERIFICATION, QuantkitError
+from quantkit.errors import VERIFICATION, QuantkitError, first_line
 from quantkit.grids.distance import token_distances
 from quantkit.inspection.record import activations
 from quantkit.models.files import headers, untrusted
@@ -70,7 +70,8 @@ def finish(
     for job, draft in zip(jobs, drafts, strict=True):
         with timings("verify"):
             measured = _verify(job, draft.place, final_states, reference, expected)
-        if measured and (warning := loss.warning(measured, job.request.options)):
+        dtype = job.plan.execution.dtype
+        if expected and (warning := loss.warning(measured, job.request.options, dtype)):
             progress.warn(warning)
         summaries.append(summarize(job, timings, measured))
         draft.output.describe(draft, summaries[-1])
@@ -158,12 +159,16 @@ def of_finished(job: Job) -> Summary:
     """Return the report of a job whose output exists already, from the manifest. job: prepared as for a dry
     run. A GGUF file does not store seconds."""
     place, timings = job.method.output.paths(job.material)[0], Timings()
-    if (stored := place / TIMINGS).is_file():
-        seconds = untrusted.parse(untrusted.read(stored))
-        timings = Timings(seconds=seconds["seconds"], notes=seconds["steps_down"])
-    manifest = headers.at(str(place), place).manifest
-    measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
-    return summarize(job, timings, measured, [row for row in manifest["linears"] if "error" in row])
+    try:
+        if (stored := place / TIMINGS).is_file():
+            seconds = untrusted.parse(untrusted.read(stored))
+            timings = Timings(seconds=dict(seconds["seconds"]), notes=list(seconds["steps_down"]))
+        manifest = headers.at(str(place), place).manifest
+        measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
+        return summarize(job, timings, measured, [row for row in manifest["linears"] if "error" in row])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        what = f"the manifest or the timings of {place} are damaged: {first_line(error)}"
+        raise QuantkitError(what, "make it again with --overwrite") from error
 
 
 def summarize(

@@ -46,7 +46,7 @@ from quantkit.quantize.solvers import Solver
 
 DECODED = 1 << 24  # values that are decoded at a time
 FEW = 0.01  # share of weights too small for a float type that is not worth a warning: many models have some
-LOSS_ROOM = 512  # bytes reserved in the metadata for the loss, which is measured later
+LOSS_ROOM = 2048  # bytes reserved in the metadata for the loss, which is measured later
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ class GgufOutput(Output):
         is there."""
         place = gguf_shards.first(draft.place)
         if summary.loss:
-            checksums.fill(place, LOSS, json.dumps(asdict(summary.loss)))
+            checksums.fill(place, LOSS, json.dumps(asdict(summary.loss), ensure_ascii=False))
         made = model_card(place, draft.material, draft.manifest, summary)
         card.write_own(card.path_of(Path(summary.output)), *made)
 

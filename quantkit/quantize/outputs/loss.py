@@ -11,8 +11,9 @@ kept, so the two models are never in memory together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch import Tensor
 
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import LOSS_BYTES, divergence, walk
+from quantkit.quantize.calibrate.states import HERE
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Loss
+from quantkit.quantize.progress import SILENT
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.solving import round_block
 from quantkit.text.calibration import HeldBack
@@ -47,33 +50,73 @@ def of_original(job: Job) -> Expected:
     skeleton = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device)
     skeleton.streams = job.skeleton.streams
     skeleton.load_rest()
-    hidden = rounded = skeleton.embed(job.held_back.tokens)
-    outside = any(row.embedding or row.block >= skeleton.depth for row in job.specs)
-    compared = "hessian" in job.method.needs and "peak" not in job.method.layout.needs and not outside
+    hidden = skeleton.embed(job.held_back.tokens)
+    baseline = _Baseline.of(job, skeleton)
     for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
         hidden = skeleton.run_block(index, hidden)
-        if compared:
-            round_block(skeleton, index, job.specs, RtnSolver(), job.method.layout)
-            rounded = skeleton.run_block(index, rounded)
+        if baseline:
+            baseline.run(index)
+    if baseline and baseline.outside:
+        skeleton.load_rest()
     log_probs = torch.cat(list(_log_probs(skeleton, hidden)))
-    kld = _compared(log_probs, skeleton, rounded)[0].mean().item() if compared else None
+    kld = baseline.loss(log_probs) if baseline else None
     skeleton.model.to("meta")
     return Expected(job.held_back, log_probs, kld)
 
 
-def of_output(expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss:
-    """Return the loss. skeleton: of the output. hidden: its final states of the held-back tokens,
-    `[batch, tokens, hidden]`."""
+class _Baseline:
+    """The original with blocks rounded to nearest, run beside the original on the same skeleton. outside:
+    embedding or head are quantized; the baseline has those of the output."""
+
+    def __init__(self, job: Job, skeleton: Skeleton):
+        self.job, self.skeleton = job, skeleton
+        self.outside = job.method.outside or any(row.embedding for row in job.specs)
+        self._install()
+        self.hidden = skeleton.embed(job.held_back.tokens)
+
+    @staticmethod
+    def of(job: Job, skeleton: Skeleton) -> _Baseline | None:
+        """Return the baseline of a job with error feedback; None for other jobs, for a layout with stored
+        scales of inputs, and if the head is a last block."""
+        method, head = job.method, any(row.block >= skeleton.depth for row in job.specs if not row.embedding)
+        fits = "hessian" in method.needs and "peak" not in method.layout.needs and not head
+        return _Baseline(job, skeleton) if fits else None
+
+    def run(self, index: int) -> None:
+        """Round the loaded block and run it."""
+        round_block(self.skeleton, index, self.job.specs, RtnSolver(), self.job.method.layout)
+        self.hidden = self.skeleton.run_block(index, self.hidden)
+
+    def loss(self, expected: Tensor) -> float | None:
+        """Return the KL divergence from the original's log-probabilities; None if it is not finite."""
+        self._install()
+        kld = _compared(expected, self.skeleton, self.hidden)[0].mean().item()
+        return kld if math.isfinite(kld) else None
+
+    def _install(self) -> None:
+        if self.outside:
+            material = replace(self.job.material, skeleton=self.skeleton)
+            given = self.job.method.solver, self.job.batches, SILENT, HERE
+            self.job.method.output.install_rest(material, *given)
+
+
+def of_output(expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss | None:
+    """Return the loss; None if predictions are not finite. skeleton: of the output. hidden: its final states
+    of the held-back tokens, `[batch, tokens, hidden]`."""
     kld, same = _compared(expected.log_probs, skeleton, hidden)
+    if not kld.isfinite().all():
+        return None
     figures = kld.mean(), kld.std() / len(kld) ** 0.5, same.mean(), expected.rtn_kld
     # rounded, so that the last digits of sums do not change the manifest
     figures = (None if value is None else float(f"{value:.3g}") for value in figures)
-    return Loss(*figures, len(same), expected.held_back.text)
+    return Loss(*figures, len(same), expected.held_back.text[:200])
 
 
-def warning(loss: Loss, options: Any) -> str | None:
-    """Return a warning if a loss is above that of round to nearest, or above LARGE; else None. options: of
-    the method."""
+def warning(loss: Loss | None, options: Any, dtype: str) -> str | None:
+    """Return a warning if a loss is above that of round to nearest, above LARGE, or None because predictions
+    are not finite; else None. options: of the method. dtype: in which the models computed."""
+    if loss is None:
+        return f"the loss is unknown: predictions are not finite in {dtype}; try --dtype float32"
     if loss.rtn_kld is not None and loss.kld > ABOVE * loss.rtn_kld + NOISE:
         other = [name for name, value in REMEDIES.items() if getattr(options, name, value) != value]
         tries = " or ".join(f"--{name} {REMEDIES[name]}" for name in other) or "another method"

@@ -25,7 +25,8 @@ ENGINES = {
         "llama.cpp", ("xllamacpp",), f"{WHEEL}, or put llama.cpp's own programs on the PATH", "llama-server"
     ),
     "transformers": (
-        "transformers", ("transformers", "fastapi", "uvicorn", "openai"), "pip install 'quantkit[serve]'", ""
+        "transformers", ("transformers", "fastapi", "uvicorn", "openai"),
+        "pip install 'transformers[serving]' openai", "",
     ),
     "mlx": ("mlx-lm", ("mlx_lm",), "pip install mlx-lm", "mlx_lm.server"),
 }  # fmt: skip

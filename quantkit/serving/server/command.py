@@ -42,7 +42,8 @@ class Command:
         given = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
         given += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
         program = Path(self.argv[0]).name
-        program = program if shutil.which(program) == self.argv[0] else self.argv[0]
+        known = shutil.which(program) == self.argv[0] != sys.executable  # another python lacks the engine
+        program = program if known else self.argv[0]
         return " ".join([*given, shlex.join([program, *self.argv[1:]])])
 
     def environment(self) -> dict[str, str]:
