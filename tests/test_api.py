@@ -76,6 +76,15 @@ def test_a_finished_file_has_its_summaries(tiny_model, tmp_path):
     assert again.record() == {"schema": "quantkit.job/3", "finished": True} | dataclasses.asdict(found)
 
 
+def test_a_finished_folder_with_damaged_timings_is_one_error(tiny_model, tmp_path):
+    source = tiny_model("llama", tokenizer=True, num_hidden_layers=1)
+    quantkit.quantize("nf4", source, output=tmp_path / "out", threads=1, loss_tokens=0)
+    for damaged in ("x", "[]", '{"seconds": 3, "steps_down": 4}'):
+        (tmp_path / "out" / "quantkit-timings.json").write_text(damaged)
+        with pytest.raises(QuantkitError, match="the manifest or the timings of .*out are damaged"):
+            quantkit.quantize("nf4", source, output=tmp_path / "out", threads=1, resume=True)
+
+
 def test_the_import_loads_no_library():
     code = "import sys, quantkit, json; dir(quantkit); print(json.dumps(list(sys.modules)))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
