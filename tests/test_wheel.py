@@ -85,7 +85,7 @@ def test_extras_have_what_the_code_asks_for():
         for found in re.findall(pattern, page.read_text())
         for extra in found.split(",")
     }
-    assert {"tasks", "serve", "llamacpp", "vllm"} <= asked <= EXTRAS.keys()
+    assert {"tasks", "llamacpp", "vllm"} <= asked <= EXTRAS.keys()
 
 
 def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
