@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,19 +54,20 @@ def quantize(
     An interrupted job keeps its finished blocks: call again with resume=True.
     """
     places = {name: os.fspath(place) for name, place in (("model", model), ("output", output)) if place}
-    choice = recipe.merge(recipe.of_options(method, options | places), (), {})
-    asked = {"resume": resume, "overwrite": overwrite, "revision": revision, "offline": offline}
+    request = recipe.merge(
+        recipe.of_options(method, options | places), (), {}, revision=revision, offline=offline,
+        trust_remote_code=trust_remote_code, resume=resume, overwrite=overwrite,
+    )  # fmt: skip
     with _listening(progress) as listener:
         from quantkit.evaluation import of_job, windows
         from quantkit.quantize.outputs import finish
         from quantkit.quantize.prepare import several
 
-        outputs, jobs = several.prepare(choice, listener, trust_remote_code=trust_remote_code, **asked)
+        outputs, jobs = several.prepare(request, listener)
         if not jobs:
-            asked["resume"] = False
-            _, jobs = several.prepare(choice, Progress(), True, trust_remote_code=trust_remote_code, **asked)
+            _, jobs = several.prepare(replace(request, resume=False), Progress(), dry_run=True)
             return of_job.Result(outputs, list(map(finish.of_finished, jobs)), finished=True)
-        column, text = choice.calibration.text_column, None
+        column, text = request.calibration.text_column, None
         if evaluate_on:
             text = windows.load(jobs[0].checkpoint, evaluate_on, column=column)
         return of_job.run(jobs, text, listener)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -175,3 +176,14 @@ class RunOptions:
     max_shard_gb: float | None = option(
         None, "Largest size of a weight file, in GB. (default: 5; GGUF: no limit)"
     )
+
+    def check(self) -> None:
+        """Raise QuantkitError for an invalid value."""
+        for flag, value in (("--batch-size", self.batch_size), ("--threads", self.threads)):
+            check_value(flag, value, value is None or value >= 1, "choose 1 or more")
+        tokens, shard = self.loss_tokens, self.max_shard_gb
+        check_value("--loss-tokens", tokens, tokens in (None, 0) or tokens >= 16, "choose 0, or 16 or more")
+        if self.max_memory is not None:
+            size_bytes(self.max_memory, "--max-memory")
+        fits = shard is None or 0 < shard < math.inf
+        check_value("--max-shard-gb", shard, fits, "choose a positive size, such as 5")

@@ -101,8 +101,7 @@ def gptq(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     from quantkit.models.machine.device import choose_device
     from quantkit.options import CalibrationOptions, RunOptions
-    from quantkit.quantize import job, loop
-    from quantkit.quantize.methods.gptq import Options
+    from quantkit.quantize import job, loop, methods
     from quantkit.quantize.progress import Progress
 
     device = choose_device(args.device)
@@ -111,8 +110,7 @@ def gptq(args: argparse.Namespace) -> None:
         random_model(Path(folder) / "model", *shape, context=args.seqlen, dtype=args.dtype)
         request = job.Request(
             source=f"{folder}/model",
-            method="gptq",
-            options=Options(transform=args.transform),
+            method=methods.create("gptq", transform=args.transform),
             calibration=CalibrationOptions(samples=args.samples, seqlen=args.seqlen),
             run=RunOptions(
                 dtype=args.dtype, device=str(device), threads=args.threads, sequential=args.sequential
@@ -198,8 +196,8 @@ model, out, method = sys.argv[1:]
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports
 baseline, start = status("VmRSS"), time.perf_counter()
 chosen = {"type": ("Q8_0",), "solver": "rtn", "imatrix": "none"} if method == "gguf" else {}
-options = methods.load(method).Options(**chosen)
-request = job.Request(source=model, method=method, options=options, output=Path(out),
+method = methods.create(method, **chosen)
+request = job.Request(source=model, method=method, output=Path(out),
                       calibration=CalibrationOptions(), run=RunOptions())
 prepared = job.prepare(request, Progress())
 ready = time.perf_counter() - start

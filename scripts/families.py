@@ -160,7 +160,7 @@ def compressed(source: Path, output: Path, method: str, model, row: dict, dtype:
     )
     options = {"group_size": GROUP} if method in ("gptq", "awq") else {}
     request = job.Request(
-        str(source), method, methods.load(method).Options(**options),
+        str(source), methods.create(method, **options),
         CalibrationOptions(calibration=str(text), samples=4, seqlen=TOKENS), 
         RunOptions(threads=1, allow_unread=True, dtype=dtype), output,
     )  # fmt: skip

@@ -87,8 +87,7 @@ def quantize(
     method, options = made
     place = output / (re.sub(r"\W+", "-", name) + (".gguf" if method == "gguf" else ""))
     if not place.exists():
-        chosen = methods.load(method).Options(**options)
-        request = job.Request(model, method, chosen, calibration, run, place)
+        request = job.Request(model, methods.create(method, **options), calibration, run, place)
         loop.run(job.prepare(request, Progress()), Progress())
         print(f"{name} done", file=sys.stderr)
     return str(place)

@@ -42,8 +42,7 @@ def prepare(
 ) -> job.Job:  # fmt: skip
     request = job.Request(
         str(source),
-        method,
-        methods.load(method).Options(**options or {}),
+        methods.create(method, **options or {}),
         calibration or CalibrationOptions(),
         RunOptions(threads=1, loss_tokens=loss_tokens, **run),
         output=output,

@@ -139,7 +139,7 @@ def test_what_an_engine_fuses_is_one_unit(tiny_model, tmp_path, engine, names):
         choice = {one.name: one.candidates[0].name for one in units} | {unit.name: unit.candidates[-1].name}
         made = jobs.job.prepare(
             jobs.job.Request(
-                str(source), "gptq", **options_of(space.values(units, choice)), output=tmp_path / "made",
+                str(source), **options_of(space.values(units, choice)), output=tmp_path / "made",
                 calibration=jobs.calibration(tmp_path),
             ),
             jobs.Progress(),
@@ -155,7 +155,7 @@ def prepared_for(space, source, tmp_path, **options):
     """The engine's job, as the search asks it for linears."""
     return jobs.job.prepare(
         jobs.job.Request(
-            str(source), space.method, space.options, jobs.calibration(tmp_path), jobs.RunOptions(threads=1),
+            str(source), space.method, jobs.calibration(tmp_path), jobs.RunOptions(threads=1),
             output=tmp_path / "out.gguf",
         ),
         jobs.Progress(),
@@ -208,12 +208,12 @@ def test_the_steps_of_a_search_are_counted(options, most, capsys):
 
 
 def options_of(values: dict) -> dict:
-    """Method's options and run options of a recipe's values."""
-    from quantkit.quantize.methods import gptq
+    """Method and run options of a recipe's values."""
+    from quantkit.quantize import methods
 
     quant = {key.removeprefix("quant."): value for key, value in values.items() if key.startswith("quant.")}
     run = jobs.RunOptions(threads=1, override=values.get("run.override", ()))
-    return {"options": gptq.Options(**quant), "run": run}
+    return {"method": methods.create("gptq", **quant), "run": run}
 
 
 def test_experts_of_a_layer_are_one_unit_and_llama_cpp_has_one_for_each_projection(tiny_model, tmp_path):

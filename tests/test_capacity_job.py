@@ -64,10 +64,9 @@ def agree(family, method, tmp_path, monkeypatch, **other) -> None:
     sizes |= {key: value for key, value in WIDE.items() if key in (FAMILIES | KINDS)[family][1]} | other
     folder = save_model(tmp_path / family, family, dtype="bfloat16", tie_word_embeddings=tied, **sizes)
     save_tokenizer(folder)
-    options = methods.load(method).Options()
     text = CalibrationOptions(samples=8, seqlen=64)
     request = jobs.Request(
-        str(folder), method, options, text, RunOptions(threads=1, batch_size=8, allow_unread=True)
+        str(folder), methods.create(method), text, RunOptions(threads=1, batch_size=8, allow_unread=True)
     )
     found = forecast(folder)[method]
     if found["peak_memory_bytes"] is None:
@@ -133,8 +132,8 @@ def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_enco
 
     assert slow("gptq", 65536) == slow("gptq", 4096)
     more = slow("gguf", 65536) - slow("gguf", 4096)
-    encoded = 2 * (65536 - 4096) * 512 * methods.load("gguf").WORK.seconds[1]
-    solved = (65536 - 4096) * 512 * 512 * methods.load("gguf").WORK.products / job.CORE_FLOPS[1]
+    encoded = 2 * (65536 - 4096) * 512 * methods.load("gguf").work.seconds[1]
+    solved = (65536 - 4096) * 512 * 512 * methods.load("gguf").work.products / job.CORE_FLOPS[1]
     assert more == pytest.approx((encoded + solved) / processor.cores())
 
 

@@ -341,8 +341,8 @@ def of_job(path, tmp_path) -> tuple:
     """Precision and memory of an int8 job on a checkpoint, as the job plans them and as the forecast does."""
     text = CalibrationOptions(samples=8, seqlen=64)
     run = RunOptions(threads=1, batch_size=8, allow_requantize=True)
-    options, output = methods.load("int8").Options(), tmp_path / "out"
-    request = jobs.Request(str(path), "int8", options, text, run, output)
+    method, output = methods.create("int8"), tmp_path / "out"
+    request = jobs.Request(str(path), method, text, run, output)
     planned = jobs.prepare(request, Progress(), dry_run=True).plan
     found = of_model(source.read(str(path)), Question(samples=8, seqlen=64))["int8"]
     return (planned.execution.dtype, planned.memory_bytes), (found["dtype"], found["above_interpreter_bytes"])

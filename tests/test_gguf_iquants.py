@@ -72,7 +72,7 @@ def test_what_cannot_be_made_is_refused(source, tmp_path, options, message):
 def test_an_importance_matrix_that_lacks_tensors_is_refused(source, tmp_path):
     calibration = jobs.calibration(tmp_path)
     path = tmp_path / "imatrix.gguf"
-    request = job.Request(str(source), "imatrix", None, calibration, RunOptions(threads=1), output=path)
+    request = job.Request(str(source), None, calibration, RunOptions(threads=1), output=path)
     imatrix_job.run(imatrix_job.prepare(request, Progress()), Progress())
     whole = imatrix.read(path)
     del whole.sums["blk.0.attn_q.weight"], whole.counts["blk.0.attn_q.weight"]

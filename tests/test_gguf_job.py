@@ -144,7 +144,7 @@ def test_importance_gathered_and_read_are_one(short_demo, tmp_path):
     auto, file = tmp_path / "auto.gguf", tmp_path / "file.gguf"
     jobs.quantize("gguf", short_demo, auto, {"solver": "rtn", "type": ("Q3_K_S",)}, calibration=calibration)
     request = job.Request(
-        str(short_demo), "imatrix", None, calibration, RunOptions(threads=1), output=tmp_path / "imatrix.gguf"
+        str(short_demo), None, calibration, RunOptions(threads=1), output=tmp_path / "imatrix.gguf"
     )
     imatrix_job.run(imatrix_job.prepare(request, Progress()), Progress())
     options = {"solver": "rtn", "type": ("Q3_K_S",), "imatrix": str(tmp_path / "imatrix.gguf")}

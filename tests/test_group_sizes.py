@@ -13,9 +13,7 @@ from quantkit.errors import USAGE, QuantkitError
 from quantkit.evaluation.trial import Trial
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import job
-from quantkit.quantize.methods import awq, with_groups
-from quantkit.quantize.methods.gptq import Options
+from quantkit.quantize import job, methods
 
 SMOL = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 1, "num_attention_heads": 9,
@@ -58,7 +56,7 @@ def sizes(found: job.Job) -> dict[str, int | None]:
     ],
 )
 def test_the_largest_size_that_divides_every_width_that_can_be_divided(linears, size):
-    assert with_groups(Options(), linears).group_size == size
+    assert methods.create("gptq").with_groups(linears).options.group_size == size
 
 
 def test_a_model_of_width_576_gets_groups_of_64_and_one_line_says_so(model):
@@ -69,8 +67,8 @@ def test_a_model_of_width_576_gets_groups_of_64_and_one_line_says_so(model):
     assert found.fingerprint["options"]["group_size"] == 64
     typed = prepared(source, options=PLAIN | {"group_size": 64})
     assert found.fingerprint == typed.fingerprint and typed.method.notes == ()
-    asked = job.Request(str(source), "awq", awq.Options(), CalibrationOptions(), RunOptions())
-    assert job.output_of(job.settled(asked)) == Path("tiny-awq-w4g64")
+    asked = job.Request(str(source), methods.create("awq"), CalibrationOptions(), RunOptions())
+    assert job.settled(asked).destination == Path("tiny-awq-w4g64")
 
 
 def test_a_linear_that_32_does_not_divide_stays_in_16_bit_and_is_named(model):

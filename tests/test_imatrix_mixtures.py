@@ -66,7 +66,7 @@ def reference(folder, sequences) -> tuple[dict[str, torch.Tensor], dict[str, tor
 def gathered(source, path, calibration):
     """The job, and its file by tensor."""
     options = RunOptions(threads=1, dtype="float32")
-    request = job.Request(str(source), "imatrix", None, calibration, options, output=path)
+    request = job.Request(str(source), None, calibration, options, output=path)
     prepared = imatrix_job.prepare(request, Progress())
     imatrix_job.run(prepared, Progress())
     return prepared, {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

@@ -17,7 +17,6 @@ from quantkit.layouts import LinearSpec
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.quantize import methods
-from quantkit.quantize.methods import gptq
 
 OUT, IN, GROUP = 32, 96, 32
 CELLS = list(product((4, 8), (GROUP, IN), (True, False)))
@@ -169,20 +168,18 @@ def test_overrides_are_config_groups_and_kept_linears_are_ignored():
     ],
 )
 def test_the_method_refuses_what_only_the_gptq_layout_holds(options, named):
-    gptq.check(gptq.Options(**options))
+    methods.create("gptq", **options).check()
     with pytest.raises(QuantkitError, match=f"compressed-tensors does not hold {named}") as refused:
-        gptq.check(gptq.Options(layout="compressed-tensors", **options))
+        methods.create("gptq", layout="compressed-tensors", **options).check()
     assert "--layout gptq" in refused.value.hint
 
 
 def test_the_method_builds_the_layout_it_was_asked_for():
-    options = gptq.Options(layout="compressed-tensors", bits=8, group_size=-1, sym=False)
-    gptq.check(options)
-    assert methods.build("gptq", options).layout == CompressedTensorsLayout(
-        PackQuantized(8, -1, symmetric=False)
-    )
-    assert gptq.suffix(options) == "gptq-w8channel-asym-ct"
-    grid = methods.build("gptq", options).make_grid("up_proj", OUT, IN, None)
+    method = methods.create("gptq", layout="compressed-tensors", bits=8, group_size=-1, sym=False)
+    method.check()
+    assert method.layout == CompressedTensorsLayout(PackQuantized(8, -1, symmetric=False))
+    assert method.suffix == "gptq-w8channel-asym-ct"
+    grid = method.build().make_grid("up_proj", IN, None)
     assert (grid.group_size, grid.symmetric, grid.zero_min) == (IN, False, 0)
 
 

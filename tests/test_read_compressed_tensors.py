@@ -16,8 +16,7 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import job, loop
-from quantkit.quantize.methods import gptq
+from quantkit.quantize import job, loop, methods
 from quantkit.quantize.progress import Progress
 
 FLOAT8 = torch.float8_e4m3fn
@@ -219,8 +218,7 @@ def test_what_the_pipeline_writes_is_what_it_reads(tiny_model, tmp_path):
     source = tiny_model("qwen2", tokenizer=True)
     request = job.Request(
         source=str(source),
-        method="gptq",
-        options=gptq.Options(layout="compressed-tensors", solver="rtn", group_size=32, sym=False),
+        method=methods.create("gptq", layout="compressed-tensors", solver="rtn", group_size=32, sym=False),
         calibration=CalibrationOptions(),
         run=RunOptions(exclude=(r"\.1\.mlp",), override=(r"down_proj=8,-1",), threads=1, dtype="float32"),
         output=tmp_path / "out",

@@ -60,18 +60,18 @@ def test_a_recipe_says_only_what_it_says(load):
 )
 def test_numbers_as_people_write_them(load, text):
     assert load(f"quant: {{damp: {text}}}").values == {"quant.damp": 0.02}
-    assert settle(f"quant.damp={text}").options == Options(damp=0.02)
+    assert settle(f"quant.damp={text}").method.options == Options(damp=0.02)
 
 
 @pytest.mark.parametrize("name", recipe.shipped())
 def test_shipped_recipes_fit_their_methods(name):
     made = recipe.load(name)
-    options = recipe.merge(made, (), {"model": "m"}).options
-    assert isinstance(options, methods.load(made.method).Options)
-    methods.check(made.method, options)
+    method = recipe.merge(made, (), {"model": "m"}).method
+    assert isinstance(method, methods.load(made.method))
+    method.check()
     assert len(made.description) > 20
     given = {key.removeprefix("quant."): value for key, value in made.values.items() if "quant." in key}
-    assert dataclasses.asdict(options) == dataclasses.asdict(type(options)()) | given
+    assert dataclasses.asdict(method.options) == dataclasses.asdict(method.Options()) | given
 
 
 @pytest.mark.parametrize("method", methods.available())
@@ -83,16 +83,16 @@ def test_the_template_means_the_defaults(tmp_path, method):
     assert list(made.values) == [
         f"{name}.{field.name}" for name, kind in kinds.items() for field in dataclasses.fields(kind)
     ]
-    choice = recipe.merge(made, (), {"model": "m"})
-    assert (choice.model, choice.output) == ("m", None)
-    chosen = (choice.options, choice.calibration, choice.run)
+    request = recipe.merge(made, (), {"model": "m"})
+    assert (request.source, request.output) == ("m", None)
+    chosen = (request.method.options, request.calibration, request.run)
     assert chosen == tuple(kind() for kind in kinds.values())
     comments = " ".join(re.findall(r"^  # (.*)$", text, re.MULTILINE))
     for kind in kinds.values():
         assert all(" ".join(f.metadata["help"].split()) in comments for f in dataclasses.fields(kind))
     places = re.sub(r"^# (model|output):", r"\1:", text, flags=re.MULTILINE)
     path.write_text(places)  # the two lines that are comments are meant to be used
-    assert recipe.merge(recipe.load(str(path)), (), {}).model == "MODEL"
+    assert recipe.merge(recipe.load(str(path)), (), {}).source == "MODEL"
 
 
 # ---- what wins
@@ -116,13 +116,13 @@ def test_precedence_of_every_mix_of_layers():
         made = {key: row[1] for key, row in values.items()} if in_recipe else {}
         settings = [f"{key}={yaml_flow(row[2])}" for key, row in values.items()] if in_set else []
         typed = {key.rpartition(".")[2]: row[3] for key, row in values.items()} if in_flags else {}
-        choice = recipe.merge(Recipe("gptq", values=made), settings, typed | {"model": "m"})
+        request = recipe.merge(Recipe("gptq", values=made), settings, typed | {"model": "m"})
         want = {key: row[top] for key, row in values.items()}
-        assert choice.output == (Path(want["output"]) if want["output"] else None)
-        sections = {"quant": choice.options, "calibration": choice.calibration, "run": choice.run}
+        assert request.output == (Path(want["output"]) if want["output"] else None)
+        sections = {"quant": request.method.options, "calibration": request.calibration, "run": request.run}
         said = {k: getattr(sections[k.split(".")[0]], k.split(".")[1]) for k in want if "." in k}
         assert said == {key: value for key, value in want.items() if "." in key}
-        assert choice.calibration.seed == 0 and choice.run.max_shard_gb is None  # nobody's business
+        assert request.calibration.seed == 0 and request.run.max_shard_gb is None  # nobody's business
 
 
 def yaml_flow(value) -> str:
@@ -140,7 +140,7 @@ def yaml_flow(value) -> str:
     ],
 )
 def test_which_model(in_recipe, settings, typed, model):
-    assert recipe.merge(Recipe("gptq", values=in_recipe), settings, typed).model == model
+    assert recipe.merge(Recipe("gptq", values=in_recipe), settings, typed).source == model
 
 
 def test_no_model_at_all():
@@ -149,8 +149,9 @@ def test_no_model_at_all():
 
 
 def test_settings_may_leave_out_the_section_and_write_dashes():
-    assert settle("bits=3", "group-size=64", "quant.act-order=full").options == Options(3, 64, True, "full")
-    assert settle("bits=3", "quant.bits=2").options == Options(bits=2)  # the last one
+    method = settle("bits=3", "group-size=64", "quant.act-order=full").method
+    assert method.options == Options(3, 64, True, "full")
+    assert settle("bits=3", "quant.bits=2").method.options == Options(bits=2)  # the last one
     assert settle("calibration=a=b.txt").calibration == CalibrationOptions("a=b.txt")
     assert settle("run.exclude=[]", "seqlen=null").run == RunOptions()
 

@@ -70,7 +70,7 @@ def test_a_job_imports_nothing_rare(imported, demo_model):
 
 def test_every_summary_is_read_as_it_is():
     assert {name: methods.summary(name) for name in methods.available()} == {
-        name: methods.load(name).SUMMARY for name in methods.available()
+        name: methods.load(name).__doc__ for name in methods.available()
     }
 
 

@@ -48,32 +48,28 @@ def twin(tiny_model):
 @pytest.mark.parametrize("value", ["quip", "rotate", "awq+auto"])
 def test_unknown_transforms_are_refused(value):
     for method in ("gptq", "nf4", "gguf", "w8a8"):
-        module = methods.load(method)
         with pytest.raises(QuantkitError, match=f"--transform {re.escape(value)}: no such transform"):
-            methods.check(method, module.Options(transform=value))
+            methods.create(method, transform=value).check()
 
 
 @pytest.mark.parametrize("method", ["gptq", "nf4"])
 def test_a_method_with_a_solver_composes_it(method):
-    module = methods.load(method)
-
     def built(**options):
-        return methods.build(method, module.Options(**options))
+        return methods.create(method, **options).build()
 
     assert isinstance(built(solver="gptq").transform, FeedbackScaling)
     assert built(solver="gptq", transform="none").transform is None
     assert isinstance(built(solver="gptq", transform="awq").transform, AwqScaling)
     assert isinstance(built(solver="rtn", transform="awq").transform, AwqScaling)
     assert not built(solver="rtn").needs  # auto is about error feedback: without it, no text
-    names = {module.suffix(module.Options(transform=value)) for value in ("none", "awq", "auto")}
+    names = {methods.create(method, transform=value).suffix for value in ("none", "awq", "auto")}
     assert len(names) == 3
 
 
 def test_tensors_that_ggml_encodes_are_not_scaled():
-    gguf = methods.load("gguf")
-    gguf.check(gguf.Options(solver="rtn"))
+    methods.create("gguf", solver="rtn").check()
     with pytest.raises(QuantkitError, match="--transform awq is for --solver gptq"):
-        gguf.check(gguf.Options(solver="rtn", transform="awq"))
+        methods.create("gguf", solver="rtn", transform="awq").check()
 
 
 # ---- the estimate

@@ -170,13 +170,12 @@ def test_a_channel_that_speaks_in_one_half_only_is_not_trusted():
 
 def test_options_that_make_no_sense():
     for method, value in (("w8a8", "awq"), ("w8a8", "auto"), ("gptq", "smooth"), ("w8a8", "smooth+smooth")):
-        module = methods.load(method)
         with pytest.raises(QuantkitError) as raised:
-            methods.check(method, module.Options(transform=value))
+            methods.create(method, transform=value).check()
         assert raised.value.exit_code == USAGE
-    module = methods.load("w8a8")
-    assert not methods.build("w8a8", module.Options(solver="rtn", transform="none")).needs
-    assert module.suffix(module.Options(solver="rtn", transform="none")) == "w8a8-rtn-none"
+    plain = methods.create("w8a8", solver="rtn", transform="none")
+    assert not plain.build().needs
+    assert plain.suffix == "w8a8-rtn-none"
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from quantkit.capacity import job as capacity_job
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
 from quantkit.models.machine import processor
-from quantkit.quantize import methods
 from quantkit.tables import megabytes
 
 CHOICES_TRIED = 3  # maximum of results to make with --max-kld
@@ -37,10 +36,10 @@ def seconds(auto: Auto) -> tuple[float, float] | None:
     samples, seqlen = auto.job.calibration.tokens.shape
     read, asked = source.read(str(auto.job.checkpoint.folder)), Question(samples=samples, seqlen=seqlen)
     made = capacity_job.of_model(read, asked)
-    job_seconds, cores = made[auto.space.method]["seconds"], processor.cores()
+    job_seconds, cores = made[auto.space.method.name]["seconds"], processor.cores()
     if job_seconds is None:
         return None
-    work, rows = methods.load(auto.space.method).WORK, [row for row in auto.job.specs if row.grid]
+    work, rows = auto.space.method.work, [row for row in auto.job.specs if row.grid]
     config, weights = auto.job.checkpoint.text_config, sum(row.weights for row in rows)
     forward, head = capacity_job.OVERHEAD * 2 * weights, 2 * config.hidden_size * config.vocab_size
     rounded, solved = (number / len(auto.units) for number in (_candidates(auto), streams(auto)))

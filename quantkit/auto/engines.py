@@ -30,7 +30,8 @@ from quantkit.models.gguf.file_types import BLOCKS, FILE_TYPES, SCALED
 from quantkit.models.gguf.mixtures import EMBEDDING, OUTPUT, SCALES, SCALING, nbytes, stays_float
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.job import Job
-from quantkit.quantize.methods import Override, gguf, gptq
+from quantkit.quantize.methods import gguf, gptq
+from quantkit.quantize.methods._override import Override
 from quantkit.quantize.outputs.outside import TIED, solved_rows
 from quantkit.quantize.solvers import loss, rtn
 
@@ -54,12 +55,12 @@ class FolderSpace:
     zero_points: bool = False
     symmetric: bool = True
     caches: tuple[str, ...] = ("bfloat16",)
-    method = "gptq"
 
     @property
-    def options(self) -> gptq.Options:
-        """Return options for the job that lists the linears; the smallest group size fits most of them."""
-        return gptq.Options(group_size=min(self.groups), layout=self.layout, sym=self.symmetric)
+    def method(self) -> gptq.Gptq:
+        """Return the method of the job that lists the linears; the smallest group size fits most of them."""
+        options = gptq.Options(group_size=min(self.groups), layout=self.layout, sym=self.symmetric)
+        return gptq.Gptq(options)
 
     def units(self, job: Job) -> list[Unit]:
         """Return a unit for each linear, group of fused linears, or layer of experts."""
@@ -87,7 +88,8 @@ class FolderSpace:
         """Return the grid of a linear for a candidate's name, such as `3,128` (bits, group size)."""
         bits, group_size = map(int, candidate.split(","))
         override = Override(candidate, re.compile(""), bits, group_size)
-        return gptq.grid(self.options, gptq.width(self.options, row.in_features, override), row.name)
+        method = self.method
+        return method.grid(method.overridden(row.in_features, override), row.name)
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return the choices with one format for all units, as `quantkit gptq --bits B --group-size G`."""
@@ -128,9 +130,8 @@ def _pattern(unit: Unit) -> str:
 class GgufSpace:
     """The units and candidates of llama.cpp, like `FolderSpace`. All experts' up matrices are one tensor."""
 
-    method = "gguf"
+    method = gguf.Gguf(gguf.Options())
     caches = ("float16", "q8_0", "q4_0")
-    options = gguf.Options()
     zero_points = False  # the types say which of them have a minimum
 
     def units(self, job: Job) -> list[Unit]:
@@ -157,7 +158,7 @@ class GgufSpace:
         """Return the choices that llama-quantize makes for its file types."""
         found, targets, unscaled = [], job.method.output.targets, _unscaled(job)
         for name in (name for name in FILE_TYPES if name not in unscaled):
-            chosen = gguf.chosen_types(self.options, name, targets, job.skeleton)
+            chosen = self.method.chosen_types(name, targets, job.skeleton)
             types = {one.name: one.type for one in chosen}
             choice = {unit.name: types[unit.name] for unit in units}
             if all(kind in TYPES for kind in choice.values()):

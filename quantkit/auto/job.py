@@ -101,7 +101,7 @@ class Auto:
         if self.held_out:
             changed["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
         content: dict[str, Any] = {
-            "method": self.space.method, "description": description, "model": self.request.source,
+            "method": self.space.method.name, "description": description, "model": self.request.source,
         }  # fmt: skip
         for key, value in {**typed, **changed, **values}.items():
             section, _, name = key.partition(".")
@@ -111,12 +111,10 @@ class Auto:
 
     def job_of(self, written: str, output: Path) -> job.Request:
         """Return the request that `quantkit run` would make of the recipe `written`."""
-        choice, request = recipe.merge(recipe.parse("", "the recipe", written), (), {}), self.request
-        return job.Request(
-            choice.model, choice.method, choice.options, choice.calibration, choice.run, output=output,
-            revision=request.revision, offline=request.offline, trust_remote_code=request.trust_remote_code,
-            resume=output.with_name(f"{output.name}.partial").exists(), overwrite=True,
-        )  # fmt: skip
+        request, unfinished = self.request, output.with_name(f"{output.name}.partial")
+        opening = {name: getattr(request, name) for name in ("revision", "offline", "trust_remote_code")}
+        parsed, typed = recipe.parse("", "the recipe", written), {"output": str(output)}
+        return recipe.merge(parsed, (), typed, resume=unfinished.exists(), overwrite=True, **opening)
 
     @cached_property
     def streams(self) -> int:
@@ -182,7 +180,7 @@ class Auto:
             "source_sha256": self.job.checkpoint.sha256(),
             "engine": options.engine,
             "candidates_sha256": hashlib.sha256(repr(candidates).encode()).hexdigest(),
-            "options": {"search_tokens": options.search_tokens} | asdict(self.space.options),
+            "options": {"search_tokens": options.search_tokens} | asdict(self.space.method.options),
             "calibration": self.job.calibration.record(),
             "held_out_sequences": self.held_out,
             "exclude": list(run.exclude),
@@ -199,12 +197,11 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         what = f"--no-sym: {request.options.engine} does not read several widths with zero points"
         require(space.zero_points, what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
-    output, one_file = request.place, space.method == "gguf"
+    output, one_file = request.place, space.method.name == "gguf"
     prepared = job.prepare(
         job.Request(
             source=request.source,
             method=space.method,
-            options=space.options,
             calibration=_options(CalibrationOptions, "calibration", request.typed),
             run=_options(RunOptions, "run", {"run.dtype": MEASURED_IN} | request.typed),
             output=output,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from quantkit.capacity.question import Question
 from quantkit.errors import USAGE, QuantkitError, one_of
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
-from quantkit.quantize.methods import composing
+from quantkit.quantize.methods import _options as method_options
 from quantkit.quantize.prepare.names import base_name
 
 BUDGETS = ("bpw", "max_size", "max_kld", "gpu")
@@ -48,8 +48,8 @@ class AutoOptions:
         "uses gradients of the model's loss: less loss, in several times the time. The search uses gptq.",
         names=SEARCHED_BY,
     )
-    target: str = composing.shared("target")
-    head: int = composing.shared("head")
+    target: str = method_options.shared("target")
+    head: int = method_options.shared("head")
     search_tokens: int = option(4096, "Calibration tokens that the search measures divergences on.")
     search_streams: int = option(
         64, "Largest number of hidden-state streams in memory, one for each tried choice of bits."
@@ -88,7 +88,7 @@ class AutoOptions:
             value = getattr(self, name)
             fits = value is None or 0 < value < math.inf
             check_value(flag_of(name), value, fits, "choose a positive number")
-        for name, names in {"solver": SEARCHED_BY, "target": composing.TARGETS}.items():
+        for name, names in {"solver": SEARCHED_BY, "target": method_options.TARGETS}.items():
             value = getattr(self, name)
             one_of(value, names, f"--{name} {value} is not supported by auto")
         if self.max_size is not None:

@@ -312,7 +312,7 @@ def _clear(folder: Path) -> None:
 
 def _publish(auto: Auto, kept: Made) -> None:
     """Move the kept output to its place and remove the search's folder."""
-    may_replace.check(auto.output, auto.space.method == "gguf", auto.request.overwrite)
+    may_replace.check(auto.output, auto.space.method.name == "gguf", auto.request.overwrite)
     auto.output.parent.mkdir(parents=True, exist_ok=True)
     put(kept.place, auto.output, auto.folder / "replaced")
     shutil.rmtree(auto.folder)

@@ -131,7 +131,7 @@ def measure(
     batch = prepared.plan.execution.batch_size
     tokens, statistics = auto.tokens.split(batch), auto.statistics.split(batch)
     done = len(auto.units) - len(missing)
-    outside = GgufOutside(prepared, statistics) if auto.space.method == "gguf" else None
+    outside = GgufOutside(prepared, statistics) if auto.space.method.name == "gguf" else None
     folder = auto.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
     folder.mkdir(parents=True)

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 from quantkit.capacity import Unsupported
 from quantkit.capacity.parameters import MOST_EXPERTS, Parameters, Tensor
@@ -28,6 +26,7 @@ from quantkit.models.gguf.architectures import Architecture
 from quantkit.models.gguf.file_types import FILE_TYPES as ALL_FILE_TYPES
 from quantkit.models.gguf.file_types import Model
 from quantkit.quantize import methods
+from quantkit.quantize.methods import Method
 
 ALIGNMENT = 32
 OUTSIDE = {"head": HEAD, "embedding": EMBEDDING}
@@ -67,26 +66,25 @@ class Packed:
     which engines multiply (of FEWER in devices.py, or 16 bit). open_groups: the group size was chosen for the
     model, as by a job without --group-size."""
 
-    method: ModuleType
-    options: Any
+    method: Method
     computes: str
     open_groups: bool = False
 
     @cached_property
     def layout(self) -> Layout:
-        return self.method.layout(self.options)
+        return self.method.layout
 
     def fitted(self, parameters: Parameters | None = None) -> Packed:
         """Return the format with the group size that a job without --group-size chooses for a model."""
-        if not methods.has_open_groups(self.options):
+        if not self.method.has_open_groups:
             return self
         linears = parameters.linears if parameters else ()
-        options = methods.with_groups(self.options, ((one.in_features, one.size) for one in linears))
-        return replace(self, options=options, open_groups=True)
+        method = self.method.with_groups((one.in_features, one.size) for one in linears)
+        return replace(self, method=method, open_groups=True)
 
     def stays(self, tensor: Tensor) -> bool:
         """Return whether a linear stays in 16 bit because no group size divides its columns."""
-        return self.open_groups and tensor.in_features % self.options.group_size > 0
+        return self.open_groups and tensor.in_features % self.method.options.group_size > 0
 
     def nbytes(self, out_features: int, in_features: int) -> int:
         """Return the bytes of one packed linear."""
@@ -96,9 +94,9 @@ class Packed:
         """Return a tensor's bytes in this format: linears of blocks are packed, and head and embedding if the
         options say so; others stay as stored."""
         for name, pattern in OUTSIDE.items():
-            bits = getattr(self.options, name, 0)
+            bits = getattr(self.method.options, name)
             if bits and tensor.block is None and pattern.fullmatch(tensor.name):
-                width = replace(self.method.width(self.options, tensor.shape[1]), bits=bits)
+                width = replace(self.method.width(tensor.shape[1]), bits=bits)
                 return self.layout.nbytes(spec_of_shape(*tensor.shape, width))
         if not tensor.is_linear or self.stays(tensor):
             return tensor.nbytes
@@ -115,7 +113,7 @@ class Packed:
         """Raise Unsupported, with the reasons, if a linear of the blocks cannot be packed."""
         if reason := self.layout.check_model(model_type):
             raise Unsupported(reason)
-        if getattr(self.options, "head", 0) and parameters.is_tied:
+        if self.method.options.head and parameters.is_tied:
             raise Unsupported("head and embedding are one tensor")
         if parameters.fused_experts or not parameters.linears:
             fused = "experts of a block are one tensor"
@@ -125,13 +123,13 @@ class Packed:
             if one.is_linear and not self.stays(one) and (why := self._unfit(one)):
                 refused[why] += number
         if all(map(self.stays, parameters.linears)):
-            raise Unsupported(f"no linear splits into groups of {self.options.group_size}")
+            raise Unsupported(f"no linear splits into groups of {self.method.options.group_size}")
         if refused:
             found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
             raise Unsupported(name_all(found, 2))
 
     def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
-        width = self.method.width(self.options, in_features)
+        width = self.method.width(in_features)
         return LinearSpec(name, 0, name, out_features, in_features, width, conv1d=conv1d)
 
     def _unfit(self, tensor: Tensor) -> str | None:
@@ -139,7 +137,7 @@ class Packed:
         size = spec.grid.group_size
         if spec.in_features % size:
             smaller = next((size for size in SMALLER_GROUPS if spec.in_features % size == 0), None)
-            grouped = smaller and hasattr(self.method.Options, "group_size")
+            grouped = smaller and self.method.options.group_size
             fix = f"; --group-size {smaller} fits" if grouped else ""
             return f"{spec.in_features} columns do not split into groups of {size}{fix}"
         return self.layout.check(spec)
@@ -149,10 +147,11 @@ class Packed:
 def _packed() -> dict[str, Packed]:
     found = {}
     for name in methods.available():
-        if hasattr(module := methods.load(name), "layout"):
-            found[name] = Packed(module, module.Options(), getattr(module, "COMPUTES", BITS16))
-            for variant, (options, computes) in getattr(module, "VARIANTS", {}).items():
-                found[variant] = Packed(module, module.Options(**options), computes)
+        method = methods.create(name)
+        if method.stored_as == name:
+            found[name] = Packed(method, method.computes)
+            for variant, (options, computes) in method.variants.items():
+                found[variant] = Packed(methods.create(name, **options), computes)
     return found
 
 

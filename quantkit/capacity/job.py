@@ -19,7 +19,7 @@ from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
 from quantkit.quantize.calibrate import original_every
-from quantkit.quantize.methods import Work
+from quantkit.quantize.methods import MethodOptions, Work
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
@@ -55,9 +55,8 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
     parameters, settings, device = source.parameters, source.settings, question.one
-    module, on_gpu = methods.load(method), device is not None and device.kind == "cuda"
-    stored = module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
-    work, weights = module.WORK, formats.weights(stored, parameters, settings)
+    on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
+    work, weights = chosen.work, formats.weights(chosen.stored_as, parameters, settings)
     if weights.reason:
         return NOTHING | {"reason": weights.reason}
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
@@ -66,7 +65,7 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     shapes = shapes_of(source, question, DTYPE_BYTES[dtype], free)
     calibrated = work.forwards > 0
     scaled = 1.0 if work.transform else work.sample
-    needs = _needs(module.Options()) if calibrated else frozenset()
+    needs = _needs(chosen.options) if calibrated else frozenset()
     if vocabulary := settings.filled("vocab_size"):
         shapes = replace(shapes, predicted=4 * vocabulary * loss_tokens(None, calibrated, vocabulary))
 
@@ -96,9 +95,9 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _needs(options: Any) -> frozenset[str]:
+def _needs(options: MethodOptions) -> frozenset[str]:
     """Return the statistics that the solver of these options needs."""
-    feeds_back = getattr(options, "solver", "rtn") != "rtn" and options.target == "original"
+    feeds_back = options.solver != "rtn" and options.target == "original"
     return frozenset({"hessian", "drift"} if feeds_back else {"hessian"})
 
 

@@ -38,7 +38,7 @@ def _imatrix(context: typer.Context, **values: Any) -> None:
         typed = flags.typed(context, values)
         chosen = (flags.options(kind, typed) for kind in (CalibrationOptions, RunOptions))
         further = {name: values[name] for name in REQUEST}
-        request = job.Request(values["model"], "imatrix", None, *chosen, **further)
+        request = job.Request(values["model"], None, *chosen, **further)
         prepared = imatrix_job.prepare(request, progress)
         with running.done_already(prepared.output, "give it to --imatrix"):
             record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)

@@ -37,8 +37,8 @@ def plan_record(job: Job) -> dict:
         "output": str(job.staging.output),
         "files": list(map(str, job.method.output.paths(job.material))),
         "refused": job.refusal.record()["error"] if job.refusal else None,
-        "method": job.request.method,
-        "options": asdict(job.request.options),
+        "method": job.method.name,
+        "options": asdict(job.request.method.options),
         "calibration": job.calibration.record() if job.calibration else None,
         "plan": asdict(job.plan),
         "matrices": [

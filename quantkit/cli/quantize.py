@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,8 @@ from quantkit.errors import QuantkitError
 from quantkit.models.files import card, gguf_shards, headers, hub
 from quantkit.options import check_machine
 from quantkit.quantize import methods
-from quantkit.quantize.prepare import names, recipe
+from quantkit.quantize.prepare import recipe
+from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.staging import may_replace
 from quantkit.text import sources
 
@@ -52,7 +54,7 @@ def command(method: str) -> Callable[..., None]:
     def invoke(context: typer.Context, **values: Any) -> None:
         named = values["recipe_name"]
         base = recipe.load(named, method) if named else recipe.Recipe(method)
-        _quantize(recipe.merge(base, (), flags.typed(context, values)), values)
+        _quantize(_merge(base, (), context, values), values)
 
     parameters = [
         flags.parameter(
@@ -60,7 +62,7 @@ def command(method: str) -> Callable[..., None]:
         )
     ]
     parameters += [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
-    unused = getattr(methods.load(method), "UNUSED", ())
+    unused = methods.load(method).unused
     parameters = [row for row in parameters if row.name not in unused]
     return flags.sign(invoke, [*parameters, *flags.fixed(flags.FIXED)])
 
@@ -71,7 +73,7 @@ def run_command() -> Callable[..., None]:
     def invoke(context: typer.Context, **values: Any) -> None:
         """Run a job from a recipe."""
         base = recipe.load(values["recipe"])
-        _quantize(recipe.merge(base, values["settings"], flags.typed(context, values)), values)
+        _quantize(_merge(base, values["settings"], context, values), values)
 
     parameters = [
         flags.parameter("recipe", RECIPE),
@@ -83,45 +85,53 @@ def run_command() -> Callable[..., None]:
     return flags.sign(invoke, [*parameters, *fixed])
 
 
-def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
+def _merge(
+    base: recipe.Recipe, settings: Sequence[str], context: typer.Context, values: dict[str, Any]
+) -> Request:
+    """Return the request of a recipe, changed by `--set` and typed flags."""
+    further = {name: values[name] for name in REQUEST}
+    return recipe.merge(base, settings, flags.typed(context, values), **further)
+
+
+def _check_early(request: Request, values: dict[str, Any]) -> None:
     """Raise QuantkitError for invalid options, files or outputs, before importing torch takes seconds."""
-    methods.check(choice.method, choice.options)
-    check_machine(choice.run.device, choice.run.threads)
+    request.method.check()
+    check_machine(request.run.device, request.run.threads)
     if values["push"]:
         hub.check_target(values["push"])
-    named = choice.calibration.calibration
-    if named and named.endswith(sources.FILES):
-        with sources.opened(Path(named)):
+    text = request.calibration.calibration
+    if text and text.endswith(sources.FILES):
+        with sources.opened(Path(text)):
             pass
-    place = hub.local(choice.model)
-    if place and place.is_dir():
-        headers.at(choice.model, place, strict=True)
-    if not (values["overwrite"] or values["resume"] or values["dry_run"]):
-        may_replace.check_new(_outputs(choice, place))
+    path = hub.local(request.source)
+    if path and path.is_dir():
+        headers.at(request.source, path, strict=True)
+    if not (request.overwrite or request.resume or values["dry_run"]):
+        may_replace.check_new(_outputs(request, path))
 
 
-def _outputs(choice: recipe.Choice, place: Path | None) -> list[Path]:
-    """Return the outputs of a command, unless their names depend on more than the headers at `place`."""
-    options, run = choice.options, choice.run
-    if methods.has_open_groups(options) and not choice.output:
+def _outputs(request: Request, path: Path | None) -> list[Path]:
+    """Return the outputs of a command, unless their names depend on more than the headers at `path`."""
+    method, run = request.method, request.run
+    if method.has_open_groups and not request.output:
         from quantkit.capacity import source
 
-        if not place or run.exclude or run.override or options.head or options.embedding:
+        if not path or run.exclude or run.override or method.options.head or method.options.embedding:
             return []
         try:
-            parameters = source.read(str(place)).parameters
+            parameters = source.read(str(path)).parameters
         except QuantkitError:  # the job will say it, if the model does not suit the job either
             return []
         if parameters.fused_experts:
             return []
-        options = methods.with_groups(options, ((one.in_features, one.size) for one in parameters.linears))
-    each = methods.each(choice.method, options, choice.output, names.base_name(choice.model))
-    return [output or names.derived(choice.model, choice.method, one, run.override) for one, output in each]
+        widths = ((tensor.in_features, tensor.size) for tensor in parameters.linears)
+        request = replace(request, method=method.with_groups(widths))
+    return [single.destination for single in request.each()]
 
 
-def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
+def _quantize(request: Request, values: dict[str, Any]) -> None:
     flags.check_text(values["eval_text"])
-    _check_early(choice, values)
+    _check_early(request, values)
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -133,11 +143,10 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             from quantkit.models.machine import distributed
             from quantkit.quantize.prepare import several
 
-        asked = {key: values[key] for key in REQUEST}
-        outputs, jobs = several.prepare(choice, progress, values["dry_run"], **asked)
+        outputs, jobs = several.prepare(request, progress, values["dry_run"])
         if values["push"] and jobs:
             folder = jobs[0].checkpoint.folder
-            head = card.head(card.base_of(choice.model, folder), "", folder)
+            head = card.head(card.base_of(request.source, folder), "", folder)
             card.check(head, folder / card.CARD, "use quantkit push after the job; then ")
         if values["dry_run"]:
             progress.close()
@@ -159,7 +168,7 @@ def _quantize(choice: recipe.Choice, values: dict[str, Any]) -> None:
             return report(of_job.Result(outputs, [], finished=True))
         windows = None
         if values["eval_text"]:  # raises for an unsuitable text
-            column = choice.calibration.text_column
+            column = request.calibration.text_column
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
         stages = [one.staging for one in jobs]
 

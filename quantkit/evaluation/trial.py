@@ -13,7 +13,7 @@ from quantkit.layouts import LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import methods
-from quantkit.quantize.methods import Method
+from quantkit.quantize.methods import BuiltMethod, Method
 from quantkit.quantize.outputs import Sizes
 from quantkit.quantize.prepare import linears, recipe
 from quantkit.quantize.solving import round_block
@@ -24,15 +24,15 @@ def data_free() -> list[str]:
     found = []
     for name in methods.available():
         with suppress(QuantkitError):  # raised by methods that make no checkpoint
-            found += [] if _method(name, ()).needs else [name]
+            found += [] if methods.create(name).build().needs else [name]
     return found
 
 
 def _method(name: str, settings: Sequence[str]) -> Method:
     """Return a method with settings such as `solver=rtn` in place of defaults. Raises QuantkitError."""
-    options = recipe.options(name, settings, "--as")
-    methods.check(name, options)
-    return methods.build(name, options)
+    method = recipe.method_with(name, settings, "--as")
+    method.check()
+    return method
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Trial:
     """A method that is applied to blocks when they are loaded. name: as typed, such as `fp4,solver=rtn`."""
 
     name: str
-    method: Method
+    method: BuiltMethod
     specs: list[LinearSpec]
 
     @staticmethod
@@ -54,29 +54,28 @@ class Trial:
         if name not in methods.available():
             hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
             raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
-        _method(name, ())  # gguf writes files only, so its options are not looked at
-        options = recipe.options(name, settings, "--as")
+        methods.create(name).build()  # gguf writes files only, so its options are not looked at
         method = _method(name, settings)
-        if method.needs:
+        if method.build().needs:
             hint = f"write it with quantkit {name}, then evaluate that folder"
             with suppress(QuantkitError):
                 plain = [*settings, "solver=rtn", "transform=none"]
-                if not _method(name, plain).needs:
+                if not _method(name, plain).build().needs:
                     hint = f"--as {','.join([name, *plain])} rounds to nearest, without text; or {hint}"
             what = f"--as {typed} needs calibration text, so it cannot be tried on the fly"
             raise QuantkitError(what, hint, USAGE)
         what = f"{checkpoint.source} is quantized already"
         require(not checkpoint.quantized, what, "give --as the original checkpoint", USAGE)
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
-        if opened := methods.has_open_groups(options):
-            options = linears.fitted(skeleton, options, (), ())
-            method = methods.build(name, options)
-            if options.group_size != methods.GROUP_SIZES[0]:
-                typed += f",group_size={options.group_size}"
-        specs = linears.resolve(skeleton, method.make_grid, method.layout, (), (), opened)
+        if opened := method.has_open_groups:
+            method = linears.fitted(skeleton, method, (), ())
+            if (size := method.options.group_size) != methods.GROUP_SIZES[0]:
+                typed += f",group_size={size}"
+        built = method.build()
+        specs = linears.resolve(skeleton, built.make_grid, built.layout, (), (), opened)
         if opened and (kept := linears.undivided(specs)):
             typed += f" ({count(len(kept), 'linear')} in 16 bit)"
-        return Trial(typed, method, specs)
+        return Trial(typed, built, specs)
 
     def apply(self, skeleton: Skeleton, index: int, weights_only: bool = False) -> None:
         """Quantize the loaded block `index`; make it compute as a client would, or with decoded weights if

@@ -225,7 +225,7 @@ def _file_of(to: str, material: Material, progress: Progress) -> GgufOutput:
     """Return a GGUF file's output: staged linears keep their types, and other matrices the type that they
     have. Raises QuantkitError naming linears that llama.cpp stores in parts, and experts of several types."""
     options = gguf.Options(type=("F16",), solver="rtn", imatrix="none")
-    method, checkpoint = gguf.build(options, skeleton=material.skeleton), material.checkpoint
+    method, checkpoint = gguf.Gguf(options).build(material.skeleton), material.checkpoint
     for note in method.notes:
         progress.warn(note)
     output, chosen = method.output, dict(method.output.chosen)

@@ -23,7 +23,7 @@ from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.measure import Block
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.view import Transformed
-from quantkit.quantize.methods import Method
+from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.solvers import SiteStatistics, Solved, Solver
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
@@ -35,7 +35,7 @@ class Solving:
     the block. curvatures: of the linears' outputs, if measured."""
 
     skeleton: Skeleton
-    method: Method
+    method: BuiltMethod
     timings: Timings
     block: Block
     parts: BlockParts

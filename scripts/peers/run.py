@@ -291,9 +291,9 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
     from quantkit.quantize.progress import Progress
     from quantkit.text import calibration
 
-    rows, kind = job.rows(), methods.load(job.method).Options
+    rows, fields = job.rows(), methods.load(job.method).Options.__dataclass_fields__
     chosen = {"bits": job.bits, "group_size": job.group_size, "sym": job.sym, "zero_point": not job.sym}
-    chosen = {key: chosen[key] for key in chosen if key in kind.__dataclass_fields__} | job.options
+    chosen = {key: chosen[key] for key in chosen if key in fields} | job.options
     if "type" in chosen:  # as a JSON file has it
         chosen["type"] = tuple(chosen["type"])
     text = CalibrationOptions(job.calibration, samples=len(rows), seqlen=len(rows[0]))
@@ -301,7 +301,9 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
     assert tokens.tokens.tolist() == rows, "other calibration tokens than the peers'"
     calibration.load = lambda *arguments: tokens  # cut already, as the peers are given theirs
     run = RunOptions(threads=job.threads, device=job.device)
-    request = requests.Request(job.model, job.method, kind(**chosen), text, run, output=Path(job.out))
+    request = requests.Request(
+        job.model, methods.create(job.method, **chosen), text, run, output=Path(job.out)
+    )
     clock.ready()
     with clock("load"):
         prepared = requests.prepare(request, Progress())

@@ -111,8 +111,7 @@ def quantize(case: Case, source: Path, output: Path, **quick: Any) -> None:
     """With `quantkit METHOD`; the case's own options count more."""
     request = job.Request(
         source=str(source),
-        method=case.method,
-        options=methods.load(case.method).Options(**quick | case.options),
+        method=methods.create(case.method, **quick | case.options),
         calibration=CalibrationOptions(samples=4, seqlen=64),
         run=RunOptions(
             exclude=case.exclude,

@@ -31,7 +31,7 @@ from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.calibrate.states import States
-from quantkit.quantize.job import calibrate, check_run, open_skeleton
+from quantkit.quantize.job import calibrate, open_skeleton
 from quantkit.quantize.outputs.folder import TIMINGS
 from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
@@ -217,7 +217,7 @@ def prepare(request: Request, progress: Progress, text: Path | None = None, dry_
     text: file of --eval. A dry run does not check whether the output exists and computes no hashes.
     """
     request.options.check()
-    check_run(request.run)
+    request.run.check()
     teacher, student = open_pair(request)
     publish.manifest_of(student)  # rejects an invalid manifest before training
     if teacher.quantized:

@@ -1,19 +1,7 @@
-"""Methods, picked by name. A method is a preset of solver, grid and layout; one file each.
+"""Methods, picked by name: one file each, with one subclass of `Method` and its `Options`.
 
-A method's file holds
-SUMMARY  a line for the help. WORK: its cost in time and memory with default options.
-Options  a frozen dataclass whose fields become flags. `check(options)` raises QuantkitError for options that
-         are invalid for every model (default: `composing.check`). `suffix(options)` ends derived names.
-layout   `layout(options)` and `width(options, in_features, override)`: how a linear is stored; or, if that
-         depends on the whole model, `stored_as(options)`: the name of a format of `quantkit plan`.
-grid     `grid(options, width, name)`: the grid of the linear stored as `name`.
-COMPUTES the type in which engines multiply, a name of `capacity/devices.py`; default: 16 bit.
-record   optional `record(options)`: options in the fingerprint that replace the values typed, such as paths.
-VARIANTS optional further formats for plans: name -> (options, type in which engines multiply).
-build    optional `build(options, calibrated, skeleton)`: the method, if `compose` does not suffice.
-         calibrated: the user gave calibration text. skeleton: the model, for methods whose choice depends
-         on all of its tensors.
-torch is imported inside `grid` and `build`, so that `--help` stays fast and plans do not need it.
+A method is a preset of solver, transform, grid, layout and output. torch is imported inside functions, so
+that `--help` stays fast and plans do not need it.
 """
 
 from __future__ import annotations
@@ -22,87 +10,55 @@ import importlib
 import json
 import pkgutil
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, one_of, require
+from quantkit.errors import USAGE, one_of, require
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from quantkit.grids.grid import Grid
     from quantkit.layouts import Layout, Width
     from quantkit.models.skeleton import Skeleton
+    from quantkit.quantize.methods._override import Override
     from quantkit.quantize.outputs.folder import Output
     from quantkit.quantize.solvers import Solver
     from quantkit.quantize.transforms.scaling import ColumnScaling
 
-
-@dataclass(frozen=True)
-class Override:
-    """`REGEX=bits[,group_size]`: another grid for linears whose names match."""
-
-    text: str
-    pattern: re.Pattern
-    bits: int
-    group_size: int | None = None
-
-    @property
-    def flag(self) -> str:
-        """Return the flag as typed, for messages."""
-        return f"--override {self.text}"
-
-
-USUAL = 4096  # width of a linear that every layout can hold
 SMALL = 1 / 20  # share of weights below which linears do not decide about others, and may stay in 16 bit
-ESCAPE = r"escape dots and parentheses, as in 'layers\.0\.'"
 GROUP_SIZES = (128, 64, 32)  # to choose from without --group-size; all clients have kernels for them
-MakeGrid = Callable[[str, int, int, "Override | None"], "Grid | None"]
+NAMED = ("solver", "target", "format", "transform")  # options whose values `Method.check` compares with names
+MakeGrid = Callable[[str, int, "Override | None"], "Grid | None"]
 
 
-def parse_override(text: str) -> Override:
-    """Parse `REGEX=bits[,group_size]`. Raises QuantkitError if malformed."""
-    parts = re.fullmatch(r"(.+)=(\d+)(?:,(-?\d+))?", text)
-    what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
-    require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
-    pattern, bits, group_size = parts.groups()
-    found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
-    return Override(text, found, int(bits), None if group_size is None else int(group_size))
+def available() -> list[str]:
+    """Return the names of the methods: the files of this package that do not begin with `_`."""
+    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name[0] != "_")
 
 
-def _folder() -> Output:
-    from quantkit.quantize.outputs.folder import Output
+def load(name: str) -> type[Method]:
+    """Import a method's class, which is named like its file: `nf4.py` has `Nf4`. For an unknown name, the
+    QuantkitError lists similar ones."""
+    one_of(name, available(), f"no method {name!r}")
+    return vars(importlib.import_module(f"{__name__}.{name}"))[name.capitalize()]
 
-    return Output()
+
+def create(name: str, **options: Any) -> Method:
+    """Return the method with its default options, changed by `options`."""
+    method = load(name)
+    return method(method.Options(**options))
 
 
-@dataclass(frozen=True)
-class Method:
-    """make_grid: `make_grid(name, out_features, in_features, override)` returns the grid of linear `name`.
-
-    notes: warnings to show before the job runs. outside: embedding and head are encoded before the first
-    block.
-    """
-
-    name: str
-    solver: Solver
-    layout: Layout
-    make_grid: MakeGrid
-    transform: ColumnScaling | None = None
-    output: Output = field(default_factory=_folder)
-    notes: tuple[str, ...] = ()
-    outside: bool = False
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return the statistics of calibration text that the method needs; an empty set if data-free."""
-        parts = (self.solver, self.output, self.transform, self.layout)
-        return frozenset().union(*(part.needs for part in parts if part))
+def summary(name: str) -> str:
+    """Return the docstring of a method's class, read from its source: importing all methods would slow the
+    help."""
+    source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
+    line = re.search(r'^class \w+\(\w*Method\):\n    """(.+)"""$', source, re.MULTILINE)
+    return line[1] if line else load(name).__doc__
 
 
 @dataclass(frozen=True)
@@ -125,144 +81,185 @@ class Work:
     outside: bool = False
 
 
-def available() -> list[str]:
-    """Return the names of the methods: the files of this package except composing.py."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name != "composing")
+class MethodOptions:
+    """Options that quantkit reads of every method, with their values in methods without the flag. A subclass
+    is a frozen dataclass; its fields become flags and keys of recipes.
 
-
-def load(name: str) -> ModuleType:
-    """Import a method's module. For an unknown name, the QuantkitError lists similar ones."""
-    one_of(name, available(), f"no method {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
-
-
-def summary(name: str) -> str:
-    """Return a method's SUMMARY, read from its source: importing all methods would slow the help."""
-    source = Path(find_spec(f"{__name__}.{name}").origin).read_text(encoding="utf-8")
-    line = re.search(r'^SUMMARY = "([^"\\]*)"$', source, re.MULTILINE)
-    return line[1] if line else load(name).SUMMARY
-
-
-def check(name: str, options: Any) -> None:
-    """Raise QuantkitError if a method's options are invalid for every model."""
-    from quantkit.quantize.methods import composing
-
-    getattr(load(name), "check", composing.check)(options)
-
-
-def record(name: str, options: Any) -> dict:
-    """Return options as a fingerprint has them when it is read again."""
-    module = load(name)
-    found = json.loads(json.dumps(asdict(options)))
-    return found | (module.record(options) if hasattr(module, "record") else {})
-
-
-def build(name: str, options: Any, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Return the method for these options. calibrated, skeleton: see the module."""
-    module = load(name)
-    if hasattr(module, "build"):
-        return module.build(options, calibrated, skeleton)
-    return compose(name, options, skeleton)
-
-
-def compose(
-    name: str,
-    options: Any,
-    skeleton: Skeleton | None = None,
-    weighted: bool = False,
-    rounded: Callable[[Tensor], Tensor] | None = None,
-) -> Method:
-    """Return a method with its own layout and grid, and the solver and transform in its options. weighted:
-    see `composing.solver`; rounded: see `composing.block_transform`."""
-    from quantkit.quantize.methods import composing
-
-    module = load(name)
-    layout, dtype = module.layout(options), skeleton.checkpoint.config.dtype if skeleton else None
-
-    def make_grid(stored: str, out_features: int, in_features: int, override: Override | None) -> Grid:
-        found = module.grid(options, module.width(options, in_features, override), stored)
-        return layout.grid(found, dtype)
-
-    solver = composing.solver(options, getattr(options, "act_order", "group"), weighted)
-    transform = composing.block_transform(getattr(options, "transform", "none"), solver, rounded)
-    notes = module.notes(options) if hasattr(module, "notes") else ()
-    return Method(name, solver, layout, make_grid, transform, notes=notes)
-
-
-def each(name: str, options: Any, output: Path | None, model: str) -> list[tuple[Any, Path | None]]:
-    """Return options and output path of every job of one command: one job, unless the method has `each`.
-
-    model: the beginning of derived names.
+    group_size: None: the user left it open; 0: the method has no groups to choose. head, embedding: bits; 0:
+    they stay in 16 bit.
     """
-    module = load(name)
-    return module.each(options, output, model) if hasattr(module, "each") else [(options, output)]
+
+    solver: ClassVar[str] = "rtn"
+    act_order: ClassVar[str] = "group"
+    damp: ClassVar[float] = 0.01
+    refine: ClassVar[int] = 2
+    target: ClassVar[str] = "own"
+    transform: ClassVar[str] = "none"
+    bits: ClassVar[int | None] = None
+    group_size: ClassVar[int | None] = 0
+    head: ClassVar[int] = 0
+    embedding: ClassVar[int] = 0
 
 
-def has_open_groups(options: Any) -> bool:
-    """Return whether a method has groups, and the user left their size open."""
-    return getattr(options, "group_size", 0) is None
+@dataclass(frozen=True)
+class Method(ABC):
+    """A method with its options. The docstring of a subclass is its line in the help.
+
+    work: cost in time and memory with default options. computes: type in which engines multiply, a name of
+    `capacity/devices.py`. variants: further formats for plans: name -> (options, type in which engines
+    multiply). unused: options of a run that make no sense for the method.
+    """
+
+    options: Any
+
+    Options: ClassVar[type[MethodOptions]]
+    work: ClassVar[Work]
+    computes: ClassVar[str] = "16 bit"
+    variants: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {}
+    unused: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """The name by which users pick the method."""
+        return type(self).__name__.lower()
+
+    @property
+    @abstractmethod
+    def suffix(self) -> str:
+        """The end of derived output names, such as `gptq-w4g128`."""
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The layout that stores linears."""
+
+    @property
+    def stored_as(self) -> str:
+        """The format of `quantkit plan` that the method writes."""
+        return self.name
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings to show before the job runs."""
+        return ()
+
+    def check(self) -> None:
+        """Raise QuantkitError if the options are invalid for every model."""
+        from quantkit.options import check_value
+
+        refine, damp = self.options.refine, self.options.damp
+        check_value("--refine", refine, refine >= 0, "choose 0 or more")
+        require(0 < damp < 1, f"--damp {damp} is no share", "choose one between 0 and 1", USAGE)
+        for option in fields(self.options):
+            if option.name in NAMED and (names := option.metadata["names"]):
+                value = getattr(self.options, option.name)
+                one_of(value, names, f"--{option.name} {value}: no such {option.name}")
+
+    def record(self) -> dict[str, Any]:
+        """Return the options as a fingerprint has them when it is read again."""
+        return json.loads(json.dumps(asdict(self.options)))
+
+    def each(self, output: Path | None, model: str) -> list[tuple[Method, Path | None]]:
+        """Return method and output path of every job of a command. model: the beginning of derived names."""
+        return [(self, output)]
+
+    def width(self, in_features: int) -> Width:
+        """Return bits and group size of a linear's grid."""
+        raise NotImplementedError
+
+    def overridden(self, in_features: int, override: Override) -> Width:
+        """Return bits and group size of the grid of a linear with an override. Raises QuantkitError if the
+        method has no such grid."""
+        raise override.refused(f"{self.name} has one width")
+
+    def grid(self, width: Width, name: str) -> Grid:
+        """Return the grid of the linear stored as `name`."""
+        raise NotImplementedError
+
+    def solver(self) -> Solver:
+        """Return the solver for `--solver`. After a column scaling, round to nearest weighs errors."""
+        from quantkit.quantize.solvers.gptq import GptqSolver
+        from quantkit.quantize.solvers.rtn import RtnSolver
+        from quantkit.quantize.solvers.yaqa import YaqaSolver
+
+        options = self.options
+        if options.solver == "rtn":
+            return RtnSolver(weighted=options.transform in ("awq", "smooth"))
+        kind = {"gptq": GptqSolver, "yaqa": YaqaSolver}[options.solver]
+        return kind(options.damp, options.act_order, options.refine, options.target)
+
+    def transform(self, solver: Solver) -> ColumnScaling | None:
+        """Return the transform of each block for `--transform`; with rtn, "auto" is None and needs no
+        text."""
+        from quantkit.quantize.transforms.auto import FeedbackScaling
+        from quantkit.quantize.transforms.awq import AwqScaling
+
+        if self.options.transform == "auto" and self.options.solver != "rtn":
+            return FeedbackScaling(solver)
+        return AwqScaling() if self.options.transform == "awq" else None
+
+    def build(self, skeleton: Skeleton | None = None, calibrated: bool = False) -> BuiltMethod:
+        """Return the parts of a job with this method. skeleton: the model, if there is one. calibrated: the
+        user gave calibration text."""
+        layout, dtype = self.layout, skeleton.checkpoint.config.dtype if skeleton else None
+
+        def make_grid(name: str, in_features: int, override: Override | None) -> Grid:
+            width = self.overridden(in_features, override) if override else self.width(in_features)
+            return layout.grid(self.grid(width, name), dtype)
+
+        solver = self.solver()
+        return BuiltMethod(self.name, solver, layout, make_grid, self.transform(solver), notes=self.notes)
+
+    @property
+    def has_open_groups(self) -> bool:
+        """Whether the user left the size of the method's groups open."""
+        return self.options.group_size is None
+
+    def with_groups(self, linears: Iterable[tuple[int, int]]) -> Method:
+        """Return the method with the largest of GROUP_SIZES that divides the width of all linears, except
+        widths that none divides, and widths with a small share of the weights. linears: (in_features,
+        weights)."""
+        widths: Counter[int] = Counter()
+        for width, weights in linears:
+            widths[width] += weights
+        counted = [width for width in widths if widths[width] >= SMALL * widths.total()]
+        counted = [width for width in counted if width % GROUP_SIZES[-1] == 0]
+        size = next(size for size in GROUP_SIZES if not any(width % size for width in counted))
+        return replace(self, options=replace(self.options, group_size=size))
+
+    def changed(self, *names: str) -> str:
+        """Return the part of `suffix` for options that differ from their defaults, such as `-gptq-awq`."""
+        default = self.Options()
+        values = ((getattr(self.options, name), getattr(default, name)) for name in names)
+        return "".join(f"-{value}" for value, usual in values if value != usual)
 
 
-def with_groups(options: Any, linears: Iterable[tuple[int, int]]) -> Any:
-    """Return options with the largest of GROUP_SIZES that divides the width of all linears, except widths
-    that none divides, and widths with a small share of the weights. linears: (in_features, weights)."""
-    widths: Counter[int] = Counter()
-    for width, weights in linears:
-        widths[width] += weights
-    counted = [width for width in widths if widths[width] >= SMALL * widths.total()]
-    counted = [width for width in counted if width % GROUP_SIZES[-1] == 0]
-    size = next(size for size in GROUP_SIZES if not any(width % size for width in counted))
-    return replace(options, group_size=size)
+def _folder() -> Output:
+    from quantkit.quantize.outputs.folder import Output
+
+    return Output()
 
 
-def check_grid(bits: int, group_size: int | None, where: str = "") -> None:
-    """Raise QuantkitError for bits or group sizes that no layout has. where: the flag that set them, if not
-    --bits or --group-size. group_size: None if it is still open."""
-    require(2 <= bits <= 8, f"{where or f'--bits {bits}'}: no such width", "choose 2 to 8 bits", USAGE)
-    what = f"{where or f'--group-size {group_size}'} is invalid"
-    fits = group_size in (None, -1) or group_size >= 8
-    require(fits, what, "choose groups of -1, 16, 32, 64 or 128", USAGE)
+@dataclass(frozen=True)
+class BuiltMethod:
+    """The parts of a job, made by `Method.build`.
 
+    make_grid: `make_grid(name, in_features, override)` returns the grid of linear `name`; None if the output
+    encodes its weight. notes: warnings to show before the job runs. outside: embedding and head are encoded
+    before the first block.
+    """
 
-def check_layout(layout_of: Callable[[Any], Layout], options: Any) -> None:
-    """Raise QuantkitError for bits and groups that the layout cannot hold in any linear, and for bits of head
-    or embedding that no client of the layout reads."""
-    from quantkit.layouts import Width, spec_of_shape
+    name: str
+    solver: Solver
+    layout: Layout
+    make_grid: MakeGrid
+    transform: ColumnScaling | None = None
+    output: Output = field(default_factory=_folder)
+    notes: tuple[str, ...] = ()
+    outside: bool = False
 
-    options = with_groups(options, ()) if has_open_groups(options) else options
-    layout, size = layout_of(options), options.group_size
-    found = {name: bits for name in ("head", "embedding") if (bits := getattr(options, name))}
-    for name, bits in {"bits": options.bits, **found}.items():
-        check_grid(bits, size, "" if name == "bits" else f"--{name} {bits}")
-        spec = spec_of_shape(USUAL, USUAL, Width(bits, USUAL if size == -1 else size, options.sym))
-        reason = layout.check(spec)
-        require(
-            not reason,
-            f"--layout {options.layout}: {reason}",
-            "choose bits and groups that it has",
-            UNSUPPORTED,
-        )
-    for name in sorted(found.keys() - layout.outside):
-        what = f"--{name} {found[name]}: clients of --layout {options.layout} read no packed {name}"
-        raise QuantkitError(what, f"leave out --{name}, or use --layout mlx or quantkit gguf", UNSUPPORTED)
-
-
-def affine_width(
-    override: Override | None, bits: int, group_size: int, in_features: int, symmetric: bool
-) -> Width:
-    """Return bits and group size of a linear's affine grid, from its override or else the method. Raises
-    QuantkitError if no layout has them."""
-    from quantkit.layouts import Width
-
-    if override:
-        bits = override.bits
-        group_size = group_size if override.group_size is None else override.group_size
-        check_grid(bits, group_size, override.flag)
-    return Width(bits, in_features if group_size == -1 else group_size, symmetric)
-
-
-def refuse_override(override: Override | None, reason: str) -> None:
-    """Raise QuantkitError with `reason` if there is an override."""
-    if override:
-        what = f"{override.flag}: {reason}"
-        raise QuantkitError(what, "keep linears in 16 bit with --exclude instead", UNSUPPORTED)
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the statistics of calibration text that the method needs; an empty set if data-free."""
+        parts = (self.solver, self.output, self.transform, self.layout)
+        return frozenset().union(*(part.needs for part in parts if part))

@@ -12,20 +12,16 @@ from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, NvFp4Packed
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, composing, refuse_override
+from quantkit.quantize.methods import Method, MethodOptions, Work, _options
 
 if TYPE_CHECKING:
     from quantkit.grids.fp4 import Fp4Grid
-    from quantkit.quantize.methods import Override
 
-SUMMARY = "FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."
-WORK = Work(1, 10, (0.5e-6, 2e-6), (10, 20), sample=1 / 8)
-VARIANTS = {"fp4a4": ({"activations": True}, "fp4")}
 FORMATS = {"nvfp4": NvFp4Packed, "mxfp4": MxFp4Packed}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """Flags of `quantkit fp4`."""
 
     format: str = option(
@@ -47,46 +43,56 @@ class Options:
         True,
         "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
     )
-    solver: str = composing.shared("solver")
-    damp: float = composing.shared("damp")
-    refine: int = composing.shared("refine")
-    transform: str = composing.shared("transform")
-    target: str = composing.shared("target")
+    solver: str = _options.shared("solver")
+    damp: float = _options.shared("damp")
+    refine: int = _options.shared("refine")
+    transform: str = _options.shared("transform")
+    target: str = _options.shared("target")
 
 
-def suffix(options: Options) -> str:
-    """Return the end of the derived output name, such as `nvfp4`."""
-    layout = "" if options.layout == "compressed-tensors" else f"-{options.layout}"
-    return options.format + ("a4" if options.activations else "") + composing.suffix(options) + layout
+class Fp4(Method):
+    """FP4: NVFP4 or MXFP4, the 4 bit floats that accelerators multiply; by error feedback."""
 
+    Options = Options
+    options: Options
+    variants = {"fp4a4": ({"activations": True}, "fp4")}
+    work = Work(1, 10, (0.5e-6, 2e-6), (10, 20), sample=1 / 8)
 
-def check(options: Options) -> None:
-    """Raise QuantkitError if options are invalid for every model."""
-    composing.check(options)
-    rounded = options.layout == "mlx" and options.activations
-    require(not rounded, "--layout mlx stores no --activations", "leave one of them out", USAGE)
-    fits = options.layout != "modelopt" or options.format == "nvfp4"
-    hint = "leave out --format, or write --layout compressed-tensors"
-    require(fits, f"--layout modelopt holds nvfp4, not {options.format}", hint, USAGE)
+    @property
+    def suffix(self) -> str:
+        """The end of derived output names, such as `nvfp4`."""
+        options = self.options
+        layout = "" if options.layout == "compressed-tensors" else f"-{options.layout}"
+        inputs = "a4" if options.activations else ""
+        return options.format + inputs + self.changed("solver", "transform") + layout
 
+    @property
+    def layout(self) -> Layout:
+        """The layout for `--layout`."""
+        options, form = self.options, FORMATS[self.options.format]
+        if options.layout == "mlx":
+            return MlxLayout(4, form.GROUP, options.format)
+        if options.layout == "modelopt":
+            return ModelOptLayout(NvFp4Packed(options.activations))
+        return CompressedTensorsLayout(form(options.activations))
 
-def layout(options: Options) -> Layout:
-    """Return the layout."""
-    if options.layout == "mlx":
-        return MlxLayout(4, FORMATS[options.format].GROUP, options.format)
-    if options.layout == "modelopt":
-        return ModelOptLayout(NvFp4Packed(options.activations))
-    return CompressedTensorsLayout(FORMATS[options.format](options.activations))
+    def check(self) -> None:
+        """Raise QuantkitError if options are invalid for every model."""
+        super().check()
+        options = self.options
+        rounded = options.layout == "mlx" and options.activations
+        require(not rounded, "--layout mlx stores no --activations", "leave one of them out", USAGE)
+        fits = options.layout != "modelopt" or options.format == "nvfp4"
+        hint = "leave out --format, or write --layout compressed-tensors"
+        require(fits, f"--layout modelopt holds nvfp4, not {options.format}", hint, USAGE)
 
+    def width(self, in_features: int) -> Width:
+        """Return 4 bits in the format's groups."""
+        return Width(4, FORMATS[self.options.format].GROUP)
 
-def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return bits and group size of a linear's grid."""
-    refuse_override(override, f"{options.format} has one width")
-    return Width(4, FORMATS[options.format].GROUP)
+    def grid(self, width: Width, name: str) -> Fp4Grid:
+        """Return the grid of a linear."""
+        from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 
-
-def grid(options: Options, width: Width, name: str) -> Fp4Grid:
-    """Return the grid of a linear."""
-    from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
-
-    return {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[options.format](search=options.search_scale)
+        kind = {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[self.options.format]
+        return kind(search=self.options.search_scale)

@@ -13,22 +13,17 @@ from quantkit.layouts.fp8 import Fp8Layout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.layouts.modelopt import ModelOptLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, composing, refuse_override
+from quantkit.quantize.methods import Method, MethodOptions, Work, _options
 
 if TYPE_CHECKING:
     from quantkit.grids.float8 import Float8Grid
-    from quantkit.quantize.methods import Override
 
-SUMMARY = "FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."
-WORK = Work(0, 0, (5e-9, 30e-9))
-COMPUTES = "fp8"  # what engines multiply in, see capacity/devices.py
-VARIANTS = {"mxfp8": ({"format": "mxfp8"}, "fp8")}
 LAYOUTS = {"fp8": ("compressed-tensors", "deepseek", "modelopt"), "mxfp8": ("compressed-tensors", "mlx")}
 BLOCK = 128  # the only one that engines have kernels for
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """Flags of `quantkit fp8`."""
 
     format: str = option(
@@ -46,7 +41,7 @@ class Options:
         "Store one scale for the inputs of each linear, measured on calibration text, instead of one scale "
         "for each token while running: faster in some engines, more loss.",
     )
-    solver: str = composing.shared("solver", "rtn")
+    solver: str = _options.shared("solver", "rtn")
     search_scale: bool = option(
         False,
         "rtn: search each scale for the least squared error, in fifteen times the time, instead of fitting "
@@ -58,11 +53,11 @@ class Options:
         "Store scales of keys and values, measured on calibration text. Engines can then keep the KV cache "
         "in 8 bit floats.",
     )
-    act_order: Literal["none", "group"] = composing.shared("act_order")
-    damp: float = composing.shared("damp")
-    refine: int = composing.shared("refine")
-    target: str = composing.shared("target")
-    transform: str = composing.shared("transform")
+    act_order: Literal["none", "group"] = _options.shared("act_order")
+    damp: float = _options.shared("damp")
+    refine: int = _options.shared("refine")
+    target: str = _options.shared("target")
+    transform: str = _options.shared("transform")
     layout: Literal["compressed-tensors", "deepseek", "mlx", "modelopt"] = option(
         "compressed-tensors",
         "Layout on disk: compressed-tensors loads in vLLM, SGLang and transformers; deepseek is "
@@ -71,60 +66,71 @@ class Options:
     )
 
 
-def suffix(options: Options) -> str:
-    """Return the end of the derived output name, such as `fp8-block`."""
-    form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
-    form += f"-{options.layout}" if options.layout in ("mlx", "modelopt") else ""
-    static = "-static" if options.static else ""
-    cache = "-kv" if options.kv_cache else ""
-    return f"{options.format}{form}{static}{cache}{composing.suffix(options)}"
+class Fp8(Method):
+    """FP8: 8 bit floats, weights and activations, for Hopper and Ada. Needs no calibration; seconds."""
 
+    Options = Options
+    options: Options
+    computes = "fp8"
+    variants = {"mxfp8": ({"format": "mxfp8"}, "fp8")}
+    work = Work(0, 0, (5e-9, 30e-9))
 
-def check(options: Options) -> None:
-    """Raise QuantkitError if options are invalid for every model."""
-    composing.check(options)
-    what = f"--block {options.block}: no engine has kernels for such blocks"
-    require(options.block in (0, BLOCK), what, f"choose {BLOCK}, or 0", USAGE)
-    what = "--static gives all inputs of a linear one scale, blocks give 128 columns of a token one"
-    hint = "leave out one of them; --static is for --layout compressed-tensors and modelopt"
-    require(not (options.static and _block(options)), what, hint, USAGE)
-    what, bare = f"--kv-cache: --layout {options.layout} has no place for it", ("deepseek", "mlx")
-    require(not options.kv_cache or options.layout not in bare, what, "choose another --layout", USAGE)
-    what, fits = f"--layout {options.layout} does not hold {options.format}", LAYOUTS[options.format]
-    require(options.layout in fits, what, f"choose --layout {' or '.join(fits)}", USAGE)
-    other = options.format == "mxfp8" and (options.block or options.static or options.search_scale)
-    hint = "leave out --block, --static and --search-scale"
-    require(not other, "mxfp8 has one scale for 32 values, by the largest of them", hint, USAGE)
+    @property
+    def suffix(self) -> str:
+        """The end of derived output names, such as `fp8-block`."""
+        options = self.options
+        form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
+        form += f"-{options.layout}" if options.layout in ("mlx", "modelopt") else ""
+        static = "-static" if options.static else ""
+        cache = "-kv" if options.kv_cache else ""
+        return f"{options.format}{form}{static}{cache}{self.changed('solver', 'transform')}"
 
+    @property
+    def layout(self) -> Layout:
+        """The layout for `--layout`."""
+        options = self.options
+        if options.layout == "mlx":
+            return MlxLayout(8, MxFp8.GROUP, options.format)
+        if options.layout == "deepseek":
+            return Fp8Layout()
+        kind = ModelOptLayout if options.layout == "modelopt" else CompressedTensorsLayout
+        form = FloatQuantized(self._block, options.static, options.static and kind is ModelOptLayout)
+        return kind(MxFp8() if options.format == "mxfp8" else form, cache=options.kv_cache)
 
-def _block(options: Options) -> int | None:
-    return BLOCK if options.block or options.layout == "deepseek" else None
+    def check(self) -> None:
+        """Raise QuantkitError if options are invalid for every model."""
+        super().check()
+        options = self.options
+        what = f"--block {options.block}: no engine has kernels for such blocks"
+        require(options.block in (0, BLOCK), what, f"choose {BLOCK}, or 0", USAGE)
+        what = "--static gives all inputs of a linear one scale, blocks give 128 columns of a token one"
+        hint = "leave out one of them; --static is for --layout compressed-tensors and modelopt"
+        require(not (options.static and self._block), what, hint, USAGE)
+        what, bare = f"--kv-cache: --layout {options.layout} has no place for it", ("deepseek", "mlx")
+        require(not options.kv_cache or options.layout not in bare, what, "choose another --layout", USAGE)
+        what, fits = f"--layout {options.layout} does not hold {options.format}", LAYOUTS[options.format]
+        require(options.layout in fits, what, f"choose --layout {' or '.join(fits)}", USAGE)
+        other = options.format == "mxfp8" and (options.block or options.static or options.search_scale)
+        hint = "leave out --block, --static and --search-scale"
+        require(not other, "mxfp8 has one scale for 32 values, by the largest of them", hint, USAGE)
 
+    @property
+    def _block(self) -> int | None:
+        return BLOCK if self.options.block or self.options.layout == "deepseek" else None
 
-def layout(options: Options) -> Layout:
-    """Return the layout."""
-    if options.layout == "mlx":
-        return MlxLayout(8, MxFp8.GROUP, options.format)
-    if options.layout == "deepseek":
-        return Fp8Layout()
-    kind = ModelOptLayout if options.layout == "modelopt" else CompressedTensorsLayout
-    form = FloatQuantized(_block(options), options.static, options.static and kind is ModelOptLayout)
-    return kind(MxFp8() if options.format == "mxfp8" else form, cache=options.kv_cache)
+    def width(self, in_features: int) -> Width:
+        """Return 8 bits and the format's or the block's group size."""
+        group = MxFp8.GROUP if self.options.format == "mxfp8" else self._block
+        return Width(8, group or in_features)
 
+    def grid(self, width: Width, name: str) -> Float8Grid:
+        """Return the grid of a linear."""
+        from quantkit.grids.float8 import WHOLE, Float8Grid, MxFp8Grid
 
-def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return bits and group size of a linear's grid."""
-    refuse_override(override, f"{options.format} has one width")
-    return Width(8, MxFp8.GROUP if options.format == "mxfp8" else _block(options) or in_features)
-
-
-def grid(options: Options, width: Width, name: str) -> Float8Grid:
-    """Return the grid of a linear."""
-    from quantkit.grids.float8 import WHOLE, Float8Grid, MxFp8Grid
-
-    if options.format == "mxfp8":
-        return MxFp8Grid()
-    scales = "bfloat16" if options.layout == "compressed-tensors" else "float32"
-    search = options.search_scale or options.solver != "rtn"
-    rows = WHOLE if options.static and options.layout == "modelopt" else _block(options) or 1
-    return Float8Grid(width.group_size, rows, search, scales)
+        options = self.options
+        if options.format == "mxfp8":
+            return MxFp8Grid()
+        scales = "bfloat16" if options.layout == "compressed-tensors" else "float32"
+        search = options.search_scale or options.solver != "rtn"
+        rows = WHOLE if options.static and options.layout == "modelopt" else self._block or 1
+        return Float8Grid(width.group_size, rows, search, scales)

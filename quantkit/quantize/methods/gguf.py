@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
+from quantkit.layouts.ggml import GgmlLayout
 from quantkit.models.gguf.file_types import (
     BLOCKS,
     FILE_TYPES,
@@ -29,26 +29,26 @@ from quantkit.models.gguf.mixtures import (
     without_importance,
 )
 from quantkit.options import flag_of, option
-from quantkit.quantize.methods import Method, Work, composing, refuse_override
+from quantkit.quantize.methods import BuiltMethod, Method, MethodOptions, Work, _options
 
 if TYPE_CHECKING:
     from quantkit.grids.ggml.block import BlockGrid
+    from quantkit.layouts import Width
     from quantkit.models.files.checkpoint import Checkpoint
     from quantkit.models.gguf.imatrix import Imatrix
     from quantkit.models.gguf.tensors import Target
     from quantkit.models.skeleton import Skeleton
-    from quantkit.quantize.methods import Override
+    from quantkit.quantize.methods._override import Override
 
-UNUSED = ("override", "allow_unread")  # options of a run that make no sense here
 FLOATS = ("F32", "F16", "BF16")
 TYPED = ("type", "tensor_type", "output_tensor_type", "token_embedding_type", "pure")  # options of types
-SUMMARY = "GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."
-WORK = Work(1, 10, (0.35e-6, 1.9e-6), (20, 40), sample=1 / 8, outside=True)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """Flags of `quantkit gguf`."""
+
+    act_order: ClassVar[str] = "none"
 
     type: tuple[str, ...] = option(
         ("Q4_K_M",),
@@ -66,7 +66,7 @@ class Options:
         "rtn: llama-quantize's own encoder, with the importance of --imatrix. gptq: error feedback on "
         "calibration text, half the loss at the same size. yaqa: error feedback that also uses gradients of "
         "the model's loss, the least loss, in several times the time.",
-        names=composing.SOLVERS,
+        names=_options.SOLVERS,
     )
     imatrix: str = option(
         "auto",
@@ -94,139 +94,169 @@ class Options:
         None,
         "llama.cpp's name of the pre-tokenizer, the rule that splits text into words. (default: detected)",
     )
-    damp: float = composing.shared("damp")
-    refine: int = composing.shared("refine")
-    transform: str = composing.shared("transform")
-    target: str = composing.shared("target")
+    damp: float = _options.shared("damp")
+    refine: int = _options.shared("refine")
+    transform: str = _options.shared("transform")
+    target: str = _options.shared("target")
 
 
-def suffix(options: Options) -> str:
-    """Return the end of the derived output name, such as `Q4_K_M.gguf`."""
-    types = f"like-{Path(options.like).stem}" if options.like else stored_as(options)
-    return f"{types}{composing.suffix(options, 'transform')}.gguf"
+class Gguf(Method):
+    """GGUF: one file that llama.cpp runs, in K-quants (Q4_K_M …), i-quants (IQ2_M …) or floats (F16 …)."""
+
+    Options = Options
+    options: Options
+    layout = GgmlLayout()
+    unused = ("override", "allow_unread")
+    work = Work(1, 10, (0.35e-6, 1.9e-6), (20, 40), sample=1 / 8, outside=True)
+
+    @property
+    def suffix(self) -> str:
+        """The end of derived output names, such as `Q4_K_M.gguf`."""
+        like = self.options.like
+        types = f"like-{Path(like).stem}" if like else self.stored_as
+        return f"{types}{self.changed('transform')}.gguf"
+
+    @property
+    def stored_as(self) -> str:
+        """The file type, which decides every tensor's type."""
+        return parse_file_type(self.options.type[0])
+
+    def check(self) -> None:
+        """Raise QuantkitError if options are invalid for every model."""
+        options = self.options
+        require(options.type, "no file type is given", "for example --type Q4_K_M", USAGE)
+        for name in options.type:
+            parse_file_type(name)
+        super().check()
+        typed = [name for name in TYPED if getattr(options, name) != getattr(Options(), name)]
+        if options.like and typed:
+            flags = name_all(map(flag_of, typed))
+            raise QuantkitError(f"--like decides all types, not {flags}", f"leave out {flags}", USAGE)
+        nearest, awq = options.solver == "rtn", options.transform == "awq"
+        what = f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come"
+        require(not (awq and nearest), what, "leave it out, or choose --solver gptq", USAGE)
+        what = f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that"
+        require(nearest or options.imatrix == "auto", what, "add --solver rtn, or leave it out", USAGE)
+
+    def record(self) -> dict[str, Any]:
+        """Return the options. `--like` is the sha256 of its types: the path of the file decides nothing."""
+        like = self.options.like
+        types = repr(of_file(Path(like))) if like else None
+        return super().record() | {"like": types and hashlib.sha256(types.encode()).hexdigest()}
+
+    def each(self, output: Path | None, model: str) -> list[tuple[Gguf, Path | None]]:
+        """Return method and output path of every requested file. `output` is a folder if it exists as one or
+        if several files are requested; names inside are derived as without `output`."""
+        types = list(dict.fromkeys(parse_file_type(name) for name in self.options.type))
+        what = f"--output {output} is one file, {len(types)} are requested"
+        require(len(types) < 2 or not output or output.suffix != ".gguf", what, "give a folder", USAGE)
+        inside = output and (len(types) > 1 or output.is_dir())
+        files = [replace(self, options=replace(self.options, type=(name,))) for name in types]
+        return [(file, output / f"{model}-{file.suffix}" if inside else output) for file in files]
+
+    def overridden(self, in_features: int, override: Override) -> Width:
+        """Raise QuantkitError: types are chosen by other options."""
+        raise override.refused("use --tensor-type for GGUF files")
+
+    def build(self, skeleton: Skeleton | None = None, calibrated: bool = False) -> BuiltMethod:
+        """Return the parts of a job. Every tensor's type is chosen here, from names and shapes."""
+        from quantkit.grids.ggml import TYPES, named
+        from quantkit.models.gguf import configuration, metadata, tensors
+        from quantkit.models.skeleton.names import copied_modules
+        from quantkit.quantize.outputs.gguf import GgufOutput
+        from quantkit.quantize.solvers.rtn import RtnSolver
+
+        what = "gguf cannot be tried in memory"
+        require(skeleton is not None, what, "write it with quantkit gguf, then evaluate that file", USAGE)
+        options, checkpoint = self.options, skeleton.checkpoint
+        targets = tensors.of_checkpoint(checkpoint)
+        choices, feedback = self.chosen_types(self.stored_as, targets, skeleton), options.solver != "rtn"
+        solved = feedback and any(choice.type in TYPES for choice in choices)
+        if feedback:
+            _refuse_without_feedback(choices)
+        if solved:
+            choices = [_whole(*both, checkpoint) for both in zip(choices, targets, strict=True)]
+        notes = _fallbacks(choices)
+        shapes = {target.name: target.shape for target in targets}
+        tokenizer = metadata.tokenizer(checkpoint, shapes[EMBEDDING][0], options.pre_tokenizer, notes.append)
+        weighted = [choice for choice in choices if choice.type in TYPES and named(choice.type).weighted]
+        origin = options.imatrix if weighted and not feedback else "none"
+        importance = None if origin in ("auto", "none") else _importance(origin, shapes, weighted, notes)
+        if not feedback and origin != "auto":
+            _check_importance(choices, importance, origin)
+        label = of_file(Path(options.like))[0] if options.like else self.stored_as
+        left_out = copied_modules(skeleton.model, skeleton.names, checkpoint)
+        output = GgufOutput(
+            targets=tuple(targets),
+            chosen={choice.name: choice.type for choice in choices},
+            metadata=metadata.assemble(checkpoint, targets, label, tokenizer),
+            imatrix=importance,
+            gathers=origin == "auto",
+            origin="gathered by quantkit" if origin == "auto" else origin,
+            left_out={module.name: module.nbytes for module in left_out},
+        )
+        if left_out:
+            names = name_all(list(output.left_out))
+            notes.append(f"not written, because the file holds a language model alone: {names}")
+        notes += configuration.notes(checkpoint.text_config)
+        linears = output.linears
+
+        def make_grid(name: str, in_features: int, override: Override | None) -> BlockGrid | None:
+            if override:
+                self.overridden(in_features, override)
+            type = output.chosen.get(linears.get(name))
+            return named(type) if solved and type in TYPES else None
+
+        solver = self.solver() if solved else RtnSolver()
+        transform = self.transform(solver) if solved else None
+        parts = solver, self.layout, make_grid, transform, output, tuple(notes)
+        return BuiltMethod(self.name, *parts, outside=True)
+
+    def chosen_types(self, file_type: str, targets: Sequence[Target], skeleton: Skeleton) -> list[Choice]:
+        """Return the type of every target. Raises QuantkitError if --strict or --like forbids another one."""
+        from quantkit.models.gguf import architectures
+        from quantkit.models.gguf.variants import kv_heads
+
+        options, config = self.options, skeleton.checkpoint.text_config
+        architecture = architectures.of_config(config)
+        model = Model(
+            architecture.name,
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            kv_heads(config),
+            architecture.experts(config),
+        )
+        like = of_file(Path(options.like))[1] if options.like else {}
+        wishes = Wishes(
+            options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure, like
+        )
+        tensors = [(target.name, target.shape) for target in targets]
+        choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
+        if file_type in SCALED and not any(choice.type == file_type for choice in choices):
+            why = next(choice.reason for choice in choices if choice.first_choice == file_type)
+            what = f"no matrix can have the type {file_type}: {why}"
+            raise QuantkitError(what, "choose MXFP4", UNSUPPORTED)
+        unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
+        hint = "leave out --strict for the next type that fits, or choose one with --tensor-type"
+        if like:
+            names, hint = {target.name for target in targets}, f"is {options.like} a file of another model?"
+            unfit += [f"{name} (not in the model)" for name in like if name not in names]
+            unfit += [f"{name} (not in {options.like})" for name in names if name not in like]
+        what = f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}"
+        require(not unfit or not (options.strict or like), what, hint, UNSUPPORTED)
+        return choices
 
 
-def record(options: Options) -> dict[str, str | None]:
-    """Return {"like": sha256 of the types} for `--like`: not the path of the file decides the output."""
-    types = repr(of_file(Path(options.like))) if options.like else None
-    return {"like": types and hashlib.sha256(types.encode()).hexdigest()}
-
-
-def stored_as(options: Options) -> str:
-    """Return the file type, which decides every tensor's type."""
-    return parse_file_type(options.type[0])
-
-
-def check(options: Options) -> None:
-    """Raise QuantkitError if options are invalid for every model."""
-    require(options.type, "no file type is given", "for example --type Q4_K_M", USAGE)
-    for name in options.type:
-        parse_file_type(name)
-    composing.check(options)
-    typed = [name for name in TYPED if getattr(options, name) != getattr(Options(), name)]
-    if options.like and typed:
-        flags = name_all(map(flag_of, typed))
-        raise QuantkitError(f"--like decides all types, not {flags}", f"leave out {flags}", USAGE)
-    nearest, awq = options.solver == "rtn", options.transform == "awq"
-    what = f"--transform {options.transform} is for --solver gptq: rtn encodes tensors as they come"
-    require(not (awq and nearest), what, "leave it out, or choose --solver gptq", USAGE)
-    what = f"--imatrix {options.imatrix} is for --solver rtn: {options.solver} gathers more than that"
-    require(nearest or options.imatrix == "auto", what, "add --solver rtn, or leave it out", USAGE)
-
-
-def each(options: Options, output: Path | None, model: str) -> list[tuple[Options, Path | None]]:
-    """Return options and output path of every requested file. `output` is a folder if it exists as one or if
-    several files are requested; names inside are derived as without `output`."""
-    names = list(dict.fromkeys(parse_file_type(name) for name in options.type))
-    what = f"--output {output} is one file, {len(names)} are requested"
-    require(len(names) < 2 or not output or output.suffix != ".gguf", what, "give a folder", USAGE)
-    inside = output and (len(names) > 1 or output.is_dir())
-    single = [dataclasses.replace(options, type=(name,)) for name in names]
-    return [(one, output / f"{model}-{suffix(one)}" if inside else output) for one in single]
-
-
-def build(options: Options, calibrated: bool = False, skeleton: Skeleton | None = None) -> Method:
-    """Return the method. Every tensor's type is chosen here, from names and shapes."""
-    from quantkit.grids.ggml import TYPES, named
-    from quantkit.layouts.ggml import GgmlLayout
-    from quantkit.models.gguf import configuration, imatrix, metadata, tensors
-    from quantkit.models.skeleton.names import copied_modules
-    from quantkit.quantize.outputs.gguf import GgufOutput
-
-    what = "gguf cannot be tried in memory"
-    require(skeleton is not None, what, "write it with quantkit gguf, then evaluate that file", USAGE)
-    file_type = stored_as(options)
-    checkpoint = skeleton.checkpoint
-    targets = tensors.of_checkpoint(checkpoint)
-    feedback = options.solver != "rtn"
-    label = of_file(Path(options.like))[0] if options.like else file_type
-    choices = chosen_types(options, file_type, targets, skeleton)
-    encoded = any(choice.type in TYPES for choice in choices)
-    refused = [choice for choice in choices if feedback and choice.type in NO_FEEDBACK]
-    types, names = ({getattr(choice, part) for choice in refused} for part in ("type", "name"))
+def _refuse_without_feedback(choices: Sequence[Choice]) -> None:
+    """Raise QuantkitError for types that error feedback does not support."""
+    refused = [choice for choice in choices if choice.type in NO_FEEDBACK]
+    types, names = ({getattr(choice, field) for choice in refused} for field in ("type", "name"))
     what = f"error feedback does not support {name_all(sorted(types))}: {name_all(sorted(names))}"
     hint = "add --solver rtn, or choose IQ2_XXS, the smallest type with error feedback"
     require(not refused, what, hint, UNSUPPORTED)
-    if feedback and encoded:
-        choices = [_without_feedback(*both, checkpoint) for both in zip(choices, targets, strict=True)]
-    notes = _fallbacks(choices)
-    shapes = {target.name: target.shape for target in targets}
-    tokenizer = metadata.tokenizer(checkpoint, shapes[EMBEDDING][0], options.pre_tokenizer, notes.append)
-    weighted = any(choice.type in TYPES and named(choice.type).weighted for choice in choices)
-    given = options.imatrix if weighted and not feedback else "none"
-    weighed = None if given in ("auto", "none") else imatrix.of_model(Path(given), shapes)
-    if not feedback and given != "auto":
-        _check_importance(choices, weighed, given)
-    measured = [choice for choice in choices if choice.type in TYPES and named(choice.type).weighted]
-    inside = [choice.name for choice in measured if choice.name.startswith("blk.")]  # as llama-imatrix has
-    if weighed and (lacking := [name for name in inside if name not in weighed.sums]):
-        of = f"{count(len(lacking), 'tensor')}, whose columns count alike: {name_all(lacking, 3)}"
-        notes.append(f"{given} has no importance of {of}")
-    output = GgufOutput(
-        targets=tuple(targets),
-        chosen={choice.name: choice.type for choice in choices},
-        metadata=metadata.assemble(checkpoint, targets, label, tokenizer),
-        imatrix=weighed,
-        gathers=given == "auto",
-        origin="gathered by quantkit" if given == "auto" else given,
-        left_out={
-            module.name: module.nbytes
-            for module in copied_modules(skeleton.model, skeleton.names, checkpoint)
-        },
-    )
-    if output.left_out:
-        notes.append(
-            f"not written, because the file holds a language model alone: {name_all(list(output.left_out))}"
-        )
-    notes += configuration.notes(checkpoint.text_config)
-    linears = output.linears
-
-    def make_grid(
-        name: str, out_features: int, in_features: int, override: Override | None
-    ) -> BlockGrid | None:
-        refuse_override(override, "use --tensor-type for GGUF files")
-        type = output.chosen.get(linears.get(name))
-        return named(type) if feedback and type in TYPES else None
-
-    chosen = composing.solver(options if encoded else dataclasses.replace(options, solver="rtn"), "none")
-    transform = composing.block_transform(options.transform, chosen) if feedback and encoded else None
-    return Method("gguf", chosen, GgmlLayout(), make_grid, transform, output, tuple(notes), outside=True)
 
 
-def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given: str) -> None:
-    """Raise QuantkitError for tensors whose types are useless without importance, as llama-quantize does."""
-    known = imatrix.sums if imatrix else {}
-    lacking = [choice.name for choice in without_importance(choices) if choice.name not in known]
-    if lacking:
-        raise QuantkitError(
-            f"--imatrix {given} leaves {count(len(lacking), 'tensor')} without importance, which types like "
-            f"{sorted(NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}",
-            "leave out --imatrix: it is gathered from the calibration text",
-            USAGE,
-        )
-
-
-def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
+def _whole(choice: Choice, target: Target, checkpoint: Checkpoint) -> Choice:
     """Return the stored type for a matrix that the file splits: error feedback needs whole matrices."""
     if target.part is None:
         return choice
@@ -238,51 +268,42 @@ def _without_feedback(choice: Choice, target: Target, checkpoint: Checkpoint) ->
     return Choice(choice.name, type, choice.type, "error feedback needs a matrix that lies there whole", cost)
 
 
+def _importance(
+    path: str, shapes: dict[str, tuple[int, ...]], weighted: Sequence[Choice], notes: list[str]
+) -> Imatrix:
+    """Return the importance matrix at `path`; add a note on `weighted` matrices that it leaves out."""
+    from quantkit.models.gguf import imatrix
+
+    matrix = imatrix.of_model(Path(path), shapes)
+    inside = [choice.name for choice in weighted if choice.name.startswith("blk.")]  # as llama-imatrix has
+    if lacking := [name for name in inside if name not in matrix.sums]:
+        names = f"{count(len(lacking), 'tensor')}, whose columns count alike: {name_all(lacking, 3)}"
+        notes.append(f"{path} has no importance of {names}")
+    return matrix
+
+
+def _check_importance(choices: Sequence[Choice], imatrix: Imatrix | None, given: str) -> None:
+    """Raise QuantkitError for tensors whose types are useless without importance, as llama-quantize does."""
+    sums = imatrix.sums if imatrix else {}
+    lacking = [choice.name for choice in without_importance(choices) if choice.name not in sums]
+    if lacking:
+        raise QuantkitError(
+            f"--imatrix {given} leaves {count(len(lacking), 'tensor')} without importance, which types like "
+            f"{sorted(NEED_IMPORTANCE)[-1]} need: {name_all(lacking, 3)}",
+            "leave out --imatrix: it is gathered from the calibration text",
+            USAGE,
+        )
+
+
 def _fallbacks(choices: Sequence[Choice]) -> list[str]:
     """Return notes on tensors that did not get the file type's choice, with reasons and cost in bytes."""
     equal: dict[tuple, list[Choice]] = {}
     for choice in choices:
         if choice.reason:
             equal.setdefault((choice.type, choice.first_choice, choice.reason), []).append(choice)
-    found = []
+    notes = []
     for (given, first_choice, reason), group in equal.items():
         cost = sum(choice.cost_bytes for choice in group)
         names = name_all([choice.name for choice in group], 3)
-        found.append(f"{given} instead of {first_choice}, because {reason} ({cost:+,} bytes): {names}")
-    return found
-
-
-def chosen_types(
-    options: Options, file_type: str, targets: Sequence[Target], skeleton: Skeleton
-) -> list[Choice]:
-    """Return the type of every target. Raises QuantkitError if --strict or --like forbids a replacement."""
-    from quantkit.models.gguf import architectures
-    from quantkit.models.gguf.variants import kv_heads
-
-    config = skeleton.checkpoint.text_config
-    row = architectures.of_config(config)
-    model = Model(
-        row.name,
-        config.num_hidden_layers,
-        config.num_attention_heads,
-        kv_heads(config),
-        row.experts(config),
-    )
-    like = of_file(Path(options.like))[1] if options.like else {}
-    wishes = Wishes(
-        options.tensor_type, options.output_tensor_type, options.token_embedding_type, options.pure, like
-    )
-    tensors = [(target.name, target.shape) for target in targets]
-    choices = choose(file_type, model, tensors, options.imatrix != "none", wishes)
-    if file_type in SCALED and not any(choice.type == file_type for choice in choices):
-        why = next(choice.reason for choice in choices if choice.first_choice == file_type)
-        raise QuantkitError(f"no matrix can have the type {file_type}: {why}", "choose MXFP4", UNSUPPORTED)
-    unfit = [f"{choice.name} ({choice.reason})" for choice in choices if choice.reason]
-    hint = "leave out --strict for the next type that fits, or choose one with --tensor-type"
-    if like:
-        names, hint = {target.name for target in targets}, f"is {options.like} a file of another model?"
-        unfit += [f"{name} (not in the model)" for name in like if name not in names]
-        unfit += [f"{name} (not in {options.like})" for name in names if name not in like]
-    what = f"{count(len(unfit), 'tensor')} cannot have the requested type: {name_all(unfit)}"
-    require(not unfit or not (options.strict or like), what, hint, UNSUPPORTED)
-    return choices
+        notes.append(f"{given} instead of {first_choice}, because {reason} ({cost:+,} bytes): {names}")
+    return notes

@@ -12,28 +12,22 @@ from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, affine_width, check_layout, composing
+from quantkit.quantize.methods import MethodOptions, Work, _options
+from quantkit.quantize.methods._affine import AffineMethod
 
 if TYPE_CHECKING:
     from quantkit.grids.affine import AffineGrid
-    from quantkit.quantize.methods import Override
 
-VARIANTS = {
-    "gptq-head8": ({"head": 8}, "16 bit"),
-    "mlx": ({"layout": "mlx", "group_size": 64, "embedding": 8}, "16 bit"),
-}
 INPUTS = ("16bit", "fp8", "int8")
-SUMMARY = "GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."
 ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compressed-tensors in transformers"
-WORK = Work(1, 10, (0.3e-6, 1.2e-6), (8, 16), sample=1 / 8)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """Flags of `quantkit gptq`."""
 
     bits: int = option(4, "Bits per weight, 2 to 8. 4 and 8 run fastest; few clients run 5 to 7.")
-    group_size: int | None = option(None, composing.GROUP_SIZE)
+    group_size: int | None = option(None, _options.GROUP_SIZE)
     sym: bool = option(
         True,
         "Symmetric grid, which some kernels need. --no-sym stores a zero point for each group: less loss.",
@@ -47,14 +41,14 @@ class Options:
         True,
         "Search each group's scale for the least squared error. --no-search-scale fits the largest weight.",
     )
-    damp: float = composing.shared("damp")
-    refine: int = composing.shared("refine")
-    target: str = composing.shared("target")
-    solver: str = composing.shared("solver")
-    transform: str = composing.shared("transform")
-    head: int = composing.shared("head")
-    embedding: int = composing.shared("embedding")
-    layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", composing.LAYOUTS.format("gptq"))
+    damp: float = _options.shared("damp")
+    refine: int = _options.shared("refine")
+    target: str = _options.shared("target")
+    solver: str = _options.shared("solver")
+    transform: str = _options.shared("transform")
+    head: int = _options.shared("head")
+    embedding: int = _options.shared("embedding")
+    layout: Literal["gptq", "compressed-tensors", "mlx"] = option("gptq", _options.LAYOUTS.format("gptq"))
     activations: str = option(
         "16bit",
         "Type of the inputs of linears (W4A8), for --layout compressed-tensors. Not tried on a GPU.",
@@ -66,64 +60,74 @@ class Options:
     )
 
 
-def suffix(options: Options) -> str:
-    """Return the end of the derived output name, such as `gptq-w4g128`."""
-    group = "channel" if options.group_size == -1 else f"g{options.group_size}"
-    layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
-    grid = f"w{options.bits}{group}" + ("" if options.sym or options.layout == "mlx" else "-asym")
-    head = composing.outside(options)
-    head += f"-a-{options.activations}" if options.activations != "16bit" else ""
-    return f"{options.solver}-{grid}{head}{composing.suffix(options, 'transform')}{layout}"
+class Gptq(AffineMethod):
+    """GPTQ: 2 to 8 bit integers chosen by Hessian error feedback on calibration text."""
 
+    Options = Options
+    options: Options
+    variants = {
+        "gptq-head8": ({"head": 8}, "16 bit"),
+        "mlx": ({"layout": "mlx", "group_size": 64, "embedding": 8}, "16 bit"),
+    }
+    work = Work(1, 10, (0.3e-6, 1.2e-6), (8, 16), sample=1 / 8)
 
-def check(options: Options) -> None:
-    """Raise QuantkitError if options are invalid for every model."""
-    check_layout(layout, options)
-    composing.check(options)
-    one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
-    if options.activations != "16bit" and options.layout != "compressed-tensors":
-        what = f"--layout {options.layout} has no --activations {options.activations}"
-        raise QuantkitError(what, "add --layout compressed-tensors", USAGE)
-    if options.layout == "gptq":
-        return
-    only = f"--layout {options.layout} does not hold"
-    if options.act_order == "full":
-        raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
-    what = f"{only} --checkpoint-format {options.checkpoint_format}"
-    hint = "leave it out: zero points of 0 are no trouble there; or use --layout gptq"
-    require(options.checkpoint_format == "gptq", what, hint, USAGE)
+    @property
+    def suffix(self) -> str:
+        """The end of derived output names, such as `gptq-w4g128`."""
+        options = self.options
+        layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
+        zero = "" if options.sym or options.layout == "mlx" else "-asym"
+        inputs = f"-a-{options.activations}" if options.activations != "16bit" else ""
+        name = f"{options.solver}-{self._bits_and_groups}{zero}{self._outside}{inputs}"
+        return name + self.changed("transform") + layout
 
+    @property
+    def layout(self) -> Layout:
+        """The layout for `--layout`."""
+        options = self.options
+        if options.layout == "mlx":
+            return MlxLayout(options.bits, options.group_size)
+        if options.layout == "compressed-tensors":
+            inputs = options.activations.removesuffix("16bit")
+            return CompressedTensorsLayout(
+                PackQuantized(options.bits, options.group_size, options.sym, inputs)
+            )
+        return GptqLayout(
+            bits=options.bits,
+            group_size=options.group_size,
+            symmetric=options.sym,
+            desc_act=options.solver != "rtn" and options.act_order == "full",
+            damp_percent=options.damp,
+            version=3 if options.bits in SPLIT else 1 if options.checkpoint_format == "gptq" else 2,
+        )
 
-def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return bits and group size of a linear's grid. Raises QuantkitError if no grid has them."""
-    return affine_width(override, options.bits, options.group_size, in_features, options.sym)
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Warnings to show before the job runs."""
+        return (ALONE,) if self.options.layout == "gptq" and self.options.bits in SPLIT else ()
 
+    def check(self) -> None:
+        """Raise QuantkitError if options are invalid for every model."""
+        super().check()
+        options = self.options
+        one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
+        if options.activations != "16bit" and options.layout != "compressed-tensors":
+            what = f"--layout {options.layout} has no --activations {options.activations}"
+            raise QuantkitError(what, "add --layout compressed-tensors", USAGE)
+        if options.layout == "gptq":
+            return
+        only = f"--layout {options.layout} does not hold"
+        if options.act_order == "full":
+            raise QuantkitError(f"{only} --act-order full", "use --act-order group, or --layout gptq", USAGE)
+        what = f"{only} --checkpoint-format {options.checkpoint_format}"
+        hint = "leave it out: zero points of 0 are no trouble there; or use --layout gptq"
+        require(options.checkpoint_format == "gptq", what, hint, USAGE)
 
-def grid(options: Options, width: Width, name: str) -> AffineGrid:
-    """Return the grid of a linear."""
-    from quantkit.grids.affine import AffineGrid
+    def grid(self, width: Width, name: str) -> AffineGrid:
+        """Return the grid of a linear."""
+        from quantkit.grids.affine import AffineGrid
 
-    zero_min = getattr(layout(options), "zero_min", 0)
-    return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, options.search_scale)
-
-
-def notes(options: Options) -> tuple[str, ...]:
-    """Return warnings to show before the job runs."""
-    return (ALONE,) if options.layout == "gptq" and options.bits in SPLIT else ()
-
-
-def layout(options: Options) -> Layout:
-    """Return the layout."""
-    if options.layout == "mlx":
-        return MlxLayout(options.bits, options.group_size)
-    if options.layout == "compressed-tensors":
-        inputs = options.activations.removesuffix("16bit")
-        return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym, inputs))
-    return GptqLayout(
-        bits=options.bits,
-        group_size=options.group_size,
-        symmetric=options.sym,
-        desc_act=options.solver != "rtn" and options.act_order == "full",
-        damp_percent=options.damp,
-        version=3 if options.bits in SPLIT else 1 if options.checkpoint_format == "gptq" else 2,
-    )
+        layout = self.layout
+        zero_min = layout.zero_min if isinstance(layout, GptqLayout) else 0
+        search = self.options.search_scale
+        return AffineGrid(width.bits, width.group_size, width.symmetric, zero_min, search)

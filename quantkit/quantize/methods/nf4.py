@@ -8,47 +8,48 @@ from typing import TYPE_CHECKING, Literal
 from quantkit.layouts import Width
 from quantkit.layouts.bitsandbytes import BLOCK, Nf4Layout
 from quantkit.options import option
-from quantkit.quantize.methods import Work, composing, refuse_override
+from quantkit.quantize.methods import Method, MethodOptions, Work, _options
 
 if TYPE_CHECKING:
     from quantkit.grids.nf4 import Nf4Grid
-    from quantkit.quantize.methods import Override
-
-SUMMARY = "NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."
-WORK = Work(0, 0, (15e-9, 60e-9))
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     """Flags of `quantkit nf4`."""
 
     double_quant: bool = option(True, "Store the scales in 8 bits: 4.13 bits per weight instead of 4.5.")
-    solver: str = composing.shared("solver", "rtn")
-    act_order: Literal["none", "group"] = composing.shared("act_order")
-    damp: float = composing.shared("damp")
-    refine: int = composing.shared("refine")
-    transform: str = composing.shared("transform")
-    target: str = composing.shared("target")
+    solver: str = _options.shared("solver", "rtn")
+    act_order: Literal["none", "group"] = _options.shared("act_order")
+    damp: float = _options.shared("damp")
+    refine: int = _options.shared("refine")
+    transform: str = _options.shared("transform")
+    target: str = _options.shared("target")
 
 
-def suffix(options: Options) -> str:
-    """Return the end of the derived output name, such as `nf4-gptq`."""
-    return "nf4" + composing.suffix(options) + ("" if options.double_quant else "-single")
+class Nf4(Method):
+    """NF4: 4 bit NormalFloat, blocks of 64. In seconds by rounding, or better with --solver gptq."""
 
+    Options = Options
+    options: Options
+    work = Work(0, 0, (15e-9, 60e-9))
 
-def layout(options: Options) -> Nf4Layout:
-    """Return the layout."""
-    return Nf4Layout(options.double_quant)
+    @property
+    def suffix(self) -> str:
+        """The end of derived output names, such as `nf4-gptq`."""
+        return "nf4" + self.changed("solver", "transform") + ("" if self.options.double_quant else "-single")
 
+    @property
+    def layout(self) -> Nf4Layout:
+        """The layout of bitsandbytes."""
+        return Nf4Layout(self.options.double_quant)
 
-def width(options: Options, in_features: int, override: Override | None = None) -> Width:
-    """Return bits and group size of a linear's grid."""
-    refuse_override(override, "nf4 has one width")
-    return Width(4, BLOCK)
+    def width(self, in_features: int) -> Width:
+        """Return 4 bits in blocks of 64."""
+        return Width(4, BLOCK)
 
+    def grid(self, width: Width, name: str) -> Nf4Grid:
+        """Return the grid of a linear."""
+        from quantkit.grids.nf4 import Nf4Grid
 
-def grid(options: Options, width: Width, name: str) -> Nf4Grid:
-    """Return the grid of a linear."""
-    from quantkit.grids.nf4 import Nf4Grid
-
-    return Nf4Grid(options.double_quant)
+        return Nf4Grid(self.options.double_quant)

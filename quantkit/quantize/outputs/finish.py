@@ -71,7 +71,7 @@ def finish(
         with timings("verify"):
             measured = _verify(job, draft.place, final_states, reference, expected)
         dtype = job.plan.execution.dtype
-        if expected and (warning := loss.warning(measured, job.request.options, dtype)):
+        if expected and (warning := loss.warning(measured, job.request.method.options, dtype)):
             progress.warn(warning)
         summaries.append(summarize(job, timings, measured))
         draft.output.describe(draft, summaries[-1])
@@ -94,7 +94,7 @@ def manifest(job: Job) -> dict:
         "schema": "quantkit.manifest/1",
         "quantkit": __version__,
         "source": {"name": Path(job.request.source).name, "sha256": job.source_sha256.result()},
-        "method": job.request.method,
+        "method": job.method.name,
         "job": job.identity,
         **several,
         "linears": linears,

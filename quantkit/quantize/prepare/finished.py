@@ -10,8 +10,8 @@ from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.quantize import methods
-from quantkit.quantize.job import Request, output_of, staging_of
+from quantkit.quantize.job import staging_of
+from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.staging.fingerprint import differences
 from quantkit.text import calibration
 
@@ -41,7 +41,7 @@ def check(request: Request) -> bool:
     """Return `is_done`. Raises QuantkitError listing the differences if another job made the output."""
     different = _unlike(request)
     if different:
-        output = output_of(request)
+        output = request.destination
         what = f"{output} is the finished output of another job; different: {name_all(different)}"
         raise QuantkitError(what, f"choose another --output, or replace {output} with --overwrite", USAGE)
     return different is not None
@@ -52,23 +52,23 @@ def _unlike(request: Request) -> list[str] | None:
 
     Texts and files are read only if all else is equal. Raises QuantkitError for an invalid manifest.
     """
-    place = gguf_shards.first(output_of(request))
-    described = place / headers.MANIFEST if place.is_dir() else place
+    path = gguf_shards.first(request.destination)
+    described = path / headers.MANIFEST if path.is_dir() else path
     if not is_finished(request) or not described.is_file() or described.suffix not in (".json", ".gguf"):
         return None
-    manifest = headers.at(str(place), place).manifest
+    manifest = headers.at(str(path), path).manifest
     if manifest is None:
         return None
-    what, hint = f"{headers.MANIFEST} of {place}", f"replace {place} with --overwrite"
+    what, hint = f"{headers.MANIFEST} of {path}", f"replace {path} with --overwrite"
     untrusted.check_schema(manifest, headers.MANIFEST_SCHEMA, what, hint)
     job = manifest.get("job") or {}
-    if found := differences(*_compared(request, manifest, job)):
-        return found
+    if different := differences(*_compared(request, manifest, job)):
+        return different
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     if made := job.get("calibration"):
         ours = calibration.load(checkpoint, request.calibration, request.offline).record()
-        if found := differences({"calibration": made}, {"calibration": json.loads(json.dumps(ours))}):
-            return found
+        if different := differences({"calibration": made}, {"calibration": json.loads(json.dumps(ours))}):
+            return different
     source = manifest.get("source") or {}
     return differences({"source_sha256": source.get("sha256")}, {"source_sha256": checkpoint.sha256()})
 
@@ -78,8 +78,8 @@ def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}
-    ours = {"model": Path(request.source).name, "method": request.method}
-    ours["options"] = methods.record(request.method, request.options)
+    ours = {"model": Path(request.source).name, "method": request.method.name}
+    ours |= {"options": request.method.record()}
     ours |= {"exclude": list(run.exclude), "override": list(run.override)}
     for name in ("experts", "allow_requantize", "max_shard_gb"):
         ours[name] = getattr(run, name)

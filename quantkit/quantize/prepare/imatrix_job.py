@@ -19,10 +19,11 @@ from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate import importance
 from quantkit.quantize.calibrate.importance import Importance
 from quantkit.quantize.calibrate.states import Place
-from quantkit.quantize.job import Request, calibrate, check_run, open_skeleton
+from quantkit.quantize.job import calibrate, open_skeleton
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
 from quantkit.quantize.prepare.names import base_name
+from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import disk_errors
@@ -68,7 +69,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
 
     Raises QuantkitError for everything that would fail later.
     """
-    check_run(request.run)
+    request.run.check()
     checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
     distributed.broadcast(lambda: _check_output(output, checkpoint, request.overwrite))

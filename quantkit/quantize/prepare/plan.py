@@ -23,7 +23,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.streaming import streamed
 from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.calibrate.execution import Execution
-from quantkit.quantize.methods import Method
+from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
@@ -86,7 +86,7 @@ def own_batches(tokens: Tensor, size: int) -> list[Tensor]:
 def job_memory(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
-    method: Method,
+    method: BuiltMethod,
     shapes: Shapes,
     shape: tuple[int, int],
     way: Execution,
@@ -176,7 +176,7 @@ class Rooms:
 def decide(
     skeleton: Skeleton,
     specs: Sequence[LinearSpec],
-    method: Method,
+    method: BuiltMethod,
     options: RunOptions,
     shape: tuple[int, int],
     kept: dict,
@@ -227,7 +227,7 @@ def max_memory(options: RunOptions) -> int | None:
 
 
 def _ways(
-    skeleton: Skeleton, method: Method, options: RunOptions, shape: tuple[int, int], kept: dict
+    skeleton: Skeleton, method: BuiltMethod, options: RunOptions, shape: tuple[int, int], kept: dict
 ) -> Iterator[Execution]:
     """Yield the ways to run a job, fastest first. Ranks can only share experts, and an accelerator only solve
     them together, in repeated forward passes. Suspended batches keep their states in memory, so `disk` saves

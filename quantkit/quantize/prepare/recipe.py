@@ -17,6 +17,8 @@ from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, did_you_mean, neare
 from quantkit.models.files import untrusted
 from quantkit.options import DTYPES, CalibrationOptions, RunOptions, mean_bits
 from quantkit.quantize import methods
+from quantkit.quantize.methods import Method
+from quantkit.quantize.prepare.request import Request
 from quantkit.text.shipped import shipped_folder
 
 RECIPE_BYTES = 1 << 20
@@ -45,18 +47,6 @@ class Recipe:
     name: str = ""
     description: str = ""
     values: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Options merged from command line, recipe and defaults."""
-
-    method: str
-    model: str
-    output: Path | None
-    options: Any  # the method's Options
-    calibration: CalibrationOptions
-    run: RunOptions
 
 
 def sections(method: str) -> dict[str, type]:
@@ -115,7 +105,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
     if method and named != method:
         raise QuantkitError(f"{path} is not a recipe for {method}", "run it with its own method", USAGE)
     try:
-        known = keys(named)
+        valid = keys(named)
     except QuantkitError as error:
         raise QuantkitError(f"{path}: {error.message}", error.hint, error.exit_code) from error
     flat = {}
@@ -123,11 +113,11 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         if key not in ("quant", *SHARED):
             flat[str(key)] = value
         elif isinstance(value, dict):
-            flat |= {f"{key}.{one}": inner for one, inner in value.items()}
+            flat |= {f"{key}.{name}": option for name, option in value.items()}
         elif value is not None:
             hint = f"put options under it, two spaces in: see quantkit recipes init {named}"
             raise QuantkitError(f"{path}: {key} is {value!r}, not a section", hint, USAGE)
-    values = _checked(str(path), flat, known)
+    values = _checked(str(path), flat, valid)
     about = {key: values.pop(key) for key in ABOUT if key in values}
     return Recipe(name=name, values=values, **about)
 
@@ -171,21 +161,21 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
 # ---- checking
 
 
-def _checked(origin: str, values: Mapping[str, Any], known: dict[str, Key]) -> dict[str, Any]:
+def _checked(origin: str, values: Mapping[str, Any], valid: dict[str, Key]) -> dict[str, Any]:
     """Return values converted to the types of their options: integers to floats, lists to tuples, texts to
     paths and paths to texts.
 
     Raises QuantkitError naming every unknown key with similar and valid ones, or a value of a wrong type.
     """
-    if unknown := [key for key in values if key not in known]:
-        near = [name for key in unknown for name in _nearest(key, known)]
+    if unknown := [key for key in values if key not in valid]:
+        near = [name for key in unknown for name in _nearest(key, valid)]
         concerned = {key.rpartition(".")[0] for key in unknown}
-        valid = [key for key in known if "" not in concerned and key.rpartition(".")[0] in concerned]
-        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(valid or known)}"
+        listed = [key for key in valid if "" not in concerned and key.rpartition(".")[0] in concerned]
+        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(listed or valid)}"
         raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
-    found = {}
+    checked = {}
     for name, value in values.items():
-        key = known[name]
+        key = valid[name]
         if isinstance(value, str | Path):
             value = Path(value) if Path in (key.kind, *get_args(key.kind)) else str(value)
         if isinstance(value, str) and DTYPES.get(value) in _choices(key.kind):
@@ -196,14 +186,14 @@ def _checked(origin: str, values: Mapping[str, Any], known: dict[str, Key]) -> d
             hint = hint or did_you_mean(nearest(str(value), _choices(key.kind))) + key.help
             raise QuantkitError(what, hint, USAGE)
         value = tuple(value) if isinstance(value, list) else value
-        found[name] = float(value) if key.kind is float else value
-    return found
+        checked[name] = float(value) if key.kind is float else value
+    return checked
 
 
-def _nearest(key: str, known: Iterable[str]) -> list[str]:
+def _nearest(key: str, valid: Iterable[str]) -> list[str]:
     """Return the most similar key or section; [] if none is similar."""
-    names = {name.rpartition(".")[2]: name for name in known}
-    names |= {name.partition(".")[0]: name.partition(".")[0] for name in known}
+    names = {name.rpartition(".")[2]: name for name in valid}
+    names |= {name.partition(".")[0]: name.partition(".")[0] for name in valid}
     last = key.replace("-", "_").rpartition(".")[2]
     return [names[near] for near in nearest(last, names)]
 
@@ -240,48 +230,48 @@ def _named(kind: Any) -> str:
 # ---- merging
 
 
-def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any]) -> Choice:
-    """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); later ones win."""
-    known = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
-    flags = {key: typed[name] for key in known if (name := key.rpartition(".")[2]) in typed}
-    values = recipe.values | _settings(recipe.method, settings, known) | flags
+def merge(recipe: Recipe, settings: Sequence[str], typed: dict[str, Any], **further: Any) -> Request:
+    """Merge defaults, recipe, `--set KEY=VALUE` and typed flags (by field name); later ones win. further:
+    fields of the Request that are no keys of recipes, such as `resume`."""
+    valid = {key: value for key, value in keys(recipe.method).items() if key not in ABOUT}
+    flags = {key: typed[name] for key in valid if (name := key.rpartition(".")[2]) in typed}
+    values = recipe.values | _settings(settings, valid) | flags
     what = f"{recipe.name} has no model"
     require(values.get("model") is not None, what, f"give it: quantkit run {recipe.name} MODEL", USAGE)
 
-    def fill(section: str, kind: type) -> Any:
-        names = [option.name for option in dataclasses.fields(kind)]
-        return kind(**{name: values[key] for name in names if (key := f"{section}.{name}") in values})
-
-    filled = {name: fill(name, kind) for name, kind in sections(recipe.method).items()}
+    method, options = methods.load(recipe.method), {}
+    for name, kind in sections(recipe.method).items():
+        given = {field.name: f"{name}.{field.name}" for field in dataclasses.fields(kind)}
+        options[name] = kind(**{field: values[key] for field, key in given.items() if key in values})
     output = Path(values["output"]) if values.get("output") is not None else None
-    return Choice(recipe.method, values["model"], output, filled.pop("quant"), **filled)
+    return Request(values["model"], method(options.pop("quant")), output=output, **options, **further)
 
 
-def options(method: str, settings: Sequence[str], flag: str) -> Any:
-    """Return a method's Options: defaults changed by settings such as `solver=rtn`. flag: for messages.
+def method_with(name: str, settings: Sequence[str], flag: str) -> Method:
+    """Return a method with default options, changed by settings such as `solver=rtn`. flag: for messages.
 
     Raises QuantkitError if an option is unknown or a value has the wrong type.
     """
-    known = {key: value for key, value in keys(method).items() if key.startswith("quant.")}
-    found = _settings(method, settings, known, flag)
-    return methods.load(method).Options(**{key.removeprefix("quant."): value for key, value in found.items()})
+    valid = {key: value for key, value in keys(name).items() if key.startswith("quant.")}
+    values = _settings(settings, valid, flag)
+    return methods.create(name, **{key.removeprefix("quant."): value for key, value in values.items()})
 
 
 def of_options(method: str, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe from a method's options by the names of their fields, such as bits=4."""
-    known = {key: value for key, value in keys(method).items() if key not in ABOUT}
-    full = {key.rpartition(".")[2]: key for key in known}
-    checked = _checked(method, values, {name: known[key] for name, key in full.items()})
+    valid = {key: value for key, value in keys(method).items() if key not in ABOUT}
+    full = {key.rpartition(".")[2]: key for key in valid}
+    checked = _checked(method, values, {name: valid[key] for name, key in full.items()})
     return Recipe(method, method, values={full[name]: value for name, value in checked.items()})
 
 
 def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
     """Return an instance of a dataclass of options. Raises QuantkitError for unknown names or wrong types."""
     hints = get_type_hints(kind)
-    known = {row.name: Key(hints[row.name], row.metadata["help"]) for row in dataclasses.fields(kind)}
-    texts = {name for name, key in known.items() if key.kind in (str, str | None)}
+    valid = {field.name: Key(hints[field.name], field.metadata["help"]) for field in dataclasses.fields(kind)}
+    texts = {name for name, key in valid.items() if key.kind in (str, str | None)}
     typed = {name: _as_typed(value) if name in texts else value for name, value in values.items()}
-    return kind(**_checked(origin, typed, known))
+    return kind(**_checked(origin, typed, valid))
 
 
 def _as_typed(value: Any) -> Any:
@@ -291,18 +281,16 @@ def _as_typed(value: Any) -> Any:
     return str(value) if type(value) in (int, float) else value
 
 
-def _settings(
-    method: str, settings: Sequence[str], known: dict[str, Key], flag: str = "--set"
-) -> dict[str, Any]:
+def _settings(settings: Sequence[str], valid: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
     """Return `["quant.bits=3"]` as `{"quant.bits": 3}`. The section may be omitted: fields are unique."""
-    leaves = {full.rpartition(".")[2]: full for full in known} | {full: full for full in known}
-    found = {}
+    leaves = {key.rpartition(".")[2]: key for key in valid} | {key: key for key in valid}
+    values = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
         require(equals, f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
         key = leaves.get(name.strip().replace("-", "_"), name)
-        found[key] = _parse(f"{flag} {key}={text}", text)
-    return _checked(flag, found, known)
+        values[key] = _parse(f"{flag} {key}={text}", text)
+    return _checked(flag, values, valid)
 
 
 # ---- writing
@@ -313,7 +301,7 @@ def template(method: str) -> str:
     import yaml
 
     lines = [
-        f"# {methods.load(method).SUMMARY}",
+        f"# {methods.summary(method)}",
         "# Run it: quantkit run FILE MODEL. Flags win over --set, --set wins over this file.",
         "# A line left out means its default; relative paths start where quantkit runs.",
         f"method: {method}",

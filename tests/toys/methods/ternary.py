@@ -9,40 +9,30 @@ from quantkit.layouts.trits import TritsLayout
 
 from quantkit.layouts import Width
 from quantkit.options import option
-from quantkit.quantize.methods import Method, Work, refuse_override
-
-SUMMARY = "Ternary: a toy of three values a weight."
-WORK = Work(0, 0, (1e-9, 1e-8))
+from quantkit.quantize.methods import Method, MethodOptions, Work
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(MethodOptions):
     group_size: int = option(32, "Weights that share a scale.")
     solver: Literal["rtn", "gptq"] = option("rtn", "rtn rounds to nearest; gptq feeds errors back.")
 
 
-def suffix(options: Options) -> str:
-    return "ternary"
+class Ternary(Method):
+    """Ternary: a toy of three values a weight."""
 
+    Options = Options
+    suffix = "ternary"
+    work = Work(0, 0, (1e-9, 1e-8))
 
-def check(options: Options) -> None:
-    """Any will do."""
+    @property
+    def layout(self) -> TritsLayout:
+        return TritsLayout(self.options.group_size)
 
+    def width(self, in_features: int) -> Width:
+        return Width(2, self.options.group_size)
 
-def layout(options: Options) -> TritsLayout:
-    return TritsLayout(options.group_size)
+    def grid(self, width: Width, name: str):
+        from quantkit.grids.ternary import TernaryGrid
 
-
-def width(options: Options, in_features: int, override=None) -> Width:
-    refuse_override(override, "ternary has one width")
-    return Width(2, options.group_size)
-
-
-def build(options: Options, calibrated: bool = False, skeleton=None) -> Method:
-    from quantkit.grids.ternary import TernaryGrid
-
-    from quantkit.quantize.solvers.gptq import GptqSolver
-    from quantkit.quantize.solvers.rtn import RtnSolver
-
-    solver = GptqSolver() if options.solver == "gptq" else RtnSolver()
-    return Method("ternary", solver, layout(options), lambda *_: TernaryGrid(options.group_size))
+        return TernaryGrid(width.group_size)

@@ -1,0 +1,46 @@
+"""What a job was asked for, with types and defaults. Nothing is opened yet."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize.methods import Method
+from quantkit.quantize.methods._override import Override
+from quantkit.quantize.prepare.names import base_name
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job as the user typed it. method: None for an importance matrix. open_groups: no group size was
+    typed, so linears that the model's group size does not divide stay in 16 bit."""
+
+    source: str
+    method: Method | None
+    calibration: CalibrationOptions
+    run: RunOptions
+    output: Path | None = None
+    revision: str | None = None
+    offline: bool = False
+    trust_remote_code: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    open_groups: bool = False
+
+    @property
+    def destination(self) -> Path:
+        """The output path: as typed, or derived from source and options, such as `model-gptq-w4g128`, with
+        `mixed` if bits are overridden."""
+        if self.output:
+            return self.output
+        suffix, bits = self.method.suffix, self.method.options.bits
+        if any(Override.parse(text).bits != bits for text in self.run.override):
+            suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
+        return Path(f"{base_name(self.source)}-{suffix}")
+
+    def each(self) -> list[Request]:
+        """Return a request for each output of the command."""
+        outputs = self.method.each(self.output, base_name(self.source))
+        return [replace(self, method=method, output=output) for method, output in outputs]
