@@ -142,4 +142,5 @@ def test_a_search_keeps_the_linear_and_its_recipe_leaves_it_out(model):
     request = found.job_of(found.recipe(found.presets[0].values, ""), Path("out"))
     assert request.run.exclude == (r"^model\.layers\.0\.mlp\.down_proj$",)
     made = job.prepare(request, jobs.Listener(), dry_run=True)
-    assert sizes(made)[DOWN] is None and set(sizes(made).values()) == {None, request.method.options.group_size}
+    size = request.method.options.group_size
+    assert sizes(made)[DOWN] is None and set(sizes(made).values()) == {None, size}

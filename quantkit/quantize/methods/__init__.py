@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -201,6 +201,8 @@ class Method(ABC):
     def build(self, skeleton: Skeleton | None = None, calibrated: bool = False) -> BuiltMethod:
         """Return the parts of a job with this method. skeleton: the model, if there is one. calibrated: the
         user gave calibration text."""
+        from quantkit.quantize.outputs.folder import Output
+
         layout, dtype = self.layout, skeleton.checkpoint.config.dtype if skeleton else None
 
         def make_grid(name: str, in_features: int, override: Override | None) -> Grid:
@@ -208,7 +210,8 @@ class Method(ABC):
             return layout.grid(self.grid(width, name), dtype)
 
         solver = self.solver()
-        return BuiltMethod(self.name, solver, layout, make_grid, self.transform(solver), notes=self.notes)
+        parts = solver, layout, make_grid, self.transform(solver), Output(), self.notes
+        return BuiltMethod(self.name, *parts)
 
     @property
     def has_open_groups(self) -> bool:
@@ -234,12 +237,6 @@ class Method(ABC):
         return "".join(f"-{value}" for value, usual in values if value != usual)
 
 
-def _folder() -> Output:
-    from quantkit.quantize.outputs.folder import Output
-
-    return Output()
-
-
 @dataclass(frozen=True)
 class BuiltMethod:
     """The parts of a job, made by `Method.build`.
@@ -253,8 +250,8 @@ class BuiltMethod:
     solver: Solver
     layout: Layout
     make_grid: MakeGrid
-    transform: ColumnScaling | None = None
-    output: Output = field(default_factory=_folder)
+    transform: ColumnScaling | None
+    output: Output
     notes: tuple[str, ...] = ()
     outside: bool = False
 

@@ -45,7 +45,6 @@ class AffineMethod(Method):
         super().check()
 
     def width(self, in_features: int) -> Width:
-        """Return bits and group size of a linear's grid."""
         return self._width(self.options.bits, self.options.group_size, in_features)
 
     def overridden(self, in_features: int, override: Override) -> Width:

@@ -26,8 +26,6 @@ UNCLIPPED = ("q_proj", "k_proj", "qkv", "query", "key", "c_attn", "wq")
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit awq`."""
-
     bits: int = option(4, "Bits per weight, 2 to 8; the awq layout holds 4.")
     group_size: int | None = option(None, _options.GROUP_SIZE)
     sym: bool = option(False, "Symmetric grid: no zero point for each group.", negated=True)
@@ -57,7 +55,6 @@ class Awq(AffineMethod):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `awq-w4g128`."""
         mlx = self.options.layout == "mlx"
         zero = "-sym" if self.options.sym and not mlx else ""
         grid = f"awq{self.changed('solver')}-{self._bits_and_groups}{zero}"
@@ -65,7 +62,6 @@ class Awq(AffineMethod):
 
     @property
     def layout(self) -> Layout:
-        """The layout for `--layout`."""
         options = self.options
         if options.layout == "awq":
             return AwqLayout(options.group_size, not options.sym)
@@ -74,7 +70,6 @@ class Awq(AffineMethod):
         return CompressedTensorsLayout(PackQuantized(options.bits, options.group_size, options.sym))
 
     def check(self) -> None:
-        """Raise QuantkitError if options are invalid for every model."""
         options = self.options
         check_grid(options.bits, options.group_size)
         if options.bits != 4 and options.layout == "awq":
@@ -85,7 +80,6 @@ class Awq(AffineMethod):
         require(options.candidates >= 2, what, "choose 2 or more", USAGE)
 
     def grid(self, width: Width, name: str) -> AffineGrid:
-        """Return the grid of a linear."""
         from quantkit.grids.affine import AffineGrid
 
         feedback, leaf = self.options.solver != "rtn", name.rpartition(".")[2]

@@ -22,8 +22,6 @@ FORMATS = {"nvfp4": NvFp4Packed, "mxfp4": MxFp4Packed}
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit fp4`."""
-
     format: str = option(
         "nvfp4",
         "nvfp4: a float8 scale for 16 weights, 4.5 bits per weight. mxfp4: a power of two for 32 weights, "
@@ -60,7 +58,6 @@ class Fp4(Method):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `nvfp4`."""
         options = self.options
         layout = "" if options.layout == "compressed-tensors" else f"-{options.layout}"
         inputs = "a4" if options.activations else ""
@@ -68,7 +65,6 @@ class Fp4(Method):
 
     @property
     def layout(self) -> Layout:
-        """The layout for `--layout`."""
         options, form = self.options, FORMATS[self.options.format]
         if options.layout == "mlx":
             return MlxLayout(4, form.GROUP, options.format)
@@ -77,7 +73,6 @@ class Fp4(Method):
         return CompressedTensorsLayout(form(options.activations))
 
     def check(self) -> None:
-        """Raise QuantkitError if options are invalid for every model."""
         super().check()
         options = self.options
         rounded = options.layout == "mlx" and options.activations
@@ -87,11 +82,9 @@ class Fp4(Method):
         require(fits, f"--layout modelopt holds nvfp4, not {options.format}", hint, USAGE)
 
     def width(self, in_features: int) -> Width:
-        """Return 4 bits in the format's groups."""
         return Width(4, FORMATS[self.options.format].GROUP)
 
     def grid(self, width: Width, name: str) -> Fp4Grid:
-        """Return the grid of a linear."""
         from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 
         kind = {"nvfp4": NvFp4Grid, "mxfp4": MxFp4Grid}[self.options.format]

@@ -24,8 +24,6 @@ BLOCK = 128  # the only one that engines have kernels for
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit fp8`."""
-
     format: str = option(
         "fp8",
         "fp8: scales of rows or --block. mxfp8: a power of two for 32 weights, and for 32 values of a token.",
@@ -77,7 +75,6 @@ class Fp8(Method):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `fp8-block`."""
         options = self.options
         form = "-deepseek" if options.layout == "deepseek" else "-block" if options.block else ""
         form += f"-{options.layout}" if options.layout in ("mlx", "modelopt") else ""
@@ -87,7 +84,6 @@ class Fp8(Method):
 
     @property
     def layout(self) -> Layout:
-        """The layout for `--layout`."""
         options = self.options
         if options.layout == "mlx":
             return MlxLayout(8, MxFp8.GROUP, options.format)
@@ -98,7 +94,6 @@ class Fp8(Method):
         return kind(MxFp8() if options.format == "mxfp8" else form, cache=options.kv_cache)
 
     def check(self) -> None:
-        """Raise QuantkitError if options are invalid for every model."""
         super().check()
         options = self.options
         what = f"--block {options.block}: no engine has kernels for such blocks"
@@ -119,12 +114,10 @@ class Fp8(Method):
         return BLOCK if self.options.block or self.options.layout == "deepseek" else None
 
     def width(self, in_features: int) -> Width:
-        """Return 8 bits and the format's or the block's group size."""
         group = MxFp8.GROUP if self.options.format == "mxfp8" else self._block
         return Width(8, group or in_features)
 
     def grid(self, width: Width, name: str) -> Float8Grid:
-        """Return the grid of a linear."""
         from quantkit.grids.float8 import WHOLE, Float8Grid, MxFp8Grid
 
         options = self.options

@@ -46,8 +46,6 @@ TYPED = ("type", "tensor_type", "output_tensor_type", "token_embedding_type", "p
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit gguf`."""
-
     act_order: ClassVar[str] = "none"
 
     type: tuple[str, ...] = option(
@@ -111,7 +109,6 @@ class Gguf(Method):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `Q4_K_M.gguf`."""
         like = self.options.like
         types = f"like-{Path(like).stem}" if like else self.stored_as
         return f"{types}{self.changed('transform')}.gguf"
@@ -122,7 +119,6 @@ class Gguf(Method):
         return parse_file_type(self.options.type[0])
 
     def check(self) -> None:
-        """Raise QuantkitError if options are invalid for every model."""
         options = self.options
         require(options.type, "no file type is given", "for example --type Q4_K_M", USAGE)
         for name in options.type:

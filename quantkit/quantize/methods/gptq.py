@@ -24,8 +24,6 @@ ALONE = "of 5 to 7 bits the gptq layout loads in GPTQModel alone, --layout compr
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit gptq`."""
-
     bits: int = option(4, "Bits per weight, 2 to 8. 4 and 8 run fastest; few clients run 5 to 7.")
     group_size: int | None = option(None, _options.GROUP_SIZE)
     sym: bool = option(
@@ -73,7 +71,6 @@ class Gptq(AffineMethod):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `gptq-w4g128`."""
         options = self.options
         layout = {"gptq": "", "compressed-tensors": "-ct", "mlx": "-mlx"}[options.layout]
         zero = "" if options.sym or options.layout == "mlx" else "-asym"
@@ -83,7 +80,6 @@ class Gptq(AffineMethod):
 
     @property
     def layout(self) -> Layout:
-        """The layout for `--layout`."""
         options = self.options
         if options.layout == "mlx":
             return MlxLayout(options.bits, options.group_size)
@@ -103,11 +99,9 @@ class Gptq(AffineMethod):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Warnings to show before the job runs."""
         return (ALONE,) if self.options.layout == "gptq" and self.options.bits in SPLIT else ()
 
     def check(self) -> None:
-        """Raise QuantkitError if options are invalid for every model."""
         super().check()
         options = self.options
         one_of(options.activations, INPUTS, f"--activations {options.activations}: no such type")
@@ -124,7 +118,6 @@ class Gptq(AffineMethod):
         require(options.checkpoint_format == "gptq", what, hint, USAGE)
 
     def grid(self, width: Width, name: str) -> AffineGrid:
-        """Return the grid of a linear."""
         from quantkit.grids.affine import AffineGrid
 
         layout = self.layout

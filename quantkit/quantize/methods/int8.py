@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit int8`."""
-
     threshold: float = option(
         6.0,
         "Compute a column in 16 bit if its input reaches this value in any token; 0 for none. With "
@@ -37,20 +35,16 @@ class Int8(Method):
 
     @property
     def layout(self) -> Int8Layout:
-        """The layout of bitsandbytes."""
         return Int8Layout(self.options.threshold)
 
     def check(self) -> None:
-        """Raise QuantkitError if options are invalid for every model."""
         threshold = self.options.threshold
         check_value("--threshold", threshold, 0 <= threshold < math.inf, "choose 6, or 0 for none")
 
     def width(self, in_features: int) -> Width:
-        """Return 8 bits and one group per row."""
         return Width(8, in_features)
 
     def grid(self, width: Width, name: str) -> Int8Grid:
-        """Return the grid of a linear."""
         from quantkit.grids.int8 import Int8Grid
 
         return Int8Grid(width.group_size)

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit nf4`."""
-
     double_quant: bool = option(True, "Store the scales in 8 bits: 4.13 bits per weight instead of 4.5.")
     solver: str = _options.shared("solver", "rtn")
     act_order: Literal["none", "group"] = _options.shared("act_order")
@@ -36,20 +34,16 @@ class Nf4(Method):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `nf4-gptq`."""
         return "nf4" + self.changed("solver", "transform") + ("" if self.options.double_quant else "-single")
 
     @property
     def layout(self) -> Nf4Layout:
-        """The layout of bitsandbytes."""
         return Nf4Layout(self.options.double_quant)
 
     def width(self, in_features: int) -> Width:
-        """Return 4 bits in blocks of 64."""
         return Width(4, BLOCK)
 
     def grid(self, width: Width, name: str) -> Nf4Grid:
-        """Return the grid of a linear."""
         from quantkit.grids.nf4 import Nf4Grid
 
         return Nf4Grid(self.options.double_quant)

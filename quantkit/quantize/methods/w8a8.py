@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options(MethodOptions):
-    """Flags of `quantkit w8a8`."""
-
     transform: str = _options.shared("smoothing")
     solver: str = _options.shared("solver")
     search_scale: bool = option(
@@ -44,20 +42,16 @@ class W8a8(Method):
 
     @property
     def suffix(self) -> str:
-        """The end of derived output names, such as `w8a8-rtn-none`."""
         return "w8a8" + self.changed("solver", "transform")
 
     @property
     def layout(self) -> CompressedTensorsLayout:
-        """The layout of compressed-tensors."""
         return CompressedTensorsLayout(IntQuantized())
 
     def width(self, in_features: int) -> Width:
-        """Return 8 bits and one group per row."""
         return Width(8, in_features)
 
     def grid(self, width: Width, name: str) -> AffineGrid:
-        """Return the grid of a linear."""
         from quantkit.grids.affine import AffineGrid
 
         return AffineGrid(8, width.group_size, search=self.options.search_scale)
