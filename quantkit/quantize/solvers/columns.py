@@ -111,17 +111,20 @@ class Columns:
 
         E: `Σ E_k U_kj` over all earlier parts, becomes the errors. codes: uint8, are written. lost: `[out]`,
         grows by the part's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`. fixed: the
-        groups' parameters; empty: they are fitted when the sweep reaches the group.
+        groups' parameters if `grid.spans_matrix`; others are fitted when the sweep reaches the group.
         """
         self.E, self.codes, self.lost, self.Wt, self.U, self.D = E, codes, lost, Wt, U, D
         self.known = [0] * len(Wt)  # number of columns of the part whose errors each has added
-        found, size = [], self.grid.group_size
+        groups, size = [], self.grid.group_size
         for start in range(0, len(Wt), size):
             group = slice(start, start + size)
             self.update(group)
-            params = fixed[len(found)] if fixed else self.grid.fit(self.free(group).t(), D[..., group])
-            found.append(self.choose(group, params, refit=not fixed))
-        return found
+            if self.grid.spans_matrix:
+                params = fixed[len(groups)]
+            else:
+                params = self.grid.fit(self.free(group).t(), D[..., group])
+            groups.append(self.choose(group, params))
+        return groups
 
     def update(self, columns: slice) -> None:
         """Add the errors of the part's earlier columns to these columns; at the beginning of a batch, to the
@@ -141,13 +144,13 @@ class Columns:
         inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
         return add_product(Wt.clone(), inverse.mT, self.E[columns])
 
-    def choose(self, group: slice, params: Any, refit: bool) -> Any:
-        """Choose the codes of a group's columns; return its parameters. With `refit`, each sub-block after
-        the first gets new parameters, fitted to its columns with the errors of earlier columns added."""
+    def choose(self, group: slice, params: Any) -> Any:
+        """Choose the codes of a group's columns; return its parameters. Each sub-block after the first gets
+        new parameters, fitted to its columns with the errors of earlier columns added."""
         size = self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
             part = slice(low, low + size)
-            if k and refit:
+            if k and not self.grid.spans_matrix:
                 self.update(part)
                 params = self.grid.refit(self.free(part), params, k, self.D[..., part])
             self._choose(part, *(found[k] for found in self.grid.steps(params)))

@@ -1,10 +1,4 @@
-"""Refinement: coordinate descent on codes and scales, starting from GPTQ's result.
-
-GPTQ fixes each column before it knows the later columns. Once all columns are chosen, any of them can be
-chosen again: with `r = H (W - Ŵ)ᵀ` the loss `tr(dW H dWᵀ)` along column j is least at `ŵ_j + r_j / H_jj`, so
-moving to the nearest grid value never raises the loss (cyclic coordinate descent, as in QuantEase, Behdin et
-al. 2023, arXiv:2309.01885, section 3). Likewise, a group's values `V` have a best common factor,
-`1 + <r, V> / <V, H V>`, which is multiplied into the scale.
+"""Refine single columns.
 
 Two groups, half the matrix apart, are visited at once, which halves the kernel launches. The same run of
 columns moves independently in both groups. The joint change is then computed exactly, row by row; if the
@@ -22,21 +16,14 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
 from quantkit.quantize.solvers.columns import RUN, Chosen, chain_for, parts
+from quantkit.quantize.solvers.refine.scales import best_factor, values_of
 from quantkit.quantize.solvers.replay import Replays
-
-TINY = torch.finfo(torch.float32).tiny
 
 
 def refine(
-    Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int, replays: Replays | None = None
+    Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int, replays: Replays | None
 ) -> None:
-    """Improve codes and parameters for `Wt [in, out]` in place, with the same grid and number of bytes.
-
-    hessian: `[in, in]`, or `[matrices, in, in]` for `Wt [in, matrices * out]`; damped, in the same column
-    order; changed in place. cycles: visits of each group. (If
-    scales are only chosen in the last visit, the loss is 0.2 percent higher, but the KL divergence of the
-    bundled model in 2 bits is 3 percent higher.)
-    """
+    """See `refine` in `__init__.py`."""
     curvature = hessian.diagonal(dim1=-2, dim2=-1).clone()
     hessian.div_(curvature[..., None])  # row j is what column j goes by
     hessian, curvature = hessian.view(-1, *hessian.shape[-2:]), curvature.view(-1, len(Wt))
@@ -82,7 +69,7 @@ class _Visit:
         """
         self.places, self.params, size = E.shape[:2], params, E.shape[2]
         self.residual, self.hessian, self.curvature = residual, hessian, curvature
-        # what columns of the same group are to each other
+        # the Hessian inside a group
         self.own = hessian.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
         self.levels = self.grid.levels(codes.flatten(0, 1))
         self.step, self.low = self._steps(params)
@@ -94,9 +81,9 @@ class _Visit:
         keep = (change <= 0)[:, None, None]  # not a number stays out
         lost += torch.where(keep[:, 0, 0], change, 0.0).flatten()
         E.sub_(moved.unflatten(0, self.places).mul_(keep))
-        found = torch.empty_like(codes)
-        self.grid.codes(self.levels.unflatten(0, self.places), found)
-        codes.copy_(torch.where(keep, found, codes))
+        new_codes = torch.empty_like(codes)
+        self.grid.codes(self.levels.unflatten(0, self.places), new_codes)
+        codes.copy_(torch.where(keep, new_codes, codes))
         return [select(keep.flatten(), new, old) for new, old in zip(scaled, params, strict=True)]
 
     def _descend(self) -> None:
@@ -143,25 +130,22 @@ class _Visit:
 
     def _rescaled(self) -> tuple[Tensor, list]:
         """Return the groups' values and parameters, multiplied by the best common factor."""
-        values = self._values(self.step, self.low)
+        values = values_of(self.levels, self.step, self.low)
         power = self._weigh(values, self.own @ values)
-        factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
-        factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
-        found = zip(self.params, factor.unflatten(0, self.places).unbind(1), strict=True)
-        params = [self.grid.scaled(own, part.flatten()) for own, part in found]
-        scaled = self._values(*self._steps(params))
+        factor = best_factor(self._weigh(values, self.residual.clone()), power)
+        factors = factor.unflatten(0, self.places).unbind(1)
+        params = [
+            self.grid.scaled(*pair) for pair in zip(self.params, map(Tensor.flatten, factors), strict=True)
+        ]
+        scaled = values_of(self.levels, *self._steps(params))
         self._follow(slice(None), values.neg_().add_(scaled))
         return scaled, params
 
     def _steps(self, params: Sequence) -> tuple[Tensor, Tensor]:
         """Return step and low, `[matrices * groups, sub-blocks, out]`."""
-        found = map(torch.stack, zip(*map(self.grid.steps, params), strict=True))
-        step, low = (x.unflatten(2, (self.places[0], -1)).movedim(2, 0).flatten(0, 1) for x in found)
+        stacked = map(torch.stack, zip(*map(self.grid.steps, params), strict=True))
+        step, low = (x.unflatten(2, (self.places[0], -1)).movedim(2, 0).flatten(0, 1) for x in stacked)
         return step, low
-
-    def _values(self, step: Tensor, low: Tensor) -> Tensor:
-        values = self.levels.unflatten(1, (-1, self.grid.sub_size)) * step[:, :, None]
-        return values.sub_(low[:, :, None]).flatten(1, 2)
 
     def _weigh(self, one: Tensor, other: Tensor) -> Tensor:
         """Return Σ H_jj · one · other over a group's columns, `[groups, out]`; changes `other` in place."""
