@@ -41,6 +41,7 @@ class BiasedGrid(WholeLevels):
     dtype: str = "bfloat16"
     search: bool = True
     clip: bool = False
+    floating = "scale", "bias"
 
     describe, plain = AffineGrid.describe, AffineGrid.plain  # they look at fields that both have
 
@@ -98,12 +99,7 @@ class BiasedGrid(WholeLevels):
         return params.scale.float()[None], -params.bias.float()[None]
 
     def scaled(self, params: BiasedParams, factor: Tensor) -> BiasedParams:
-        """Return scales and biases times `factor [rows]`, rounded to the stored type."""
         return self._stored(params.scale.float() * factor, params.bias.float() * factor)
-
-    def floats(self, params: BiasedParams) -> dict[str, Tensor]:
-        """Return scales and biases."""
-        return {"scale": params.scale.float(), "bias": params.bias.float()}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return both rounded to the stored type."""

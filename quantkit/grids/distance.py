@@ -8,7 +8,7 @@ from torch import Tensor
 from quantkit.grids.grid import by_rows
 from quantkit.grids.parallel import elements_at_once
 
-ROUGH_ROUNDS, FIT_ROUNDS = 3, 3  # of fitting rows and columns in turn, by sizes and by least squares
+ROUGH_ROUNDS, FIT_ROUNDS = 3, 3  # fits of rows and columns in turn: by sizes, by least squares
 
 
 def token_distances(found: Tensor, expected: Tensor) -> Tensor:

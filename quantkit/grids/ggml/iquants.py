@@ -19,7 +19,7 @@ from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
 from quantkit.grids.ggml.params import SubHalves, half
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
-from quantkit.grids.grid import by_rows, each_row
+from quantkit.grids.grid import by_rows, each_row, map_rows
 from quantkit.grids.levels import usable
 
 LARGEST_SCALE = 15
@@ -138,16 +138,15 @@ class CodeBookGrid(BlockGrid):
     def round(self, weight: Tensor, params: SubHalves) -> Tensor:
         """Return codes of the vectors with the least squared error, uint8 `[rows, group_size]`."""
         search = self.search_in(torch.eye(SIGNS, device=weight.device))
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
             y = rows.unflatten(1, (-1, self.sub_size)) / step[..., None]
             levels = search.nearest(y.reshape(-1, SIGNS).t()).t().reshape(rows.shape)
-            found = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
-            self.codes(levels, found)
-            return found
+            codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+            self.codes(levels, codes)
+            return codes
 
-        return by_rows(work, codes, weight, usable(params.steps()[0]))
+        return map_rows(work, torch.uint8, weight, usable(params.steps()[0]))
 
     def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]

@@ -1,7 +1,8 @@
-"""Keep the result of error feedback, or round to nearest if that has a lower loss."""
+"""Solve linears by error feedback, or by round to nearest where that has a lower loss."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -28,6 +29,33 @@ class Attempt:
     lost: Tensor
     note: str | None
     clipped: bool
+
+
+def solve_linears(
+    quantize: Callable[[Sequence[Tensor], Grid, Tensor], Attempt],
+    weights: Sequence[Tensor],
+    grids: Sequence[Grid],
+    hessian: Tensor,
+) -> list[list[Solved]]:
+    """Return, for each of the linears `weights [(sites,) out_k, in]`, the results of all sites. `quantize`
+    solves linears that share a grid as one matrix. hessian: `[(sites,) in, in]`.
+
+    Raises Indefinite if one of several sites needs more damping.
+    """
+    solved: dict[int, list[Solved]] = {}
+    for grid in dict.fromkeys(grids):
+        members = [k for k, other in enumerate(grids) if other == grid]
+        try:
+            attempt = quantize([weights[k] for k in members], grid, hessian)
+        except Indefinite as error:
+            if hessian.ndim > 2:
+                raise
+            attempt = error.with_traceback(None)  # frees the tensors of its frames
+        start = 0
+        for k in members:
+            rows = slice(start, start := start + weights[k].shape[-2])
+            solved[k] = better(attempt, weights[k], rows, grid, hessian)
+    return [solved[k] for k in range(len(weights))]
 
 
 def better(

@@ -40,10 +40,11 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, group, join, stack
 from quantkit.quantize.solvers import SiteStatistics, Solved
-from quantkit.quantize.solvers.baseline import Attempt, better
-from quantkit.quantize.solvers.columns import Chosen, Columns, add_product
+from quantkit.quantize.solvers.baseline import Attempt, solve_linears
+from quantkit.quantize.solvers.batching import add_product, picked
+from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
-from quantkit.quantize.solvers.order import column_order, group_order, picked, restored
+from quantkit.quantize.solvers.order import column_order, group_order, restored
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.replay import Replays
 from quantkit.quantize.solvers.vectors import Vectors
@@ -86,7 +87,7 @@ class GptqSolver:
         """
         assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
-        return [solved for (solved,) in self._solve(weights, grids, statistics.hessian)]
+        return [solved for (solved,) in solve_linears(self.quantize, weights, grids, statistics.hessian)]
 
     def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
         """Return `solve`'s results for independent sites, with its arguments for each; sites of equal shape,
@@ -100,30 +101,11 @@ class GptqSolver:
             stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
             hessians = torch.stack([one.hessian for one in statistics])
             try:
-                return list(map(list, zip(*self._solve(stacked, grids[0], hessians), strict=True)))
+                by_linear = solve_linears(self.quantize, stacked, grids[0], hessians)
+                return list(map(list, zip(*by_linear, strict=True)))
             except Indefinite:
                 pass  # a site needs more damping than the others
         return [self.solve(*site) for site in sites]
-
-    def _solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor) -> list[list[Solved]]:
-        """Return each site's result for each of the linears `weights [(sites,) out_k, in]`; linears that
-        share a grid are solved as one matrix.
-
-        Raises Indefinite if one of several sites needs more damping.
-        """
-        results: dict[int, list[Solved]] = {}
-        for grid in dict.fromkeys(grids):
-            members = [k for k, other in enumerate(grids) if other == grid]
-            try:
-                attempt = self.quantize([weights[k] for k in members], grid, hessian)
-            except Indefinite as error:
-                if hessian.ndim > 2:
-                    raise
-                attempt = error.with_traceback(None)  # without the tensors of its frames
-            starts = torch.tensor([0] + [weights[k].shape[-2] for k in members]).cumsum(0).tolist()
-            for k, start, end in zip(members, starts, starts[1:], strict=False):
-                results[k] = better(attempt, weights[k], slice(start, end), grid, hessian)
-        return [results[k] for k in range(len(weights))]
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
         """Return `D [in]` of `H = U diag(D) Uᵀ` in the order of quantization: the cost of a squared error in

@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, join, regrouped
 from quantkit.grids.grid import rows as rows_of
+from quantkit.quantize.solvers.batching import picked
 
 
 def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
@@ -28,22 +29,16 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
             what = f"columns on a grid of {grid.describe()} have fixed places"
             raise QuantkitError(what, "use --act-order group", UNSUPPORTED)
         return torch.argsort(diagonal, descending=True, stable=True)
-    parts = diagonal.unflatten(-1, (-1, grid.sub_size))  # in a sub-block: columns that share all parameters
-    inside = torch.argsort(parts, descending=True, stable=True)
+    sub_blocks = diagonal.unflatten(
+        -1, (-1, grid.sub_size)
+    )  # in a sub-block: columns that share all parameters
+    inside = torch.argsort(sub_blocks, descending=True, stable=True)
     if grid.vector_size > 1:  # the columns of a vector belong together
-        inside = torch.arange(grid.sub_size, device=parts.device).expand_as(parts)
+        inside = torch.arange(grid.sub_size, device=sub_blocks.device).expand_as(sub_blocks)
     means = diagonal.unflatten(-1, (-1, grid.group_size)).mean(-1)
     groups = torch.argsort(means, descending=True, stable=True)
     columns = columns.unflatten(-1, (-1, grid.sub_size)).gather(-1, inside).view(*means.shape, -1)
     return picked(columns, groups).flatten(-2)
-
-
-def picked(rows: Tensor, order: Tensor) -> Tensor:
-    """Return the rows `[(sites,) n, ...]` in this order `[(sites,) n]`."""
-    if order.ndim == 1:
-        return rows.contiguous().index_select(0, order)
-    first = len(order[0]) * torch.arange(len(order), device=order.device)
-    return rows.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(rows.shape)
 
 
 def group_order(order: Tensor, grid: Grid) -> Tensor:

@@ -26,41 +26,41 @@ class Vectors(Columns):
         around the fitted one, the scale with the least loss, given the errors of earlier columns."""
         grid, size = self.grid, self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
-            part = slice(low, low + size)
-            self.update(part)
+            columns = slice(low, low + size)
+            self.update(columns)
             candidates = grid.neighbouring(params, k, REACH)
             steps = torch.stack([grid.steps(each)[0][k] for each in candidates])  # [candidates, out]
-            levels, E, lost = self._swept(part, steps)
+            levels, E, lost = self._swept(columns, steps)
             best = lost.argmin(0)
             params = grid.chosen(candidates, best)
             index = best.expand(1, size, -1)
             levels, E = (x.gather(0, index)[0] for x in (levels, E))
-            self.E[part] = E
+            self.E[columns] = E
             self.lost += lost.gather(0, best[None])[0]
-            self.grid.codes(levels, self.codes[part])
+            self.grid.codes(levels, self.codes[columns])
         return params
 
-    def _swept(self, part: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _swept(self, columns: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return levels and errors `[candidates, columns, out]` for each of `steps`, and the losses."""
         count, rows = steps.shape
-        W, fed = self.Wt[part], self.E[part]
+        W, fed = self.Wt[columns], self.E[columns]
         levels = W.new_empty(len(W), count, rows)
         E, lost = torch.empty_like(levels), torch.zeros_like(steps)
-        U, D = self.U[part, part], self.D[part]
+        U, D = self.U[columns, columns], self.D[columns]
         size = self.grid.vector_size
         for low in range(0, len(W), size):
             v = slice(low, low + size)
-            own = U[v, v]
+            U_vv = U[v, v]
             s = fed[v, None].expand(-1, count, -1)
             if low:
                 s = s + (U[:low, v].t() @ E[:low].flatten(1)).view(size, count, rows)
-            identity = torch.eye(size, device=own.device)
-            inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
+            identity = torch.eye(size, device=U_vv.device)
+            inverse = torch.linalg.solve_triangular(U_vv, identity, upper=True, unitriangular=True)
             target = (inverse.t() @ s.flatten(1)).view(size, count, rows).add_(W[v, None])
-            search = self.grid.search_in(own * D[v] @ own.t())
+            search = self.grid.search_in(U_vv * D[v] @ U_vv.t())
             y = (target / steps).flatten(1)
-            found = search.nearest(y)
-            levels[v] = found.view(size, count, rows)
+            nearest = search.nearest(y)
+            levels[v] = nearest.view(size, count, rows)
             E[v] = W[v, None] - levels[v] * steps
-            lost += search.cost(y - found).view(count, rows) * steps.square()
+            lost += search.cost(y - nearest).view(count, rows) * steps.square()
         return levels.transpose(0, 1), E.transpose(0, 1), lost

@@ -9,8 +9,8 @@ rows `R` are quantized for a target that compensates for the errors of all earli
     W_R + (B_PR B_RR⁻¹)ᵀ E_P,
 
 by the one-sided sweep over H. With one row per block this is exactly Babai's algorithm; here the rows of a
-block share the sweep's kernel launches. Then `refine/both_sides.py` chooses codes and scales
-again, given all rows. Rows with large curvature come first.
+block share the sweep's kernel launches. Then `refine/both_sides.py` chooses codes and scales again, given all
+rows. Rows with large curvature come first.
 """
 
 from __future__ import annotations
@@ -56,17 +56,17 @@ class YaqaSolver(GptqSolver):
         assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
         weights = aimed(weights, statistics, self.damp)
         plain = super().solve(weights, grids, statistics)
-        if not statistics.curvatures:  # the output matrix has none
+        if not statistics.curvatures:  # of the output matrix
             return plain
-        solved = []
+        found = []
         for weight, curvature, one_sided in zip(weights, statistics.curvatures, plain, strict=True):
             if curvature is None:
-                solved.append(replace(one_sided, notes=(*one_sided.notes, UNREACHED)))
+                found.append(replace(one_sided, notes=(*one_sided.notes, UNREACHED)))
             elif one_sided.fallback:  # H could not be used
-                solved.append(one_sided)
+                found.append(one_sided)
             else:
-                solved.append(self._better(weight, one_sided, statistics.hessian, curvature))
-        return solved
+                found.append(self._better(weight, one_sided, statistics.hessian, curvature))
+        return found
 
     def _better(self, weight: Tensor, plain: Solved, hessian: Tensor, curvature: Tensor) -> Solved:
         """Return the result of two-sided feedback, or `plain` if that has a lower two-sided loss."""

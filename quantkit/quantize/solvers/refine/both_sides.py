@@ -50,8 +50,8 @@ class _Visit:
         self.hessian, self.inputs, self.outputs = hessian, inputs, outputs
         # effect of all rows' errors on a row's loss: Σ_p G_op E_p / G_oo
         self.lost = chosen.E @ curvature.t()
-        self.own = curvature[:, rows].contiguous()
-        self.others = self.own.clone()
+        self.within = curvature[:, rows].contiguous()
+        self.others = self.within.clone()
         self.others.fill_diagonal_(0)
 
     def improve(self) -> None:
@@ -79,7 +79,7 @@ class _Visit:
                 run = slice(low, min(low + RUN, end))
                 ideal = residual[run] / step * alive
                 moved[run] = _descend(grid, hessian[run, run], ideal, levels[run], others, weight) * step
-                residual.addmm_(hessian[:, run], moved[run] @ self.own.t(), alpha=-1)
+                residual.addmm_(hessian[:, run], moved[run] @ self.within.t(), alpha=-1)
                 low = run.stop
         params, change = self._rescaled(levels, params, hessian, self.inputs[columns], residual)
         moved += change
@@ -87,7 +87,7 @@ class _Visit:
         grid.codes(levels, codes)
         chosen.codes[columns, self.rows] = codes
         chosen.E[columns, self.rows] -= moved
-        self.lost[columns] -= moved @ self.own.t()
+        self.lost[columns] -= moved @ self.within.t()
         return params
 
     def _rescaled(

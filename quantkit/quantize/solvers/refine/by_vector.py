@@ -35,47 +35,48 @@ class _Visit:
         """Improve vectors and scale of every sub-block, then the scale of the group."""
         grid, params = self.grid, self.chosen.params[self.k]
         for b, low in enumerate(range(0, grid.group_size, grid.sub_size)):
-            part = slice(low, low + grid.sub_size)
+            columns = slice(low, low + grid.sub_size)
             step = grid.steps(params)[0][b]
-            self._choose(part, step)
-            better = grid.with_step(params, b, step * self._factor(part, self.levels[part] * step))
-            params = self._rescale(part, params, better)
+            self._choose(columns, step)
+            better = grid.with_step(params, b, step * self._factor(columns, self.levels[columns] * step))
+            params = self._rescale(columns, params, better)
         whole = slice(0, grid.group_size)
         better = grid.scaled(params, self._factor(whole, self.levels * self._steps(params)))
         self.chosen.params[self.k] = self._rescale(whole, params, better)
         grid.codes(self.levels, self.codes)
 
-    def _choose(self, part: slice, step: Tensor) -> None:
+    def _choose(self, columns: slice, step: Tensor) -> None:
         """Choose the vectors of a sub-block again."""
-        for low in range(part.start, part.stop, self.grid.vector_size):
+        for low in range(columns.start, columns.stop, self.grid.vector_size):
             v = slice(low, low + self.grid.vector_size)
-            own, old = self.hessian[v, v], self.levels[v]
-            ideal = torch.linalg.solve(own, self.residual[v]).div_(step).add_(old)
-            found = self.grid.search_in(own).nearest(ideal, old)
-            self._move(v, (found - old).mul_(step))
-            self.levels[v] = found
+            metric, old = self.hessian[v, v], self.levels[v]
+            ideal = torch.linalg.solve(metric, self.residual[v]).div_(step).add_(old)
+            nearest = self.grid.search_in(metric).nearest(ideal, old)
+            self._move(v, (nearest - old).mul_(step))
+            self.levels[v] = nearest
 
-    def _factor(self, part: slice, values: Tensor) -> Tensor:
+    def _factor(self, columns: slice, values: Tensor) -> Tensor:
         """Return the best common factor of `values` in these columns, `[out]`."""
-        power = (self.hessian[part, part] @ values).mul_(values).sum(0)
-        return best_factor((self.residual[part] * values).sum(0), power)
+        power = (self.hessian[columns, columns] @ values).mul_(values).sum(0)
+        return best_factor((self.residual[columns] * values).sum(0), power)
 
-    def _rescale(self, part: slice, params: Any, better: Any) -> Any:
+    def _rescale(self, columns: slice, params: Any, better: Any) -> Any:
         """Return `params`, or `better` in the rows where the same levels have a lower loss with it."""
-        moved = self.levels[part] * (self._steps(better) - self._steps(params))[part]
-        keep = self._change(part, moved) < 0
-        self._move(part, moved.mul_(keep))
+        moved = self.levels[columns] * (self._steps(better) - self._steps(params))[columns]
+        keep = self._change(columns, moved) < 0
+        self._move(columns, moved.mul_(keep))
         return select(keep, better, params)
 
     def _steps(self, params: Any) -> Tensor:
         """Return the step of every column, `[group_size, out]`."""
         return self.grid.steps(params)[0].repeat_interleave(self.grid.sub_size, 0)
 
-    def _change(self, part: slice, moved: Tensor) -> Tensor:
+    def _change(self, columns: slice, moved: Tensor) -> Tensor:
         """Return the change of the loss, `[out]`, if the values of these columns change by `moved`."""
-        return (self.hessian[part, part] @ moved).sub_(self.residual[part], alpha=2).mul_(moved).sum(0)
+        gained = (self.hessian[columns, columns] @ moved).sub_(self.residual[columns], alpha=2)
+        return gained.mul_(moved).sum(0)
 
-    def _move(self, part: slice, moved: Tensor) -> None:
-        self.chosen.lost += self._change(part, moved)
-        self.E[part] -= moved
-        self.residual -= self.hessian[:, part] @ moved
+    def _move(self, columns: slice, moved: Tensor) -> None:
+        self.chosen.lost += self._change(columns, moved)
+        self.E[columns] -= moved
+        self.residual -= self.hessian[:, columns] @ moved
