@@ -64,10 +64,10 @@ class AffineGrid(WholeLevels):
         scale = self._storable(scale)
         if self.search:  # in units of the full range's scale
             rows = SEARCH_SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
-            parts = [scale, zero, weight]
+            tensors = [scale, zero, weight]
             if importance is not None:  # one for all rows, or one for each matrix
-                parts.append(each_row(importance.sqrt(), len(weight)))
-            for_each(self._search, list(zip(*(part.split(rows) for part in parts), strict=True)))
+                tensors.append(each_row(importance.sqrt(), len(weight)))
+            for_each(self._search, list(zip(*(tensor.split(rows) for tensor in tensors), strict=True)))
         return AffineParams(self._storable(scale).float(), zero)
 
     def plain(self) -> AffineGrid:
@@ -123,9 +123,9 @@ class AffineGrid(WholeLevels):
             power = torch.linalg.vector_norm(steps, dim=2).square_().clamp_(min=torch.finfo(x.dtype).tiny)
             torch.div(along, power, out=scales[tried])
             torch.mul(along, scales[tried], out=gains[tried])
-            place = gains[:done].max(0, keepdim=True).indices
-            best = ranges.gather(0, place)
-        scale = scales.gather(0, place)[0]
+            index = gains[:done].max(0, keepdim=True).indices
+            best = ranges.gather(0, index)
+        scale = scales.gather(0, index)[0]
         return torch.where(scale > 0, scale, 1)
 
     def _clamp(self, steps: Tensor, zero: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class BiasedGrid(WholeLevels):
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> BiasedParams:
         """Return scale and bias for `weight [rows, group_size]`; `importance` as in Grid."""
         start = AffineGrid(self.bits, self.group_size, symmetric=False, search=self.search)
-        found = start.fit(weight, importance)
-        params = self._stored(found.scale, -found.scale * found.zero)
+        integers = start.fit(weight, importance)
+        params = self._stored(integers.scale, -integers.scale * integers.zero)
         if self.search:
             cost = torch.ones_like(weight[0]) if importance is None else importance
             rows = max(1, elements_at_once(weight.device, TEMPORARIES) // self.group_size)

@@ -74,10 +74,10 @@ class Float8Grid(Grid):
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
         """Return scales `[rows]`, one for each row of `weight [rows, group_size]`."""
         if not self.search:
-            peak = by_rows(lambda part: part.abs().amax(1), weight.new_empty(len(weight)), weight)
+            peak = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
             return Float8Params(self._scale(peak))
         scale = weight.new_empty(len(weight))
-        return Float8Params(by_rows(lambda part: self._searched(part[:, None], importance), scale, weight))
+        return Float8Params(by_rows(lambda rows: self._searched(rows[:, None], importance), scale, weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
         """Return scales `[out, groups]` for `weight [out, in]`; the rows of a block have the same scale."""
@@ -89,7 +89,7 @@ class Float8Grid(Grid):
         blocks = pad(weight, (0, 0, 0, -len(weight) % rows)).unflatten(0, (-1, rows))
         blocks = blocks.unflatten(2, (-1, self.group_size)).transpose(1, 2)  # [.., groups, rows, columns]
         if self.search:
-            scale = torch.stack([self._searched(row, None) for row in blocks])
+            scale = torch.stack([self._searched(groups, None) for groups in blocks])
         else:
             scale = self._scale(blocks.abs().amax((2, 3)))
         return Float8Params(self._over_rows(scale, len(weight)))
@@ -109,14 +109,13 @@ class Float8Grid(Grid):
     def _searched(self, blocks: Tensor, importance: Tensor | None) -> Tensor:
         """Return the scales `[n]` with the least squared error for `blocks [n, rows, columns]`."""
         base = self._scale(blocks.abs().amax((1, 2)))
-        best, least = base, None
+        best, least = base, torch.full_like(base, torch.inf)
         for stretch in STRETCHES:
             scale = self._storable(base * stretch)
             missed = nearest(blocks / scale[:, None, None]).mul_(scale[:, None, None]).sub_(blocks).square_()
             missed = (missed if importance is None else missed.mul_(importance)).sum((1, 2))
-            better = missed < least if least is not None else torch.ones_like(missed, dtype=torch.bool)
-            best = torch.where(better, scale, best)
-            least = torch.where(better, missed, least) if least is not None else missed
+            better = missed < least
+            best, least = torch.where(better, scale, best), torch.where(better, missed, least)
         return best
 
     def plain(self) -> Float8Grid:
@@ -126,20 +125,20 @@ class Float8Grid(Grid):
     def round(self, weight: Tensor, params: Float8Params) -> Tensor:
         """Return the nearest codes, uint8 `[rows, group_size]`; ties go to even."""
 
-        def work(part: Tensor, scale: Tensor) -> Tensor:
-            return to_float8(part / scale[:, None]).view(torch.uint8)
+        def work(rows: Tensor, scale: Tensor) -> Tensor:
+            return to_float8(rows / scale[:, None]).view(torch.uint8)
 
         return map_rows(work, torch.uint8, weight, params.scale)
 
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
-        def work(part: Tensor, scale: Tensor, out: Tensor) -> None:
-            torch.mul(nearest(part / scale[:, None]), scale[:, None], out=out)
+        def work(rows: Tensor, scale: Tensor, out: Tensor) -> None:
+            torch.mul(nearest(rows / scale[:, None]), scale[:, None], out=out)
 
         return fill_rows(work, weight, weight, params.scale)
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
-        def work(part: Tensor, scale: Tensor, out: Tensor) -> None:
-            torch.mul(from_float8(part), scale[:, None], out=out)
+        def work(rows: Tensor, scale: Tensor, out: Tensor) -> None:
+            torch.mul(from_float8(rows), scale[:, None], out=out)
 
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
         return fill_rows(work, values, codes, params.scale)
@@ -170,6 +169,9 @@ class Float8Grid(Grid):
     def with_floats(self, params: Float8Params, floats: Mapping[str, Tensor]) -> Float8Params:
         """Return parameters with the scale of each block repeated over its rows."""
         return Float8Params(self._over_rows(floats["scale"], len(params.scale)))
+
+    def traced(self, codes: Tensor, params: Float8Params) -> Tensor:
+        return from_float8(codes) * params.scale[:, None]
 
     def describe(self) -> str:
         """Return `float8 e4m3, groups of 768`, or `blocks of 128 × 128` if rows share a scale."""

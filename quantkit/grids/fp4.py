@@ -134,9 +134,6 @@ class Fp4Grid(Fp4Levels):
 
         return map_rows(work, torch.float32, codes, params.step[:, None])
 
-    def traced(self, codes: Tensor, params: Fp4Params) -> Tensor:
-        return torch.take(values_by_code(codes.device), codes.long()) * params.step[:, None]
-
     def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
         """Return the step in UNITS, and low = 0, both `[1, rows]`."""
         step = params.step / UNITS

@@ -194,10 +194,10 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
     midpoints = _midpoints(values, scaled.device)
     if scaled.device.type != "cpu":
         return torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
-    known = _by_upper_bits(values)
+    table = _by_upper_bits(values)
     flat = scaled.flatten()
     index = (flat.view(torch.int32) >> (32 - UPPER)).bitwise_and_((1 << UPPER) - 1)
-    codes = known.index_select(0, index)
+    codes = table.index_select(0, index)
     width, word = (4, torch.int64) if len(codes) % 4 == 0 else (1, torch.int16)
     doubtful = (codes.view(word) & sum(DOUBT << 16 * place for place in range(width))).nonzero()[:, 0]
     if len(doubtful):

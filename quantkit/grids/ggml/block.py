@@ -83,16 +83,16 @@ class BlockGrid(WholeLevels):
         if importance is not None:
             importance = each_row(importance, len(weight))
 
-        def encode(part: slice) -> Any:
+        def encode(rows: slice) -> Any:
             blocks = Blocks(
-                self._columns(weight[part]),
-                None if importance is None else self._columns(importance[part]),
+                self._columns(weight[rows]),
+                None if importance is None else self._columns(importance[rows]),
                 weight.shape[1] // self.group_size,
             )
-            found = self._encode(blocks)
-            params = next(found)
+            encoded = self._encode(blocks)
+            params = next(encoded)
             if codes is not None:
-                codes[part].view(-1, self.group_size).copy_(next(found).to(torch.uint8).t())
+                codes[rows].view(-1, self.group_size).copy_(next(encoded).to(torch.uint8).t())
             return params
 
         return matrix(stack(by_chunks(encode, weight)), len(weight))
@@ -148,9 +148,9 @@ class BlockGrid(WholeLevels):
             low = (params.dmin * fitted["mins"])[:, None]
         best = (importance @ _errors(self, weight, steps, low).square_()).argmin(0, keepdim=True)
         fields = {}
-        for name, found in fitted.items():
+        for name, integers in fitted.items():
             fields[name] = getattr(params, name).clone()
-            fields[name][:, k] = found.gather(0, best)[0]
+            fields[name][:, k] = integers.gather(0, best)[0]
         return replace(params, **fields)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
@@ -173,9 +173,6 @@ class BlockGrid(WholeLevels):
     def _storable(self, value: Tensor) -> Tensor:
         """Return `value` rounded to a finite float16."""
         return stored.half(value.clamp(-stored.HALF_MAX, stored.HALF_MAX))
-
-    def traced(self, codes: Tensor, params: Any) -> Tensor:
-        return self._values(codes, *params.steps())
 
     def _values(self, codes: Tensor, step: Tensor, low: Tensor) -> Tensor:
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))

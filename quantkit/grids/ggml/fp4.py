@@ -73,8 +73,8 @@ class Mxfp4Blocks(Fp4Blocks):
         )
 
     def scaled(self, params: Scale, factor: Tensor) -> Scale:
-        found = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
-        return Scale(found.scale * HALF)
+        scaled = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
+        return Scale(scaled.scale * HALF)
 
     def _encode(self, blocks: Blocks) -> Encoded:
         largest = blocks.x.abs().amax(0)  # C rounds the logarithm before it takes the whole number below
@@ -95,9 +95,9 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
         """Return for every 16 weights the best of the scales around the one that fits the largest weight."""
         grid = NvFp4Grid(divisor=self.together([weight]).divisor)
         weights = [None] * 4 if importance is None else importance.split(self.sub_size, -1)
-        parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
-        found = [grid.fit(*part) for part in parts]
-        return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)
+        sub_blocks = zip(weight.split(self.sub_size, 1), weights, strict=True)
+        fitted = [grid.fit(*sub_block) for sub_block in sub_blocks]
+        return E4m3Scales(torch.stack([params.scale for params in fitted], 1), fitted[0].divisor)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
         """See BlockGrid; encodes `weight` times the divisor as ggml does."""
@@ -142,8 +142,8 @@ def _ue4m3(scale: Tensor) -> Tensor:
     """Return the nearest unsigned e4m3, ties up; 0 below half of the smallest."""
     _, exponent = torch.frexp(scale)
     unit = torch.ldexp(torch.ones_like(scale), (exponent - 4).clamp(min=-9))
-    found = (scale / unit + 0.5).floor_().mul_(unit)
-    return torch.where(scale < LEAST_NORMAL, found.clamp(max=LEAST_NORMAL - E4M3_MIN), found)
+    rounded = (scale / unit + 0.5).floor_().mul_(unit)
+    return torch.where(scale < LEAST_NORMAL, rounded.clamp(max=LEAST_NORMAL - E4M3_MIN), rounded)
 
 
 GRIDS = {

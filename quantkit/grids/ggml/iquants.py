@@ -97,7 +97,7 @@ class CodeBookGrid(BlockGrid):
         table = (self.book.magnitudes * self.unit).to(x.device)
         middles = (table[1:] + table[:-1]) / 2
         largest = x.amax(1)
-        best, found = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+        best, steps = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
         for share in RANGES:
             step = usable(largest / (table[-1] * share))
             level = table[torch.bucketize(x / step[:, None], middles)]
@@ -105,8 +105,8 @@ class CodeBookGrid(BlockGrid):
             step = (weighed * x).sum(1) / (weighed * level).sum(1)
             error = (level * step[:, None]).sub_(x).square_().mul_(weights).sum(1)
             better = error < best
-            best, found = torch.where(better, error, best), torch.where(better, step, found)
-        return found
+            best, steps = torch.where(better, error, best), torch.where(better, step, steps)
+        return steps
 
     def search_in(self, metric: Tensor) -> VectorSearch:
         """Return a search for the nearest vectors in `metric [vector_size, vector_size]`. Its methods
@@ -115,12 +115,12 @@ class CodeBookGrid(BlockGrid):
 
     def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
         """Return parameters for each scale of sub-block k at most `reach` away from the present scale."""
-        found = []
+        candidates = []
         for change in range(-reach, reach + 1):
             scales = params.scales.clone()
             scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
-            found.append(SubHalves(params.d, scales))
-        return found
+            candidates.append(SubHalves(params.d, scales))
+        return candidates
 
     def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
         """Return parameters in which the step of sub-block k is as near as possible to `step [rows]`."""

@@ -66,26 +66,26 @@ def extreme(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.gather(0, x.abs().argmax(0, keepdim=True))[0].add_(0.0)  # never -0
     high, low = x.amax(0), x.amin(0)
-    found = torch.where(high > -low, high, low).add_(0.0)  # never -0
+    values = torch.where(high > -low, high, low).add_(0.0)  # never -0
     tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
-    return _first_of_equals(x, found, tied)
+    return _first_of_equals(x, values, tied)
 
 
 def lowest(x: Tensor) -> Tensor:
     """Return the smallest value of each column; of 0 and -0 the first."""
     if x.device.type != "cpu":
         return x.min(0).values
-    found = x.amin(0)
-    return _first_of_equals(x, found, (found == 0).nonzero()[:, 0])
+    values = x.amin(0)
+    return _first_of_equals(x, values, (values == 0).nonzero()[:, 0])
 
 
-def _first_of_equals(x: Tensor, found: Tensor, tied: Tensor) -> Tensor:
-    """Return `found`; in the columns `tied`, the first value of x with the same magnitude."""
+def _first_of_equals(x: Tensor, values: Tensor, tied: Tensor) -> Tensor:
+    """Return `values`; in the columns `tied`, the first value of x with the same magnitude."""
     if len(tied):
         columns = x[:, tied]
-        places = (columns.abs() == found[tied].abs()).to(torch.uint8).argmax(0)
-        found[tied] = columns.gather(0, places[None])[0]
-    return found
+        places = (columns.abs() == values[tied].abs()).to(torch.uint8).argmax(0)
+        values[tied] = columns.gather(0, places[None])[0]
+    return values
 
 
 class Plan(NamedTuple):
