@@ -18,8 +18,9 @@ from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.fp4 import MxFp4Grid
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.quantize.solvers import SiteStatistics, columns, refine
+from quantkit.quantize.solvers import SiteStatistics, columns
 from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.solvers.refine import by_column, refine
 
 DEVICE = torch.device(accelerator.NAME if accelerator.REAL else "cpu")
 INTERPRETED = {} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"}
@@ -41,7 +42,7 @@ def kernel():
     def chain_for(device, grid):
         return counted if grid.limits else None
 
-    places = (mock.patch.object(room, "chain_for", chain_for) for room in (columns, refine))
+    places = (mock.patch.object(room, "chain_for", chain_for) for room in (columns, by_column))
     with mock.patch.dict(os.environ, INTERPRETED), next(places), next(places):
         yield shapes
 
@@ -72,7 +73,7 @@ def test_the_refinement_is_coordinate_descent(in_features, grid):
     chosen.E, chosen.codes, chosen.lost = (x.to(DEVICE) for x in (chosen.E, chosen.codes, chosen.lost))
     chosen.params = [type(each)(*(x.to(DEVICE) for x in vars(each).values())) for each in chosen.params]
     with kernel():
-        refine.refine(weight.t().contiguous().to(DEVICE), chosen, grid, hessian.to(DEVICE), 2)
+        refine(weight.t().contiguous().to(DEVICE), chosen, grid, hessian.to(DEVICE), 2)
     assert torch.equal(chosen.codes.cpu().t(), expected.codes)
     torch.testing.assert_close(chosen.lost.cpu().double(), losses[-1], rtol=1e-4, atol=0)
 

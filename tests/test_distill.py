@@ -21,6 +21,8 @@ from quantkit.distillation.options import DistillOptions
 from quantkit.distillation.training import Shares
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
+from quantkit.grids.float8 import Float8Grid
+from quantkit.grids.fp4 import NvFp4Grid
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
@@ -45,6 +47,8 @@ GRIDS = {
     "nf4": Nf4Grid(double_quant=False),
     "nf4, nested": Nf4Grid(),
     "int8": Int8Grid(256),
+    "fp8": Float8Grid(256),
+    "nvfp4": NvFp4Grid(),
 } | {name: ggml.named(name) for name in TRAINED}
 
 

@@ -23,7 +23,8 @@ from quantkit.grids.nf4 import Nf4Grid
 from quantkit.models.gguf.file_types import NO_FEEDBACK
 from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
 from quantkit.quantize.solvers.columns import Chosen
-from quantkit.quantize.solvers.gptq import GptqSolver, damped, factorize
+from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.solvers.hessian import damped, factorize
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.rtn import RtnSolver
 

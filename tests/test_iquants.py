@@ -16,7 +16,8 @@ from quantkit.grids.ggml import MODULES, named
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.layouts.ggml.blocks import encode_rows
 from quantkit.quantize.solvers import loss
-from quantkit.quantize.solvers.gptq import GptqSolver, factorize, sweep, unit_upper
+from quantkit.quantize.solvers.gptq import GptqSolver, sweep
+from quantkit.quantize.solvers.hessian import factorize, unit_upper
 
 BOOKS = MODULES["iquants"]
 TYPES = (*BOOKS, "TQ1_0", "TQ2_0")

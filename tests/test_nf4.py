@@ -45,7 +45,7 @@ def dequantized_by(functional, tensors: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def test_tables_are_those_of_bitsandbytes(functional):
-    assert torch.equal(nf4.table(), functional.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(torch.tensor(nf4.TABLE), functional.get_4bit_type("nf4", device="cpu"))
     assert torch.equal(nf4.dynamic_map(), functional.create_dynamic_map())
     assert nf4.dynamic_map().unique().numel() == 256
 
@@ -72,7 +72,7 @@ def test_codes_are_the_nearest_values():
     absmax = torch.tensor([0.5, 3.0, 1e-6])
     column = absmax[:, None] * torch.linspace(-1.2, 1.2, 64)
     codes = Nf4Grid().round(column, Nf4Params(absmax))
-    distance = (column[..., None].double() - absmax[:, None, None].double() * nf4.table()).abs()
+    distance = (column[..., None].double() - absmax[:, None, None].double() * torch.tensor(nf4.TABLE)).abs()
     chosen = distance.gather(2, codes.long()[..., None])[..., 0]
     assert (chosen <= distance.amin(2) * (1 + 1e-5)).all() and codes[0, 0] == 0 and codes[0, -1] == 15
 
@@ -147,7 +147,7 @@ def test_weights_are_rounded_on_the_absmax_as_it_is_stored():
     weight = random_weight(120, 5)
     stored = rtn.quantize(weight, Nf4Grid())
     absmax = stored.params.absmax.repeat_interleave(64, 1)
-    options = absmax[..., None] * nf4.table()
+    options = absmax[..., None] * torch.tensor(nf4.TABLE)
     error = (options - weight[..., None]).abs().amin(2)
     assert (absmax > 0).all()
     torch.testing.assert_close((stored.values() - weight).abs(), error, rtol=1e-4, atol=1e-7)

@@ -11,8 +11,9 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import named
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.quantize.solvers import SiteStatistics, descent, yaqa
+from quantkit.quantize.solvers import SiteStatistics, yaqa
 from quantkit.quantize.solvers.gptq import GptqSolver, aimed
+from quantkit.quantize.solvers.refine import both_sides
 from quantkit.quantize.solvers.yaqa import YaqaSolver, two_sided_loss
 
 OUT, IN, GROUP = 6, 16, 8
@@ -54,7 +55,7 @@ def expected(weight, grid, hessian, curvature, block, cycles):
 @pytest.mark.parametrize(("block", "cycles"), [(1, 0), (4, 0), (1, 2)])
 def test_is_the_nearest_plane_of_the_kronecker_form(monkeypatch, block, cycles):
     monkeypatch.setattr(yaqa, "YAQA_ROWS", block)
-    monkeypatch.setattr(descent, "DESCENT_ROWS", 1)
+    monkeypatch.setattr(both_sides, "DESCENT_ROWS", 1)
     grid = AffineGrid(3, GROUP)
     weight, hessian, curvature = problem()
     values, scales = solved(weight, grid, hessian, curvature, cycles)

@@ -5,7 +5,6 @@ Scales are rounded to float16, as stored, before weights are rounded with them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -18,10 +17,10 @@ from quantkit.grids.parallel import elements_at_once, for_each
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
-STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # of the range, by bits
+STEP = {2: 0.06, 3: 0.05, 4: 0.04, 5: 0.03, 6: 0.02, 7: 0.01, 8: 0.006}  # share of the range, by bits
 RANGES = (-2, 0, 3, 6, 9)  # steps by which the group's full range is made smaller; then one either way
 SEARCH_SPAN = 32  # pieces of the search that share their memory: fresh pages cost more than the arithmetic
-TEMPORARIES = 2 * len(RANGES)  # of the search: the candidates of a stage are tried together
+TEMPORARIES = 2 * len(RANGES)  # the candidates of a stage are tried together
 
 
 @dataclass(frozen=True)
@@ -52,6 +51,7 @@ class AffineGrid(WholeLevels):
     search: bool = True
     clip: bool = False
     many = True
+    floating = ("scale",)  # zero points are stored as integers
 
     @property
     def max_code(self) -> int:
@@ -61,21 +61,20 @@ class AffineGrid(WholeLevels):
         """Return scale and zero, each `[rows]`, for `weight [rows, group_size]`; `importance` as in Grid."""
         weight = weight.contiguous()
         scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
-        scale = _storable(scale)
+        scale = self._storable(scale)
         if self.search:  # in units of the full range's scale
             rows = SEARCH_SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
-            parts = [scale, zero, weight]
-            if importance is not None:  # of all rows, or of each matrix
-                parts.append(each_row(importance.sqrt(), len(weight)))
-            for_each(self._search, list(zip(*(part.split(rows) for part in parts), strict=True)))
-        return AffineParams(_storable(scale).float(), zero)
+            tensors = [scale, zero, weight]
+            if importance is not None:  # one for all rows, or one for each matrix
+                tensors.append(each_row(importance.sqrt(), len(weight)))
+            for_each(self._search, list(zip(*(tensor.split(rows) for tensor in tensors), strict=True)))
+        return AffineParams(self._storable(scale).float(), zero)
 
     def plain(self) -> AffineGrid:
         """Return the grid without search and clipping: it covers each group's full range."""
         return replace(self, search=False, clip=False)
 
     def describe(self) -> str:
-        """Return `4 bit, groups of 128`."""
         return f"{self.bits} bit, groups of {self.group_size}"
 
     def _range(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,9 +123,9 @@ class AffineGrid(WholeLevels):
             power = torch.linalg.vector_norm(steps, dim=2).square_().clamp_(min=torch.finfo(x.dtype).tiny)
             torch.div(along, power, out=scales[tried])
             torch.mul(along, scales[tried], out=gains[tried])
-            place = gains[:done].max(0, keepdim=True).indices
-            best = ranges.gather(0, place)
-        scale = scales.gather(0, place)[0]
+            index = gains[:done].max(0, keepdim=True).indices
+            best = ranges.gather(0, index)
+        scale = scales.gather(0, index)[0]
         return torch.where(scale > 0, scale, 1)
 
     def _clamp(self, steps: Tensor, zero: Tensor) -> Tensor:
@@ -153,7 +152,6 @@ class AffineGrid(WholeLevels):
         return params.scale[None], (params.scale * params.zero)[None]
 
     def decode(self, codes: Tensor, params: AffineParams) -> Tensor:
-        """Return values, float32 `[rows, group_size]`."""
         return (codes.float() - params.zero[:, None]) * params.scale[:, None]
 
     def nearest(self, weight: Tensor, params: AffineParams) -> Tensor:
@@ -162,16 +160,11 @@ class AffineGrid(WholeLevels):
         return self._clamp(weight.div_(scale).round_(), params.zero).mul_(scale)
 
     def scaled(self, params: AffineParams, factor: Tensor) -> AffineParams:
-        """Return scales times `factor [rows]`, rounded to float16."""
-        return AffineParams(_storable(params.scale * factor), params.zero)
+        return AffineParams(self._storable(params.scale * factor), params.zero)
 
-    def floats(self, params: AffineParams) -> dict[str, Tensor]:
-        """Return the scales; zero points are stored as integers."""
-        return {"scale": params.scale.float()}
-
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return scales rounded to float16 above 0."""
-        return {name: _storable(scale) for name, scale in floats.items()}
+    def _storable(self, scale: Tensor) -> Tensor:
+        """Return the nearest float16 scale within its range; 1 for an all-zero group."""
+        return torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX)).half().to(scale.dtype)
 
 
 @cache
@@ -180,8 +173,3 @@ def _candidates(bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Te
     step = STEP[bits]
     stages = [1 - k * step for k in RANGES], [step, -step]
     return tuple(torch.tensor(stage, dtype=dtype)[:, None].to(device) for stage in stages)
-
-
-def _storable(scale: Tensor) -> Tensor:
-    """Return the nearest float16 scale within its range; 1 for an all-zero group."""
-    return torch.where(scale == 0, 1.0, scale.clamp(SCALE_MIN, SCALE_MAX)).half().to(scale.dtype)

@@ -41,14 +41,15 @@ class BiasedGrid(WholeLevels):
     dtype: str = "bfloat16"
     search: bool = True
     clip: bool = False
+    floating = "scale", "bias"
 
     describe, plain = AffineGrid.describe, AffineGrid.plain  # they look at fields that both have
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> BiasedParams:
         """Return scale and bias for `weight [rows, group_size]`; `importance` as in Grid."""
         start = AffineGrid(self.bits, self.group_size, symmetric=False, search=self.search)
-        found = start.fit(weight, importance)
-        params = self._stored(found.scale, -found.scale * found.zero)
+        integers = start.fit(weight, importance)
+        params = self._stored(integers.scale, -integers.scale * integers.zero)
         if self.search:
             cost = torch.ones_like(weight[0]) if importance is None else importance
             rows = max(1, elements_at_once(weight.device, TEMPORARIES) // self.group_size)
@@ -98,12 +99,7 @@ class BiasedGrid(WholeLevels):
         return params.scale.float()[None], -params.bias.float()[None]
 
     def scaled(self, params: BiasedParams, factor: Tensor) -> BiasedParams:
-        """Return scales and biases times `factor [rows]`, rounded to the stored type."""
         return self._stored(params.scale.float() * factor, params.bias.float() * factor)
-
-    def floats(self, params: BiasedParams) -> dict[str, Tensor]:
-        """Return scales and biases."""
-        return {"scale": params.scale.float(), "bias": params.bias.float()}
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return both rounded to the stored type."""

@@ -8,17 +8,17 @@ from torch import Tensor
 from quantkit.grids.grid import by_rows
 from quantkit.grids.parallel import elements_at_once
 
-ROUGH_ROUNDS, FIT_ROUNDS = 3, 3  # of fitting rows and columns in turn, by sizes and by least squares
+ROUGH_ROUNDS, FIT_ROUNDS = 3, 3  # fits of rows and columns in turn: by sizes, by least squares
 
 
-def token_distances(found: Tensor, expected: Tensor) -> Tensor:
-    """Return `|found - expected| / |expected|` of every token, float32 `[...]`, for tensors `[..., width]`; 0
+def token_distances(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return `|actual - expected| / |expected|` of every token, float32 `[...]`, of `[..., width]`; 0
     where both are zero.
 
     The first token of real models may be fifty times as large as the others: one distance for all tokens
     together would measure that token alone.
     """
-    lost = (found.float() - expected.float()).norm(dim=-1)
+    lost = (actual.float() - expected.float()).norm(dim=-1)
     return torch.where(lost == 0, 0.0, lost / expected.float().norm(dim=-1))
 
 
@@ -49,22 +49,22 @@ def error_up_to_scales(weight: Tensor, values: Tensor) -> float:
     columns = weight.new_ones(weight.shape[1])
     for rough in [True] * ROUGH_ROUNDS + [False] * FIT_ROUNDS:
         above, below = torch.zeros_like(columns), torch.zeros_like(columns)
-        for expected, found in pairs:
+        for original, rounded in pairs:
             if rough:
-                sizes, found = expected.abs(), found.float().abs()
-                above += found.sum(0)
-                below += sizes.t() @ _ratio(found.sum(1), sizes @ columns)
+                sizes, rounded = original.abs(), rounded.float().abs()
+                above += rounded.sum(0)
+                below += sizes.t() @ _ratio(rounded.sum(1), sizes @ columns)
                 continue
-            squares, products = expected.square(), expected * found.float()
+            squares, products = original.square(), original * rounded.float()
             rows = _ratio(products @ columns, squares @ columns.square())
             above += products.t() @ rows
             below += squares.t() @ rows.square()
         columns = _ratio(above, below)
     lost, whole = weight.new_zeros(()), weight.new_zeros(())
-    for expected, found in pairs:
-        scaled, found = expected * columns, found.float()
-        scaled *= _ratio((scaled * found).sum(1), scaled.square().sum(1))[:, None]
-        lost += (found - scaled).square_().sum()
+    for original, rounded in pairs:
+        scaled, rounded = original * columns, rounded.float()
+        scaled *= _ratio((scaled * rounded).sum(1), scaled.square().sum(1))[:, None]
+        lost += (rounded - scaled).square_().sum()
         whole += scaled.square_().sum()
     return (lost / whole.clamp(min=1e-30)).item()
 

@@ -15,14 +15,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.grids.fp4 import MX_BLOCK, MxFp4Grid, mx_scale
-from quantkit.grids.grid import Grid, by_rows, fill_rows, matrix
+from quantkit.grids.grid import Grid, by_rows, fill_rows, map_rows, matrix
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_FLOAT8, TOP = 448.0, 8  # the floor of its binary logarithm
 SMALLEST_NORMAL = 2.0**-6  # that is normal: below, levels lie as far apart as there
-NAN, UPPER_EXPONENT = 0x7F, 0x4000  # of a byte without its sign; the first bit of a float16's exponent
+NAN, UPPER_EXPONENT = 0x7F, 0x4000  # a byte without its sign; the first bit of a float16's exponent
 WHOLE = 1 << 31  # more rows than a matrix has: all of them share a scale
-STRETCHES = tuple(1 + k / 16 for k in range(16))  # of a scale; twice as large it is the same one level down
+STRETCHES = tuple(
+    1 + k / 16 for k in range(16)
+)  # factors of a scale; twice the scale has the same levels, one exponent lower
 EXPONENT, SHIFT, HALF = 0x7F800000, 20 << 23, 0x400000  # bits of a float32; 20 of its 23 digits are cut off
 
 
@@ -72,10 +74,10 @@ class Float8Grid(Grid):
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
         """Return scales `[rows]`, one for each row of `weight [rows, group_size]`."""
         if not self.search:
-            peak = by_rows(lambda part: part.abs().amax(1), weight.new_empty(len(weight)), weight)
+            peak = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
             return Float8Params(self._scale(peak))
         scale = weight.new_empty(len(weight))
-        return Float8Params(by_rows(lambda part: self._searched(part[:, None], importance), scale, weight))
+        return Float8Params(by_rows(lambda rows: self._searched(rows[:, None], importance), scale, weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Float8Params:
         """Return scales `[out, groups]` for `weight [out, in]`; the rows of a block have the same scale."""
@@ -87,7 +89,7 @@ class Float8Grid(Grid):
         blocks = pad(weight, (0, 0, 0, -len(weight) % rows)).unflatten(0, (-1, rows))
         blocks = blocks.unflatten(2, (-1, self.group_size)).transpose(1, 2)  # [.., groups, rows, columns]
         if self.search:
-            scale = torch.stack([self._searched(row, None) for row in blocks])
+            scale = torch.stack([self._searched(groups, None) for groups in blocks])
         else:
             scale = self._scale(blocks.abs().amax((2, 3)))
         return Float8Params(self._over_rows(scale, len(weight)))
@@ -98,23 +100,22 @@ class Float8Grid(Grid):
 
     def _scale(self, peak: Tensor) -> Tensor:
         """Return the stored scale by which `peak` becomes 448; epsilon for a peak of 0."""
-        scale = self._stored(peak / LARGEST_FLOAT8)
+        scale = self._storable(peak / LARGEST_FLOAT8)
         return torch.where(scale == 0, torch.finfo(self.stored).eps, scale)
 
-    def _stored(self, scale: Tensor) -> Tensor:
+    def _storable(self, scale: Tensor) -> Tensor:
         return scale.to(self.stored).float()
 
     def _searched(self, blocks: Tensor, importance: Tensor | None) -> Tensor:
         """Return the scales `[n]` with the least squared error for `blocks [n, rows, columns]`."""
         base = self._scale(blocks.abs().amax((1, 2)))
-        best, least = base, None
+        best, least = base, torch.full_like(base, torch.inf)
         for stretch in STRETCHES:
-            scale = self._stored(base * stretch)
+            scale = self._storable(base * stretch)
             missed = nearest(blocks / scale[:, None, None]).mul_(scale[:, None, None]).sub_(blocks).square_()
             missed = (missed if importance is None else missed.mul_(importance)).sum((1, 2))
-            better = missed < least if least is not None else torch.ones_like(missed, dtype=torch.bool)
-            best = torch.where(better, scale, best)
-            least = torch.where(better, missed, least) if least is not None else missed
+            better = missed < least
+            best, least = torch.where(better, scale, best), torch.where(better, missed, least)
         return best
 
     def plain(self) -> Float8Grid:
@@ -123,53 +124,43 @@ class Float8Grid(Grid):
 
     def round(self, weight: Tensor, params: Float8Params) -> Tensor:
         """Return the nearest codes, uint8 `[rows, group_size]`; ties go to even."""
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-        return by_rows(
-            lambda part, scale: to_float8(part / scale[:, None]).view(torch.uint8),
-            codes,
-            weight,
-            params.scale,
-        )
+
+        def work(rows: Tensor, scale: Tensor) -> Tensor:
+            return to_float8(rows / scale[:, None]).view(torch.uint8)
+
+        return map_rows(work, torch.uint8, weight, params.scale)
 
     def nearest(self, weight: Tensor, params: Float8Params) -> Tensor:
-        """Return the nearest values; changes `weight` in place."""
-
-        def work(part: Tensor, scale: Tensor, out: Tensor) -> None:
-            torch.mul(nearest(part / scale[:, None]), scale[:, None], out=out)
+        def work(rows: Tensor, scale: Tensor, out: Tensor) -> None:
+            torch.mul(nearest(rows / scale[:, None]), scale[:, None], out=out)
 
         return fill_rows(work, weight, weight, params.scale)
 
     def decode(self, codes: Tensor, params: Float8Params) -> Tensor:
-        """Return the values of codes `[rows, group_size]`, float32."""
+        def work(rows: Tensor, scale: Tensor, out: Tensor) -> None:
+            torch.mul(from_float8(rows), scale[:, None], out=out)
+
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        return fill_rows(
-            lambda part, scale, out: torch.mul(from_float8(part), scale[:, None], out=out),
-            values,
-            codes,
-            params.scale,
-        )
+        return fill_rows(work, values, codes, params.scale)
 
     def steps(self, params: Float8Params) -> tuple[Tensor, Tensor]:
         """Return step = scale and low = 0, both `[1, rows]`."""
         return params.scale[None], torch.zeros_like(params.scale)[None]
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """Write the nearest levels into `out`."""
         out.copy_(nearest(target))
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return the values of codes."""
         return from_float8(codes)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write the codes of levels into `out`."""
         out.copy_(to_float8(levels).view(torch.uint8))
 
     def scaled(self, params: Float8Params, factor: Tensor) -> Float8Params:
         """Return scales times `factor [rows]`; unchanged if the rows of a block share a scale."""
         if self.rows > 1:
             return params
-        return Float8Params(self._stored(params.scale * factor))
+        return Float8Params(self._storable(params.scale * factor))
 
     def floats(self, params: Float8Params) -> dict[str, Tensor]:
         """Return the scales `[out / rows, groups]`."""
@@ -179,9 +170,8 @@ class Float8Grid(Grid):
         """Return parameters with the scale of each block repeated over its rows."""
         return Float8Params(self._over_rows(floats["scale"], len(params.scale)))
 
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return scales rounded to the stored dtype."""
-        return {name: self._stored(scale) for name, scale in floats.items()}
+    def traced(self, codes: Tensor, params: Float8Params) -> Tensor:
+        return from_float8(codes) * params.scale[:, None]
 
     def describe(self) -> str:
         """Return `float8 e4m3, groups of 768`, or `blocks of 128 × 128` if rows share a scale."""
@@ -197,7 +187,7 @@ class MxFp8Grid(Float8Grid):
 
     group_size: int = MX_BLOCK
     label = "mxfp8"
-    floats, _stored = MxFp4Grid.floats, MxFp4Grid._storable
+    floats, _storable = MxFp4Grid.floats, MxFp4Grid._storable
 
     def _scale(self, peak: Tensor) -> Tensor:
         return mx_scale(peak, TOP)

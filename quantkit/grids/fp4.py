@@ -16,7 +16,7 @@ five significant bits, so bfloat16 holds it exactly, whatever dtype the client c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.grid import Grid, Params, by_rows, each_row
+from quantkit.grids.grid import Grid, Params, each_row, map_rows
 from quantkit.grids.levels import TableLevels, constant
 from quantkit.grids.parallel import elements_at_once, for_each
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_FP4 = MAGNITUDES[-1]
-UNITS = 4  # of a step in a scale: midpoints between values are whole
+UNITS = 4  # steps in a scale: midpoints between values are whole numbers
 POSITIVE = tuple(UNITS * value for value in MAGNITUDES)
 SIGN = 8  # bit of a code
 
@@ -69,7 +69,6 @@ class Fp4Levels(TableLevels):
         return torch.take(values_by_code(codes.device), codes.long()).mul_(UNITS)
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write the codes of levels into `out`."""
         torch.take(_codes_by_place(levels.device), self._places(levels), out=out)
 
 
@@ -123,25 +122,17 @@ class Fp4Grid(Fp4Levels):
 
     def round(self, weight: Tensor, params: Fp4Params) -> Tensor:
         """Return the nearest codes, uint8 `[rows, group_size]`; ties go away from zero."""
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
             return torch.take(_codes_by_place(rows.device), self._places(rows / step))
 
-        return by_rows(work, codes, weight, params.step[:, None] / UNITS)
+        return map_rows(work, torch.uint8, weight, params.step[:, None] / UNITS)
 
     def decode(self, codes: Tensor, params: Fp4Params) -> Tensor:
-        """Return values, float32 `[rows, group_size]`."""
-        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-
         def work(rows: Tensor, step: Tensor) -> Tensor:
             return torch.take(values_by_code(rows.device), rows.long()).mul_(step)
 
-        return by_rows(work, values, codes, params.step[:, None])
-
-    def traced(self, codes: Tensor, params: Fp4Params) -> Tensor:
-        """Return values, float32 `[rows, group_size]`."""
-        return torch.take(values_by_code(codes.device), codes.long()) * params.step[:, None]
+        return map_rows(work, torch.float32, codes, params.step[:, None])
 
     def steps(self, params: Fp4Params) -> tuple[Tensor, Tensor]:
         """Return the step in UNITS, and low = 0, both `[1, rows]`."""
@@ -149,7 +140,6 @@ class Fp4Grid(Fp4Levels):
         return step[None], torch.zeros_like(step)[None]
 
     def scaled(self, params: Fp4Params, factor: Tensor) -> Fp4Params:
-        """Return scales times `factor [rows]`, rounded to storable values."""
         return replace(params, scale=self._storable(params.scale * factor))
 
 
@@ -158,10 +148,7 @@ class MxFp4Grid(Fp4Grid):
     """Groups of 32 weights that share a power of two."""
 
     group_size = MX_BLOCK
-
-    def describe(self) -> str:
-        """Return the name in plans."""
-        return "mxfp4, groups of 32"
+    label = "mxfp4, groups of 32"
 
     def floats(self, params: Fp4Params) -> dict[str, Tensor]:
         """Raise QuantkitError: powers of two are too far apart to be trained."""
@@ -213,10 +200,8 @@ class NvFp4Grid(Divided, Fp4Grid):
 
     divisor: float | None = None
     group_size = 16
-
-    def describe(self) -> str:
-        """Return the name in plans."""
-        return "nvfp4, groups of 16"
+    label = "nvfp4, groups of 16"
+    floating = ("scale",)  # before the division by the divisor
 
     def _divisor(self, weight: Tensor) -> float:
         return self.together([weight]).divisor
@@ -234,14 +219,6 @@ class NvFp4Grid(Divided, Fp4Grid):
     def clipped(self, params: Fp4Params) -> int:
         """Return the number of scales at the upper limit of e4m3."""
         return int((params.scale >= E4M3_MAX).sum())
-
-    def floats(self, params: Fp4Params) -> dict[str, Tensor]:
-        """Return the stored scales, not divided by the divisor."""
-        return {"scale": params.scale}
-
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return scales rounded to e4m3 above 0."""
-        return {name: self._storable(scale) for name, scale in floats.items()}
 
 
 def mx_scale(largest: Tensor, top: int, limit: float = 1.75) -> Tensor:

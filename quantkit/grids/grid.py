@@ -32,7 +32,7 @@ class Grid:
     moments, round to nearest clips each group's range by AWQ's search. many: `fit` takes groups of several
     matrices, with an importance for each, `[matrices, group_size]`. Only with spans_matrix or
     vector_size > 1 may `fit` and `refit` wait for the device. limits: of the levels; None if `snap` does more
-    than round or look up.
+    than round or look up. floating: names of the parameters that are floating point.
     """
 
     group_size: int
@@ -44,6 +44,8 @@ class Grid:
     clip = False
     many = False
     limits: tuple[int, int] | None = None
+    floating: tuple[str, ...] = ()
+    label: str
 
     @property
     def sub_size(self) -> int:
@@ -52,7 +54,7 @@ class Grid:
 
     def describe(self) -> str:
         """Return the grid's name in plans, such as `4 bit, groups of 128`."""
-        raise NotImplementedError
+        return self.label
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Params:
         """Return parameters for groups `weight [rows, group_size]` (float32). importance: `[group_size]`,
@@ -130,11 +132,10 @@ class Grid:
 
         Raises QuantkitError if the grid does not define them.
         """
-        raise QuantkitError(
-            f"{self.describe()}: which of its values are floating point is unknown",
-            "compress the teacher with a method of quantkit's own",
-            UNSUPPORTED,
-        )
+        if not self.floating:
+            what = f"{self.describe()}: which of its values are floating point is unknown"
+            raise QuantkitError(what, "compress the teacher with a method of quantkit's own", UNSUPPORTED)
+        return {name: getattr(params, name).float() for name in self.floating}
 
     def with_floats(self, params: Params, floats: Mapping[str, Tensor]) -> Params:
         """Return parameters with these floats instead; autograd tracks them."""
@@ -142,7 +143,11 @@ class Grid:
 
     def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the floats rounded to the nearest values that can be stored."""
-        raise NotImplementedError
+        return {name: self._storable(value) for name, value in floats.items()}
+
+    def _storable(self, value: Tensor) -> Tensor:
+        """Return `value` rounded to the nearest values that can be stored."""
+        return value
 
     def traced(self, codes: Tensor, params: Params) -> Tensor:
         """Return `decode` by operations through which autograd tracks the parameters; values are equal up to
@@ -218,6 +223,14 @@ def by_rows(work: Callable[..., Tensor], out: Tensor, *parts: Tensor) -> Tensor:
     Temporaries as large as a weight would cost more in page faults than the work itself.
     """
     return fill_rows(lambda *arguments, out: out.copy_(work(*arguments)), out, *parts)
+
+
+def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *parts: Tensor) -> Tensor:
+    """Return the result of `by_rows` in a new tensor with the shape of `first`; all rows at once where
+    autograd follows."""
+    if any(part.requires_grad for part in parts):
+        return work(first, *parts)
+    return by_rows(work, torch.empty(first.shape, dtype=dtype, device=first.device), first, *parts)
 
 
 def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:

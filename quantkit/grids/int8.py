@@ -7,13 +7,12 @@ error of a weight depends on its inputs. `int8_matmul` is that computation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from quantkit.grids.grid import by_rows, fill_rows
+from quantkit.grids.grid import by_rows, fill_rows, map_rows
 from quantkit.grids.levels import WholeLevels, usable
 
 LEVELS = 127
@@ -41,25 +40,19 @@ class Int8Grid(WholeLevels):
     group_size: int
     bits = 8
     first_code = 1  # -127
+    floating = ("absmax",)
+    label = "int8 rows"
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> Int8Params:
         """Return the absmax `[rows]` of `weight [rows, in]`; importance is ignored."""
         absmax = by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight)
         return Int8Params(absmax.clamp_(max=HALF_MAX).half().float())
 
-    def describe(self) -> str:
-        """Return the name in plans."""
-        return "int8 rows"
-
     def round(self, weight: Tensor, params: Int8Params) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, in]`."""
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-        return by_rows(
-            lambda rows, absmax: _codes(rows.half().float(), absmax).to(torch.int8).view(torch.uint8) ^ 128,
-            codes,
-            weight,
-            params.absmax,
-        )
+        def work(rows: Tensor, absmax: Tensor) -> Tensor:
+            return _codes(rows.half().float(), absmax).to(torch.int8).view(torch.uint8) ^ 128
+
+        return map_rows(work, torch.uint8, weight, params.absmax)
 
     def steps(self, params: Int8Params) -> tuple[Tensor, Tensor]:
         """Return step = absmax / 127 and low = 128 steps, both `[1, rows]`."""
@@ -67,17 +60,13 @@ class Int8Grid(WholeLevels):
         return step, step * 128
 
     def decode(self, codes: Tensor, params: Int8Params) -> Tensor:
-        """Return values, float32 `[rows, in]`."""
+        def work(rows: Tensor, absmax: Tensor, out: Tensor) -> None:
+            _restore((rows ^ 128).view(torch.int8), absmax, out)
+
         values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        return fill_rows(
-            lambda rows, absmax, out: _restore((rows ^ 128).view(torch.int8), absmax, out),
-            values,
-            codes,
-            params.absmax,
-        )
+        return fill_rows(work, values, codes, params.absmax)
 
     def scaled(self, params: Int8Params, factor: Tensor) -> Int8Params:
-        """Return absmax times `factor [rows]`."""
         return Int8Params(params.absmax * factor)
 
     def clipped(self, params: Int8Params) -> int:
@@ -85,16 +74,11 @@ class Int8Grid(WholeLevels):
         small = (params.absmax > 0) & (params.absmax < 127 * HALF_MIN)
         return int(((params.absmax >= HALF_MAX) | small).sum())
 
-    def floats(self, params: Int8Params) -> dict[str, Tensor]:
-        """Return the absmax of every row."""
-        return {"absmax": params.absmax}
-
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _storable(self, absmax: Tensor) -> Tensor:
         """Return absmax within float16's range, because clients decode to float16; float32 is stored."""
-        return {name: absmax.clamp(0, HALF_MAX) for name, absmax in floats.items()}
+        return absmax.clamp(0, HALF_MAX)
 
     def traced(self, codes: Tensor, params: Int8Params) -> Tensor:
-        """Return values, float32 `[rows, in]`."""
         return (codes.float() - 128) * params.absmax[:, None] * INVERSE
 
 

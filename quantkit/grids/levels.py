@@ -31,11 +31,9 @@ class WholeLevels(Grid):
         torch.round(target, out=out).clamp_(*self.limits)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return the levels of codes."""
         return codes.float()
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write the codes of levels into `out`."""
         out.copy_(levels)
 
 
@@ -57,15 +55,12 @@ class TableLevels(Grid):
         return _nearest_levels(self.level_table, device)
 
     def snap(self, target: Tensor, out: Tensor) -> None:
-        """Write the nearest levels into `out`."""
         torch.take(self.level_places(target.device), self._places(target), out=out)
 
     def levels(self, codes: Tensor) -> Tensor:
-        """Return the levels of codes."""
         return torch.take(constant(self.level_table, codes.device), codes.long())
 
     def codes(self, levels: Tensor, out: Tensor) -> None:
-        """Write the codes of levels into `out`."""
         torch.take(_nearest_codes(self.level_table, levels.device), self._places(levels), out=out)
 
     def _places(self, target: Tensor) -> Tensor:

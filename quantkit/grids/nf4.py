@@ -13,12 +13,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from quantkit.grids.grid import by_rows, fill_rows
-from quantkit.grids.levels import TableLevels, usable
+from quantkit.grids.grid import by_rows, fill_rows, map_rows
+from quantkit.grids.levels import TableLevels, constant, usable
 
 BLOCK = 64
 NESTED_BLOCK = 256
-UNITS = 8192  # of a step in absmax
+UNITS = 8192  # steps in absmax: intervals between integers are looked up
 UPPER = 20  # bits of a float32 that nearly always tell its code
 DOUBT = 1 << 14
 TABLE = (
@@ -80,19 +80,17 @@ class Nf4Grid(TableLevels):
         return Nf4Params(by_rows(lambda rows: rows.abs().amax(1), weight.new_empty(len(weight)), weight))
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Nf4Params | NestedParams:
-        """Return parameters `[out, in / 64]` for `weight [out, in]`."""
         params = super().fit_matrix(weight)
         return double_quantize(params.absmax) if self.double_quant else params
 
     def describe(self) -> str:
-        """Return the name in plans."""
         return "nf4, double quantization" if self.double_quant else "nf4"
 
     def round(self, weight: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, 64]`."""
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-        inverse = _inverse(params.absmax)
-        return by_rows(lambda rows, factor: nearest(rows * factor[:, None], TABLE), codes, weight, inverse)
+        def work(rows: Tensor, factor: Tensor) -> Tensor:
+            return nearest(rows * factor[:, None], TABLE)
+
+        return map_rows(work, torch.uint8, weight, _inverse(params.absmax))
 
     def steps(self, params: Nf4Params | NestedParams) -> tuple[Tensor, Tensor]:
         """Return step = absmax / UNITS and low = 0, both `[1, rows]`. If absmax is 0, all codes are 7."""
@@ -100,7 +98,6 @@ class Nf4Grid(TableLevels):
         return usable(absmax.clamp(min=0) / UNITS)[None], torch.zeros_like(absmax)[None]
 
     def decode(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Return values, float32 `[rows, 64]`."""
         return unpack(pack(codes), params.absmax)
 
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
@@ -125,13 +122,8 @@ class Nf4Grid(TableLevels):
             return Nf4Params(floats["absmax"])
         return NestedParams.of(params.code, floats["nested"], floats["offset"])
 
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the floats unchanged, because float32 is stored."""
-        return dict(floats)
-
     def traced(self, codes: Tensor, params: Nf4Params | NestedParams) -> Tensor:
-        """Return values, float32 `[rows, 64]`."""
-        values = table().to(codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
+        values = constant(TABLE, codes.device).index_select(0, codes.flatten().int()).view(codes.shape)
         return values * params.absmax[:, None]
 
 
@@ -163,12 +155,6 @@ def double_quantize(absmax: Tensor) -> NestedParams:
     nested = padded.abs().amax(1)
     code = _nearest_dynamic(padded * _inverse(nested)[:, None]).flatten()[: len(centred)]
     return NestedParams.of(code.view(absmax.shape), nested, offset)
-
-
-@cache
-def table() -> Tensor:
-    """Return the 16 values of NF4, float32, ascending."""
-    return torch.tensor(TABLE)
 
 
 @cache
@@ -208,10 +194,10 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
     midpoints = _midpoints(values, scaled.device)
     if scaled.device.type != "cpu":
         return torch.bucketize(scaled, midpoints, out_int32=True).to(torch.uint8)
-    known = _by_upper_bits(values)
+    table = _by_upper_bits(values)
     flat = scaled.flatten()
     index = (flat.view(torch.int32) >> (32 - UPPER)).bitwise_and_((1 << UPPER) - 1)
-    codes = known.index_select(0, index)
+    codes = table.index_select(0, index)
     width, word = (4, torch.int64) if len(codes) % 4 == 0 else (1, torch.int16)
     doubtful = (codes.view(word) & sum(DOUBT << 16 * place for place in range(width))).nonzero()[:, 0]
     if len(doubtful):

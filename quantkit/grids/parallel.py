@@ -67,14 +67,14 @@ def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
     """Return the results of `work` on slices of the rows of `weight [rows, in]` that fit the cache, in
     order."""
     rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
-    parts = [slice(start, start + rows) for start in range(0, len(weight), rows)]
-    found: list = [None] * len(parts)
+    slices = [slice(start, start + rows) for start in range(0, len(weight), rows)]
+    results: list = [None] * len(slices)
 
-    def put(place: int, _: Tensor) -> None:
-        found[place] = work(parts[place])
+    def put(index: int, _: Tensor) -> None:
+        results[index] = work(slices[index])
 
-    for_each(put, [(place, weight) for place in range(len(parts))])
-    return found
+    for_each(put, [(index, weight) for index in range(len(slices))])
+    return results
 
 
 @cache

@@ -157,7 +157,7 @@ class Layout(ABC):
         """Return the tensors stored for one linear: {suffix: (dtype, shape)}; estimates for `texts`."""
 
     @abstractmethod
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """Return shape, bits and group size of a linear, from its stored tensors or their headers. Raises
         ValueError or ArithmeticError for impossible shapes; `checked_spec` checks the rest."""
 
@@ -166,9 +166,9 @@ class Layout(ABC):
         """Return bits and group size (None: one group per row) in a stored configuration, if it has them."""
         return None
 
-    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """Return shape, bits and groups of a linear after checking its tensors or headers."""
-        return checked_spec(parts, self)
+        return checked_spec(tensors, self)
 
     def nbytes(self, spec: LinearSpec) -> int:
         """Return bytes that one quantized linear takes on disk."""
@@ -180,7 +180,8 @@ class Layout(ABC):
 
     @abstractmethod
     def decode(self, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-        """Return the weight that the stored tensors hold."""
+        """Return the weight that the stored tensors hold. Raises QuantkitError if they do not fit one
+        another."""
 
     def with_floats(
         self, tensors: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
@@ -189,7 +190,7 @@ class Layout(ABC):
         precision. floats: keyed as in the grid's `floats`. Codes and sizes stay the same."""
         weight = self.decode(tensors)
         encoded = self.encode(weight.with_floats(weight.grid.storable(floats)))
-        return {part: encoded[part] if part in self.floats else tensors[part] for part in tensors}
+        return {name: encoded[name] if name in self.floats else tensors[name] for name in tensors}
 
     def values(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the dequantized weight, float32 `[out, in]`: the same as `decode(tensors).values()`."""
@@ -212,10 +213,10 @@ class Layout(ABC):
         """Return `quantization_config` of config.json. outside: names of modules outside the language model,
         such as towers of other modalities; they are not quantized."""
 
-    def configured(self, config: Mapping[str, Any], found: dict) -> dict:
-        """Return config.json with `found`, the result of `config`, where clients look for it."""
+    def configured(self, config: Mapping[str, Any], quantization: dict) -> dict:
+        """Return config.json with `quantization`, the result of `config`, where clients look for it."""
         rest = {key: value for key, value in config.items() if key != "quantization"}
-        return rest | {"quantization_config": found}
+        return rest | {"quantization_config": quantization}
 
     def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return further JSON files that clients look for, by file name."""
@@ -283,7 +284,7 @@ def group_by_linear(layout: Layout | None, names: Iterable[str]) -> dict[str, di
     names = set(names)
     linears = [name.removesuffix(f".{layout.marker}") for name in names if name.endswith(f".{layout.marker}")]
     return {
-        linear: {part: f"{linear}.{part}" for part in layout.suffixes if f"{linear}.{part}" in names}
+        linear: {suffix: f"{linear}.{suffix}" for suffix in layout.suffixes if f"{linear}.{suffix}" in names}
         for linear in sorted(linears)
     }
 
@@ -297,8 +298,8 @@ def naming_errors(linear: str, tensors: Mapping[str, torch.Tensor]) -> Iterator[
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if "memory" in str(error):
             raise
-        found = ", ".join(f"{part} {str(t.dtype)[6:]} {list(t.shape)}" for part, t in tensors.items())
-        what = f"tensors of {linear} do not fit its layout: {found}"
+        stored = ", ".join(f"{suffix} {str(t.dtype)[6:]} {list(t.shape)}" for suffix, t in tensors.items())
+        what = f"tensors of {linear} do not fit its layout: {stored}"
         raise QuantkitError(what, "download the checkpoint again", UNSUPPORTED) from error
 
 
@@ -309,10 +310,10 @@ def damaged(tensors: Mapping[str, torch.Tensor], why: str) -> QuantkitError:
     return QuantkitError(f"{linear}: {why}" if linear else why, hint)
 
 
-def stored_as(part: Any) -> tuple[str, tuple[int, ...]]:
+def stored_as(tensor: Any) -> tuple[str, tuple[int, ...]]:
     """Return dtype and shape of a tensor or header; the dtype as in safetensors headers, such as `BF16`."""
-    dtype = part.dtype if isinstance(part.dtype, str) else DTYPES[str(part.dtype).removeprefix("torch.")]
-    return dtype, tuple(part.shape)
+    dtype = tensor.dtype if isinstance(tensor.dtype, str) else DTYPES[str(tensor.dtype)[len("torch.") :]]
+    return dtype, tuple(tensor.shape)
 
 
 def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec:
@@ -326,22 +327,22 @@ def checked_spec(tensors: Mapping[str, torch.Tensor], holder: Any) -> LinearSpec
         spec = holder.sizes(tensors)
         table = holder.tensors(spec)
     except (ArithmeticError, IndexError, ValueError) as error:
-        shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in tensors.items())
+        shapes = ", ".join(f"{suffix} {list(tensor.shape)}" for suffix, tensor in tensors.items())
         raise damaged(tensors, f"{shapes} do not fit one another") from error
-    wrong = [f"{part} is not expected" for part in tensors.keys() - table.keys() - set(holder.optional)]
-    for part in tensors.keys() & table.keys() - set(getattr(holder, "texts", ())):
-        (dtype, shape), (needed, size) = stored_as(tensors[part]), table[part]
+    wrong = [f"{suffix} is not expected" for suffix in tensors.keys() - table.keys() - set(holder.optional)]
+    for suffix in tensors.keys() & table.keys() - set(getattr(holder, "texts", ())):
+        (dtype, shape), (needed, size) = stored_as(tensors[suffix]), table[suffix]
         if (dtype != needed and not {dtype, needed} <= FLOATS) or (shape or (1,)) != (size or (1,)):
-            wrong.append(f"{part} is {dtype} {list(shape)} instead of {needed} {list(size)}")
+            wrong.append(f"{suffix} is {dtype} {list(shape)} instead of {needed} {list(size)}")
     if wrong:
         raise damaged(tensors, ", ".join(sorted(wrong)))
-    for part in table.keys() - tensors.keys() - set(holder.optional):
-        tensors[part]  # the mapping's own error
+    for suffix in table.keys() - tensors.keys() - set(holder.optional):
+        tensors[suffix]  # raises the mapping's own error
     if configured := getattr(holder, "numbers", None):
-        found, columns = (spec.grid.bits, spec.grid.group_size), spec.in_features
-        groups = [-(-columns // (size or columns)) for _, size in (configured, found)]
-        if configured[0] != found[0] or groups[0] != groups[1]:
-            why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(found)}"
+        actual, columns = (spec.grid.bits, spec.grid.group_size), spec.in_features
+        groups = [-(-columns // (size or columns)) for _, size in (configured, actual)]
+        if configured[0] != actual[0] or groups[0] != groups[1]:
+            why = f"quantization_config says {in_words(configured)}, the tensors have {in_words(actual)}"
             raise damaged(tensors, why)
     return spec
 
@@ -357,15 +358,27 @@ def spec_of_shape(out_features: int, in_features: int, grid: Grid | Width) -> Li
     return LinearSpec("", 0, "", out_features, in_features, grid)
 
 
+def kept_names(specs: Sequence[LinearSpec]) -> list[str]:
+    """Return the names by which clients know the linears that stay in 16 bit."""
+    return [name for spec in specs if spec.grid is None for name in spec.spellings]
+
+
+def not_converted(specs: Sequence[LinearSpec], outside: Sequence[str]) -> list[str] | None:
+    """Return the modules that transformers must not convert. None leaves the head alone, too; a list must
+    name the head, or transformers converts it (4.49 to 4.51 in awq)."""
+    kept = [*outside, *kept_names(specs)]
+    return [*kept, "lm_head"] if kept else None
+
+
 def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:
     """Return the linears that engines fuse, by engine name:
     `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
     by_name = {spec.name: spec for spec in specs}
-    found = {}
+    fused_linears = {}
     for name in by_name:
         owner, dot, leaf = name.rpartition(".")
         for fused, members in FUSIONS.items():
             if leaf == members[0]:
                 names = [f"{owner}{dot}{member}" for member in members]
-                found[f"{owner}{dot}{fused}"] = [by_name[name] for name in names if name in by_name]
-    return found
+                fused_linears[f"{owner}{dot}{fused}"] = [by_name[name] for name in names if name in by_name]
+    return fused_linears

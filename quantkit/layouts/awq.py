@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, spec_of_shape
+from quantkit.layouts import Layout, LinearSpec, Numbers, Table, Width, not_converted, spec_of_shape
 from quantkit.layouts._packing import no_whole_words, pack, unpack, words
 
 if TYPE_CHECKING:
@@ -67,7 +67,6 @@ class AwqLayout(Layout):
         return no_whole_words(spec, "out_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the three tensors of one linear."""
         columns, groups = (
             words(spec.out_features, spec.grid.bits),
             -(-spec.in_features // spec.grid.group_size),
@@ -79,7 +78,6 @@ class AwqLayout(Layout):
         }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the three tensors of one linear."""
         assert weight.column_group is None, "awq stores no g_idx"
         return {
             "qweight": _pack(weight.codes),
@@ -87,10 +85,10 @@ class AwqLayout(Layout):
             "scales": weight.params.scale.t().half().contiguous(),
         }
 
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """Return shape and group size. Raises ValueError if groups do not divide the rows."""
-        groups, out_features = parts["scales"].shape
-        in_features, columns = parts["qweight"].shape
+        groups, out_features = tensors["scales"].shape
+        in_features, columns = tensors["qweight"].shape
         if in_features % groups or columns * PER_WORD != out_features:
             raise ValueError
         return spec_of_shape(out_features, in_features, Width(BITS, in_features // groups))
@@ -101,7 +99,6 @@ class AwqLayout(Layout):
         return BITS, max(0, self.group_size) or None
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit one another."""
         from quantkit.grids.affine import AffineGrid, AffineParams
         from quantkit.grids.grid import QuantizedWeight
 
@@ -112,16 +109,13 @@ class AwqLayout(Layout):
         return QuantizedWeight(grid, _unpack(tensors["qweight"], spec.out_features), params)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`. If `modules_to_not_convert` is null, clients do not quantize the
-        head; if it is a list without the head, transformers 4.49 to 4.51 quantize the head."""
-        kept = [*outside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
         return {
             "quant_method": "awq",
             "bits": BITS,
             "group_size": self.group_size,
             "zero_point": self.zero_point,
             "version": "gemm",
-            "modules_to_not_convert": [*kept, "lm_head"] if kept else None,
+            "modules_to_not_convert": not_converted(specs, outside),
         }
 
 

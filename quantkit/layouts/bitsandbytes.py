@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.layouts import Layout, LinearSpec, Table, Width, spec_of_shape, stored_as
+from quantkit.layouts import Layout, LinearSpec, Table, Width, not_converted, spec_of_shape, stored_as
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NAME = "bitsandbytes"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 BLOCK, NESTED_BLOCK = 64, 256
-TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # of NF4, and of the 8-bit codes of its scales
+TABLE_VALUES, NESTED_TABLE_VALUES = 16, 256  # NF4's table, and that of 8-bit scales
 EXPERT_LINEARS = 3  # gate, up and down
 FUSES = "transformers fuses experts and replaces nn.Linear alone"
 
@@ -50,12 +50,10 @@ class Int8Layout(Layout):
         return f"no client reads experts in int8: {FUSES}, and vLLM takes none that are quantized before"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the three tensors of one linear."""
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "SCB": ("F32", shape[:1]), "weight_format": ("U8", ())}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the three tensors of one linear."""
         import torch
 
         return {
@@ -64,13 +62,11 @@ class Int8Layout(Layout):
             "weight_format": torch.zeros((), dtype=torch.uint8),
         }
 
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return the shape of the weight."""
-        rows, columns = parts["weight"].shape
+    def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
+        rows, columns = tensors["weight"].shape
         return spec_of_shape(rows, columns, Width(8, columns))
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly."""
         import torch
 
         from quantkit.grids.grid import QuantizedWeight
@@ -110,7 +106,7 @@ class Int8Layout(Layout):
             "load_in_8bit": True,
             "load_in_4bit": False,
             "llm_int8_threshold": self.threshold,
-            "llm_int8_skip_modules": _skipped(specs, outside),
+            "llm_int8_skip_modules": not_converted(specs, outside),
             "llm_int8_has_fp16_weight": False,
             "llm_int8_enable_fp32_cpu_offload": False,
         }
@@ -149,20 +145,19 @@ class Nf4Layout(Layout):
         if self.double_quant:
             table["weight.nested_absmax"] = "F32", (-(-blocks // NESTED_BLOCK),)
             table["weight.nested_quant_map"] = "F32", (NESTED_TABLE_VALUES,)
-            offset = 0.12345678901234567  # of usual length
+            offset = 0.12345678901234567  # a number of usual length
         text = _state(spec.out_features, spec.in_features, offset)
         return table | {STATE: ("U8", (len(text),))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the tensors of one linear."""
         import torch
 
-        from quantkit.grids.nf4 import dynamic_map, pack, table
+        from quantkit.grids.nf4 import TABLE, dynamic_map, pack
 
         params = weight.params
         tensors = {
             "weight": pack(weight.codes).view(-1, 1),
-            "weight.quant_map": table().clone(),
+            "weight.quant_map": torch.tensor(TABLE),
         }
         offset = None
         if self.double_quant:
@@ -179,10 +174,10 @@ class Nf4Layout(Layout):
 
     def with_floats(self, tensors: Mapping[str, Tensor], floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See `Layout.with_floats`. The JSON text keeps its length when the offset in it changes."""
-        found = super().with_floats(tensors, floats)
+        encoded = super().with_floats(tensors, floats)
         if "offset" in floats:
-            found[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
-        return found
+            encoded[STATE] = _with_offset(tensors[STATE], floats["offset"].item())
+        return encoded
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Invert `encode` exactly. Raises QuantkitError if sizes do not fit or the table is not NF4's."""
@@ -202,23 +197,23 @@ class Nf4Layout(Layout):
         packed, params = self._stored(tensors)
         return unpack(packed.view(-1, BLOCK // 2), params.absmax.flatten()).view(len(packed), -1)
 
-    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
+    def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
         """Return the shape in the JSON text."""
-        return spec_of_shape(*_read_state(parts[STATE])["shape"], Width(4, BLOCK))
+        return spec_of_shape(*_read_state(tensors[STATE])["shape"], Width(4, BLOCK))
 
-    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """See `Layout.checked_spec`. `weight.absmax` is uint8 if the weight is double-quantized."""
-        nested = stored_as(parts["weight.absmax"])[0] == "U8"
-        return super(Nf4Layout, replace(self, double_quant=nested)).checked_spec(parts)
+        nested = stored_as(tensors["weight.absmax"])[0] == "U8"
+        return super(Nf4Layout, replace(self, double_quant=nested)).checked_spec(tensors)
 
     def _stored(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Nf4Params | NestedParams]:
         """Return packed codes `[out, in / 2]` and parameters. Raises QuantkitError for wrong sizes."""
         import torch
 
-        from quantkit.grids.nf4 import NestedParams, Nf4Params, dynamic_map, table
+        from quantkit.grids.nf4 import TABLE, NestedParams, Nf4Params, dynamic_map
 
         spec, nested = self.checked_spec(tensors), tensors["weight.absmax"].dtype == torch.uint8
-        _expect(tensors["weight.quant_map"], table())
+        _expect(tensors["weight.quant_map"], torch.tensor(TABLE))
         absmax = tensors["weight.absmax"]
         packed = tensors["weight"].view(spec.out_features, spec.in_features // 2)
         shape = (spec.out_features, spec.in_features // BLOCK)
@@ -229,7 +224,6 @@ class Nf4Layout(Layout):
         return packed, NestedParams.of(absmax.view(shape), tensors["weight.nested_absmax"], offset)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`."""
         return {
             "quant_method": "bitsandbytes",
             "load_in_8bit": False,
@@ -238,14 +232,14 @@ class Nf4Layout(Layout):
             "bnb_4bit_use_double_quant": self.double_quant,
             "bnb_4bit_compute_dtype": "float32",
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": _skipped(specs, outside),
+            "llm_int8_skip_modules": not_converted(specs, outside),
         }
 
-    def configured(self, config: Mapping[str, Any], found: dict) -> dict:
+    def configured(self, config: Mapping[str, Any], quantization: dict) -> dict:
         """Return config.json; clients multiply in the model's own type if it has 16 bits, else in float32."""
-        own = config.get("dtype") or config.get("torch_dtype")
-        fits = {"bnb_4bit_compute_dtype": own} if own in ("bfloat16", "float16") else {}
-        return super().configured(config, found | fits)
+        dtype = config.get("dtype") or config.get("torch_dtype")
+        fits = {"bnb_4bit_compute_dtype": dtype} if dtype in ("bfloat16", "float16") else {}
+        return super().configured(config, quantization | fits)
 
 
 def detect(config: dict) -> Layout | None:
@@ -264,11 +258,6 @@ def detect(config: dict) -> Layout | None:
     what = f"bitsandbytes 4-bit type {kind!r} is not supported"
     require(kind == "nf4", what, "quantkit reads int8 and nf4", UNSUPPORTED)
     return Nf4Layout(bool(config.get("bnb_4bit_use_double_quant")))
-
-
-def _skipped(specs: Sequence[LinearSpec], outside: Sequence[str]) -> list[str] | None:
-    kept = [*outside, *(name for spec in specs if spec.grid is None for name in spec.spellings)]
-    return [*kept, "lm_head"] if kept else None
 
 
 def _state(out_features: int, in_features: int, offset: float | None) -> bytes:
@@ -304,19 +293,19 @@ def _read_state(tensor: Tensor) -> dict:
     try:
         state = json.loads(bytes(tensor.tolist()))
         out_features, in_features = state["shape"]
-        known = state["blocksize"] == BLOCK and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
-        known = known and in_features % BLOCK == 0 and type(out_features) is type(in_features) is int
+        readable = state["blocksize"] == BLOCK and state.get("nested_blocksize", NESTED_BLOCK) == NESTED_BLOCK
+        readable = readable and in_features % BLOCK == 0 and type(out_features) is type(in_features) is int
         state["nested_offset"] = float(state.get("nested_offset", 0))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise QuantkitError(f"{STATE} is not supported: {error}", "download it again") from error
     what = f"nf4 blocks of {state['blocksize']} in rows of {in_features} are not supported"
-    require(known, what, "quantkit reads blocks of 64 that lie inside rows", UNSUPPORTED)
+    require(readable, what, "quantkit reads blocks of 64 that lie inside rows", UNSUPPORTED)
     return state
 
 
-def _expect(stored: Tensor, known: Tensor) -> None:
+def _expect(stored: Tensor, table: Tensor) -> None:
     import torch
 
-    known = known.to(stored.device)
-    same = stored.shape == known.shape and torch.allclose(stored.float(), known, rtol=0, atol=1e-6)
+    table = table.to(stored.device)
+    same = stored.shape == table.shape and torch.allclose(stored.float(), table, rtol=0, atol=1e-6)
     require(same, "the code table of an nf4 weight is not NF4's", "save it again", UNSUPPORTED)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, kept_names
 from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized
 from quantkit.layouts.compressed_tensors.forms import Numbers
@@ -50,14 +50,12 @@ class Fp8Layout(Renamed):
         return QuantizedInputLinear(weight, bias, numbers, exact=True)
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`."""
-        kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         return {
             "quant_method": NAME,
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [self.form.block, self.form.block],
-            "modules_to_not_convert": ["lm_head", *outside, *kept],
+            "modules_to_not_convert": ["lm_head", *outside, *kept_names(specs)],
         }
 
 

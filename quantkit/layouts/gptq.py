@@ -69,8 +69,8 @@ class GptqLayout(Layout):
 
     def at(self, linear: str) -> GptqLayout:
         """Return a copy with the bits and the group size that the stored configuration gives one linear."""
-        found = rule_of(self.rules or (), linear)
-        return replace(self, **found) if found else self
+        rule = rule_of(self.rules or (), linear)
+        return replace(self, **rule) if rule else self
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return why codes do not fill 32-bit words along in and out; None if they do."""
@@ -81,7 +81,6 @@ class GptqLayout(Layout):
         return no_whole_words(spec, "in_features", "out_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the four tensors of one linear."""
         bits, groups = spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
         return {
             "qweight": ("I32", (words(spec.in_features, bits), spec.out_features)),
@@ -91,7 +90,6 @@ class GptqLayout(Layout):
         }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the four tensors of one linear."""
         import torch
 
         planes = self.planes(weight.grid.bits)
@@ -104,11 +102,11 @@ class GptqLayout(Layout):
             "g_idx": weight.group_of_columns().to(torch.int32),
         }
 
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """Return shape, bits and group size of a linear from its tensors' shapes, whatever the rules say."""
-        groups, out_features = parts["scales"].shape
-        bits = parts["qzeros"].shape[1] * WORD // out_features if "qzeros" in parts else self.bits
-        rows, columns = parts["qweight"].shape
+        groups, out_features = tensors["scales"].shape
+        bits = tensors["qzeros"].shape[1] * WORD // out_features if "qzeros" in tensors else self.bits
+        rows, columns = tensors["qweight"].shape
         in_features, size = rows * WORD // bits, self.group_size
         if columns != out_features or bits not in range(2, 9):
             raise ValueError
@@ -156,7 +154,9 @@ class GptqLayout(Layout):
         }
         rules = {name: rule for spec in specs if (rule := self._rule(spec)) for name in spec.spellings}
         for name, members in fusions(specs).items():  # by which vLLM looks for a rule
-            if members[0].name in rules and all(self._rule(row) == self._rule(members[0]) for row in members):
+            if members[0].name in rules and all(
+                self._rule(spec) == self._rule(members[0]) for spec in members
+            ):
                 rules[name] = rules[members[0].name]
         dynamic = {f"{sign}:^{re.escape(name)}$": rule for name, (sign, rule) in rules.items()}
         dynamic |= {rf"-:^{re.escape(name)}(\.|$)": {} for name in outside}
@@ -217,11 +217,11 @@ def stored_rules(config: Mapping[str, Any]) -> tuple[Rule, ...]:
     rules = []
     for pattern, values in stored.items():
         values = values if isinstance(values, dict) else {}
-        known = {key: value for key, value in values.items() if key in ("bits", "group_size")}
+        numbers = {key: value for key, value in values.items() if key in ("bits", "group_size")}
         whole, again = pattern.removeprefix("+:").removeprefix("-:"), "download config.json again"
-        found = compiled(whole, f"quantization_config's dynamic: {pattern!r}", again, RUNTIME)
+        regex = compiled(whole, f"quantization_config's dynamic: {pattern!r}", again, RUNTIME)
         if not pattern.startswith("-:"):
-            rules.append((found, known))
+            rules.append((regex, numbers))
     return tuple(rules)
 
 

@@ -54,7 +54,6 @@ class MlxLayout(Layout):
         return NAME if self.mode == "affine" else self.mode
 
     def at(self, linear: str) -> MlxLayout:
-        """Return the layout of one linear."""
         return MlxLayout(**self.entries.get(EXPERT.sub(SWITCH, linear), self._entry(self)))
 
     def _entry(self, grid: Any) -> dict[str, Any]:
@@ -63,36 +62,34 @@ class MlxLayout(Layout):
 
     def unstacked(self, infos: dict[str, Any]) -> dict[str, Any]:
         """See `Layout.unstacked`. A stack is `[experts, ...]`."""
-        found = {name: info for name, info in infos.items() if SWITCH not in name or not info.nbytes}
-        for name in infos.keys() - found.keys():
+        unstacked = {name: info for name, info in infos.items() if SWITCH not in name or not info.nbytes}
+        for name in infos.keys() - unstacked.keys():
             count, *shape = infos[name].shape
             size = infos[name].nbytes // count
             for k in range(count):
-                own = name.replace(SWITCH, f".experts.{k}.")
-                place = {"offset": infos[name].offset + k * size, "nbytes": size}
-                found[own] = replace(infos[name], name=own, shape=tuple(shape), **place)
-        return found
+                expert = name.replace(SWITCH, f".experts.{k}.")
+                span = {"offset": infos[name].offset + k * size, "nbytes": size}
+                unstacked[expert] = replace(infos[name], name=expert, shape=tuple(shape), **span)
+        return unstacked
 
     def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """See `Layout.stacks`."""
-        found: dict[str, list[str]] = {}
+        stacks: dict[str, list[str]] = {}
         for _, name in sorted((int(part[1]), name) for name in names if (part := EXPERT.search(name))):
-            found.setdefault(EXPERT.sub(SWITCH, name), []).append(name)
-        return found
+            stacks.setdefault(EXPERT.sub(SWITCH, name), []).append(name)
+        return stacks
 
     def of_job(self, specs: Sequence[LinearSpec]) -> MlxLayout:
         """Return a copy with entries for linears that differ. Raises QuantkitError if stacked ones do."""
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for spec in specs:
-            name, own = EXPERT.sub(SWITCH, spec.name), self._entry(spec.grid) if spec.grid else None
-            equal = found.setdefault(name, own) == own
+            name, entry = EXPERT.sub(SWITCH, spec.name), self._entry(spec.grid) if spec.grid else None
+            equal = entries.setdefault(name, entry) == entry
             hint = "change the pattern so that all experts of a layer have the same bits"
             require(equal, f"mlx-lm stacks experts: those of {name} differ", hint, UNSUPPORTED)
         usual = None, self._entry(self)
-        return replace(self, entries={name: own for name, own in found.items() if own not in usual})
+        return replace(self, entries={name: entry for name, entry in entries.items() if entry not in usual})
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why a linear does not fit; None if it does."""
         if spec.conv1d:
             return "mlx-lm would transpose the codes of a Conv1D: use gptq"
         bits, size = spec.grid.bits, spec.grid.group_size
@@ -112,7 +109,6 @@ class MlxLayout(Layout):
         return BiasedGrid(grid.bits, grid.group_size, name, grid.search, grid.clip)
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the two or three tensors of one linear."""
         groups = spec.out_features, -(-spec.in_features // spec.grid.group_size)
         table = {"weight": ("U32", (spec.out_features, words(spec.in_features, spec.grid.bits)))}
         if self.mode != "affine":
@@ -121,7 +117,6 @@ class MlxLayout(Layout):
         return table | {"scales": (dtype, groups), "biases": (dtype, groups)}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the two or three tensors of one linear."""
         import torch
 
         assert weight.column_group is None, "MLX stores no order of columns"
@@ -132,15 +127,14 @@ class MlxLayout(Layout):
         packed = pack(weight.codes.t(), weight.grid.bits).t().contiguous().view(torch.uint32)
         return {"weight": packed, "scales": weight.params.scale, "biases": weight.params.bias}
 
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
+    def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
         """Return the shape. Raises ValueError unless bits and group size of the configuration fit it."""
-        out_features, groups = parts["scales"].shape
-        if parts["weight"].shape[1] * WORD != groups * self.group_size * self.bits:
+        out_features, groups = tensors["scales"].shape
+        if tensors["weight"].shape[1] * WORD != groups * self.group_size * self.bits:
             raise ValueError
         return spec_of_shape(out_features, groups * self.group_size, Width(self.bits, self.group_size))
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. Raises QuantkitError for sizes that do not fit one another."""
         import torch
 
         from quantkit.grids.biased import BiasedGrid, BiasedParams
@@ -159,11 +153,11 @@ class MlxLayout(Layout):
         """Return `quantization_config`. mlx-lm takes modules without scales for 16 bit."""
         return {"quant_method": NAME} | self._entry(self) | self.entries
 
-    def configured(self, config: Mapping[str, Any], found: dict) -> dict:
+    def configured(self, config: Mapping[str, Any], quantization: dict) -> dict:
         """Return config.json with `quantization`, which mlx-lm reads, and the same as
         `quantization_config`."""
-        own = {key: value for key, value in found.items() if key != "quant_method"}
-        return super().configured(config, found) | {"quantization": own}
+        entry = {key: value for key, value in quantization.items() if key != "quant_method"}
+        return super().configured(config, quantization) | {"quantization": entry}
 
 
 def detect(config: dict) -> MlxLayout | None:

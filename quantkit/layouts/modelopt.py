@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import LinearSpec, Table, damaged
+from quantkit.layouts import LinearSpec, Table, damaged, kept_names
 from quantkit.layouts.compressed_tensors import Renamed
 from quantkit.layouts.compressed_tensors.floats import FloatQuantized, NvFp4Packed
 from quantkit.layouts.compressed_tensors.forms import Form
@@ -52,7 +52,6 @@ class ModelOptLayout(Renamed):
     whole_blocks = ("out_features", "in_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the two to four tensors of one linear."""
         found = super().tensors(spec)
         if isinstance(self.form, FloatQuantized):
             dtype, shape = found["weight_scale"]
@@ -60,7 +59,6 @@ class ModelOptLayout(Renamed):
         return {part: (dtype, () if shape == (1,) else shape) for part, (dtype, shape) in found.items()}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the two to four tensors of one linear."""
         found = super().encode(weight)
         factors = FACTORS.values() if "weight_scale_2" in found else ()
         return {part: 1 / tensor if part in factors else tensor for part, tensor in found.items()}
@@ -85,9 +83,8 @@ class ModelOptLayout(Renamed):
         return replace(weight, params=replace(params, scale=params.scale * factor, divisor=params.divisor**0))
 
     def config(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict:
-        """Return `quantization_config`."""
-        told, stored = self.form.weights(), self.files(specs, outside)[FILE]["quantization"]
-        entry = {key: told[key] for key in (*FLOAT8_CACHE, "group_size") if told[key] is not None}
+        weights, stored = self.form.weights(), self.files(specs, outside)[FILE]["quantization"]
+        entry = {key: weights[key] for key in (*FLOAT8_CACHE, "group_size") if weights[key] is not None}
         inputs = {"input_activations": entry} if self.form.activations() else {}
         groups = {"group_0": inputs | {"weights": entry, "targets": ["Linear"]}}
         found = {"config_groups": groups} if stored["quant_algo"] in GROUPED else {}
@@ -98,14 +95,14 @@ class ModelOptLayout(Renamed):
     def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return hf_quant_config.json. Engines match `exclude_modules` as shells match names of files."""
         head = [] if any(spec.head for spec in specs) else ["lm_head"]
-        kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
-        told = {
+        towers = [pattern for name in outside for pattern in (name, f"{name}.*")]
+        quantization = {
             "quant_algo": next(algo for algo, form in FORMS.items() if form == self.form),
             "kv_cache_quant_algo": "FP8" if self.cache else None,
             **({"group_size": self.form.GROUP} if isinstance(self.form, NvFp4Packed) else {}),
-            "exclude_modules": [*head, *(name for one in outside for name in (one, f"{one}.*")), *kept],
+            "exclude_modules": [*head, *towers, *kept_names(specs)],
         }
-        return {FILE: {"producer": PRODUCER, "quantization": told}}
+        return {FILE: {"producer": PRODUCER, "quantization": quantization}}
 
 
 def completed(config: dict, read: Callable[[str], dict | None]) -> dict:

@@ -79,7 +79,7 @@ def rates(run: Run) -> dict:
 
 def factor(run: Run, columns: int) -> dict:
     """Seconds of the Cholesky factor of a Hessian."""
-    from quantkit.quantize.solvers.gptq import factorize
+    from quantkit.quantize.solvers.hessian import factorize
 
     _, statistics = problem(run, 1, columns)
     order = torch.arange(columns, device=run.device)

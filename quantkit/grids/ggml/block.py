@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml import params as stored
-from quantkit.grids.grid import Grid, by_rows, each_row, group, matrix, stack
+from quantkit.grids.grid import Grid, each_row, group, map_rows, matrix, stack
 from quantkit.grids.levels import WholeLevels, usable
 from quantkit.grids.parallel import by_chunks
 
@@ -83,16 +83,16 @@ class BlockGrid(WholeLevels):
         if importance is not None:
             importance = each_row(importance, len(weight))
 
-        def encode(part: slice) -> Any:
+        def encode(rows: slice) -> Any:
             blocks = Blocks(
-                self._columns(weight[part]),
-                None if importance is None else self._columns(importance[part]),
+                self._columns(weight[rows]),
+                None if importance is None else self._columns(importance[rows]),
                 weight.shape[1] // self.group_size,
             )
-            found = self._encode(blocks)
-            params = next(found)
+            encoded = self._encode(blocks)
+            params = next(encoded)
             if codes is not None:
-                codes[part].view(-1, self.group_size).copy_(next(found).to(torch.uint8).t())
+                codes[rows].view(-1, self.group_size).copy_(next(encoded).to(torch.uint8).t())
             return params
 
         return matrix(stack(by_chunks(encode, weight)), len(weight))
@@ -106,23 +106,18 @@ class BlockGrid(WholeLevels):
         return group(self.fit_matrix(weight, importance), 0)
 
     def fit_matrix(self, weight: Tensor, importance: Tensor | None = None) -> Any:
-        """Return parameters `[out, groups]` for `weight [out, in]`."""
         return self._parameters(weight, importance)
 
     def describe(self) -> str:
-        """Return `Q4_K, blocks of 256`."""
         return f"{self.name}, blocks of {self.group_size}"
 
     def round(self, weight: Tensor, params: Any) -> Tensor:
-        """Return the nearest codes, uint8 `[rows, group_size]`."""
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-
         def work(rows: Tensor, step: Tensor, low: Tensor) -> Tensor:
             level = (rows.unflatten(1, (-1, self.sub_size)) + low[..., None]) / step[..., None]
             return self._nearest(level).flatten(1)
 
         step, low = params.steps()
-        return by_rows(work, codes, weight, torch.where(step == 0, torch.inf, step), low)
+        return map_rows(work, torch.uint8, weight, torch.where(step == 0, torch.inf, step), low)
 
     def steps(self, params: Any) -> tuple[Tensor, Tensor]:
         """Return step and low of each sub-block, `[sub-blocks, rows]`: `value = step * level - low`."""
@@ -153,15 +148,14 @@ class BlockGrid(WholeLevels):
             low = (params.dmin * fitted["mins"])[:, None]
         best = (importance @ _errors(self, weight, steps, low).square_()).argmin(0, keepdim=True)
         fields = {}
-        for name, found in fitted.items():
+        for name, integers in fitted.items():
             fields[name] = getattr(params, name).clone()
-            fields[name][:, k] = found.gather(0, best)[0]
+            fields[name][:, k] = integers.gather(0, best)[0]
         return replace(params, **fields)
 
     def decode(self, codes: Tensor, params: Any) -> Tensor:
         """Return values, float32 `[rows, group_size]`, bit for bit as ggml does (dequantize_row_*)."""
-        values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        return by_rows(self._values, values, codes, *params.steps())
+        return map_rows(self._values, torch.float32, codes, *params.steps())
 
     def scaled(self, params: Any, factor: Tensor) -> Any:
         """Return parameters with the float16 ones multiplied by `factor [rows]`."""
@@ -176,15 +170,9 @@ class BlockGrid(WholeLevels):
         """Return d, dmin and m of every ggml block; scales and mins of sub-blocks are integers."""
         return stored.halves(params)
 
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the floats rounded to float16."""
-        return {
-            name: stored.half(part.clamp(-stored.HALF_MAX, stored.HALF_MAX)) for name, part in floats.items()
-        }
-
-    def traced(self, codes: Tensor, params: Any) -> Tensor:
-        """Return values, float32 `[rows, group_size]`."""
-        return self._values(codes, *params.steps())
+    def _storable(self, value: Tensor) -> Tensor:
+        """Return `value` rounded to a finite float16."""
+        return stored.half(value.clamp(-stored.HALF_MAX, stored.HALF_MAX))
 
     def _values(self, codes: Tensor, step: Tensor, low: Tensor) -> Tensor:
         level = self._level(codes.float()).unflatten(1, (-1, self.sub_size))

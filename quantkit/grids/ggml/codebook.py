@@ -64,14 +64,14 @@ class CodeBook:
 
     @cached_property
     def neighbours(self) -> Neighbours:
-        """For every point the book's vectors at the `reach` smallest distances."""
-        every = torch.arange(self.base**self.size)
-        places = torch.stack([every // self.base**k % self.base for k in range(self.size)], 1).float()
+        """For numbers point the book's vectors at the `reach` smallest distances."""
+        numbers = torch.arange(self.base**self.size)
+        places = torch.stack([numbers // self.base**k % self.base for k in range(self.size)], 1).float()
         vectors = self.digits.cpu().float()
         length = vectors.square().sum(0)
         counts, ids = [], []
-        for part in places.split(max(1, DISTANCES_AT_ONCE // vectors.shape[1])):
-            distance = torch.addmm(length, part, vectors, alpha=-2).add_(part.square().sum(1, keepdim=True))
+        for chunk in places.split(max(1, DISTANCES_AT_ONCE // vectors.shape[1])):
+            distance = torch.addmm(length, chunk, vectors, alpha=-2).add_(chunk.square().sum(1, keepdim=True))
             reach = distance.amin(1, keepdim=True)
             for _ in range(self.reach - 1):  # the next larger one that occurs
                 reach = distance.masked_fill(distance <= reach, torch.inf).amin(1, keepdim=True)

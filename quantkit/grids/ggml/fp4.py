@@ -9,7 +9,6 @@ language model would be too small for e4m3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +23,9 @@ from quantkit.grids.ggml.params import Scale
 from quantkit.grids.levels import usable
 
 HALF = 0.5
-LEAST_NORMAL = 2.0**-6  # of e4m3
+LEAST_NORMAL = 2.0**-6  # e4m3
 LEAST_HALF = -128  # exponent of half the smallest scale of MXFP4, byte 0; ggml's own overflows to byte 255
-MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # of values in halves; there ggml takes the smaller one
+MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between values in halves; ggml rounds them down
 
 
 @dataclass(frozen=True)
@@ -74,9 +73,8 @@ class Mxfp4Blocks(Fp4Blocks):
         )
 
     def scaled(self, params: Scale, factor: Tensor) -> Scale:
-        """Return scales times `factor [rows]`, rounded to powers of two."""
-        found = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
-        return Scale(found.scale * HALF)
+        scaled = MxFp4Grid().scaled(fp4.Fp4Params(params.d / HALF, torch.ones_like(params.d)), factor)
+        return Scale(scaled.scale * HALF)
 
     def _encode(self, blocks: Blocks) -> Encoded:
         largest = blocks.x.abs().amax(0)  # C rounds the logarithm before it takes the whole number below
@@ -97,9 +95,9 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
         """Return for every 16 weights the best of the scales around the one that fits the largest weight."""
         grid = NvFp4Grid(divisor=self.together([weight]).divisor)
         weights = [None] * 4 if importance is None else importance.split(self.sub_size, -1)
-        parts = zip(weight.split(self.sub_size, 1), weights, strict=True)
-        found = [grid.fit(*part) for part in parts]
-        return E4m3Scales(torch.stack([part.scale for part in found], 1), found[0].divisor)
+        sub_blocks = zip(weight.split(self.sub_size, 1), weights, strict=True)
+        fitted = [grid.fit(*sub_block) for sub_block in sub_blocks]
+        return E4m3Scales(torch.stack([params.scale for params in fitted], 1), fitted[0].divisor)
 
     def quantize(self, weight: Tensor, importance: Tensor | None = None) -> tuple[Tensor, E4m3Scales]:
         """See BlockGrid; encodes `weight` times the divisor as ggml does."""
@@ -113,16 +111,15 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
 
     def scaled(self, params: E4m3Scales, factor: Tensor) -> E4m3Scales:
         """Return all four scales times `factor [rows]`, rounded to e4m3."""
-        return replace(params, **self.storable({"scales": params.scales * factor[:, None]}))
+        return replace(params, scales=self._storable(params.scales * factor[:, None]))
 
     def floats(self, params: E4m3Scales) -> dict[str, Tensor]:
         """Return the stored scales, not divided by the divisor."""
         return {"scales": params.scales}
 
-    def storable(self, floats: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _storable(self, scales: Tensor) -> Tensor:
         """Return scales rounded to e4m3 above 0."""
-        limits = E4M3_MIN, fp4.E4M3_MAX
-        return {name: scales.clamp(*limits).to(FLOAT8).float() for name, scales in floats.items()}
+        return scales.clamp(E4M3_MIN, fp4.E4M3_MAX).to(FLOAT8).float()
 
     def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]
@@ -145,8 +142,8 @@ def _ue4m3(scale: Tensor) -> Tensor:
     """Return the nearest unsigned e4m3, ties up; 0 below half of the smallest."""
     _, exponent = torch.frexp(scale)
     unit = torch.ldexp(torch.ones_like(scale), (exponent - 4).clamp(min=-9))
-    found = (scale / unit + 0.5).floor_().mul_(unit)
-    return torch.where(scale < LEAST_NORMAL, found.clamp(max=LEAST_NORMAL - E4M3_MIN), found)
+    rounded = (scale / unit + 0.5).floor_().mul_(unit)
+    return torch.where(scale < LEAST_NORMAL, rounded.clamp(max=LEAST_NORMAL - E4M3_MIN), rounded)
 
 
 GRIDS = {

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.grids.ggml.block import BlockGrid, Blocks, Encoded, join, split
 from quantkit.grids.ggml.kquants import error_weights
 from quantkit.grids.ggml.params import Scale, SubScales, half
-from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, total
+from quantkit.grids.ggml.search import EPSILON, extreme, inverse, over, refitted, total
 from quantkit.grids.levels import TableLevels, constant, usable
 
 VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -39,26 +39,19 @@ def levels(codes: Tensor) -> Tensor:
 
 
 def search(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the scale of every column of `x [32, groups]`: of sixteen around the one that fits the largest
-    weight, the one whose values q have the largest `(Σ weights q x)² / Σ weights q²`, refitted to q."""
+    """Return the scale of every column of `x [32, groups]`: the best of sixteen around the one that fits the
+    largest weight (`refitted`)."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     largest = largest.masked_fill(zero, 1)
 
-    def try_factor(factor: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(factor: Tensor) -> tuple[Tensor, Tensor]:
         value = levels(nearest_codes(x * factor))
         product = weights * value
         return total(product * x), total(product.mul_(value))
 
-    sum_qx, sum_q2 = try_factor(over(1, -largest / VALUES[0]))
-    scale = torch.where(sum_q2 > 0, sum_qx / sum_q2, 0.0)
-    best = scale * sum_qx
-    for k in range(-TRIES, TRIES + 1):
-        sum_qx, sum_q2 = try_factor(over(k + VALUES[0], largest))
-        better = (sum_q2 > 0) & (sum_qx * sum_qx > best * sum_q2)
-        refitted = sum_qx / sum_q2
-        scale = torch.where(better, refitted, scale)
-        best = torch.where(better, refitted * sum_qx, best)
+    around = (over(k + VALUES[0], largest) for k in range(-TRIES, TRIES + 1))
+    scale, _ = refitted(sums, (over(1, -largest / VALUES[0]), *around))
     return scale.masked_fill_(zero, 0)
 
 

@@ -19,7 +19,7 @@ from quantkit.grids.ggml.kquants import SUPER_BLOCK, error_weights, mean_square
 from quantkit.grids.ggml.nearest import SIGNS, VectorSearch
 from quantkit.grids.ggml.params import SubHalves, half
 from quantkit.grids.ggml.search import finite, make_qp, over, single, square_root, times, total
-from quantkit.grids.grid import by_rows, each_row
+from quantkit.grids.grid import by_rows, each_row, map_rows
 from quantkit.grids.levels import usable
 
 LARGEST_SCALE = 15
@@ -97,7 +97,7 @@ class CodeBookGrid(BlockGrid):
         table = (self.book.magnitudes * self.unit).to(x.device)
         middles = (table[1:] + table[:-1]) / 2
         largest = x.amax(1)
-        best, found = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
+        best, steps = torch.full_like(largest, torch.inf), torch.zeros_like(largest)
         for share in RANGES:
             step = usable(largest / (table[-1] * share))
             level = table[torch.bucketize(x / step[:, None], middles)]
@@ -105,8 +105,8 @@ class CodeBookGrid(BlockGrid):
             step = (weighed * x).sum(1) / (weighed * level).sum(1)
             error = (level * step[:, None]).sub_(x).square_().mul_(weights).sum(1)
             better = error < best
-            best, found = torch.where(better, error, best), torch.where(better, step, found)
-        return found
+            best, steps = torch.where(better, error, best), torch.where(better, step, steps)
+        return steps
 
     def search_in(self, metric: Tensor) -> VectorSearch:
         """Return a search for the nearest vectors in `metric [vector_size, vector_size]`. Its methods
@@ -115,12 +115,12 @@ class CodeBookGrid(BlockGrid):
 
     def neighbouring(self, params: SubHalves, k: int, reach: int) -> list[SubHalves]:
         """Return parameters for each scale of sub-block k at most `reach` away from the present scale."""
-        found = []
+        candidates = []
         for change in range(-reach, reach + 1):
             scales = params.scales.clone()
             scales[:, k] = (scales[:, k] + change).clamp_(*self.scale_range)
-            found.append(SubHalves(params.d, scales))
-        return found
+            candidates.append(SubHalves(params.d, scales))
+        return candidates
 
     def with_step(self, params: SubHalves, k: int, step: Tensor) -> SubHalves:
         """Return parameters in which the step of sub-block k is as near as possible to `step [rows]`."""
@@ -138,16 +138,15 @@ class CodeBookGrid(BlockGrid):
     def round(self, weight: Tensor, params: SubHalves) -> Tensor:
         """Return codes of the vectors with the least squared error, uint8 `[rows, group_size]`."""
         search = self.search_in(torch.eye(SIGNS, device=weight.device))
-        codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
 
         def work(rows: Tensor, step: Tensor) -> Tensor:
             y = rows.unflatten(1, (-1, self.sub_size)) / step[..., None]
             levels = search.nearest(y.reshape(-1, SIGNS).t()).t().reshape(rows.shape)
-            found = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
-            self.codes(levels, found)
-            return found
+            codes = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+            self.codes(levels, codes)
+            return codes
 
-        return by_rows(work, codes, weight, usable(params.steps()[0]))
+        return map_rows(work, torch.uint8, weight, usable(params.steps()[0]))
 
     def _encode(self, blocks: Blocks) -> Encoded:
         n = blocks.x.shape[1]

@@ -163,9 +163,9 @@ class Q6KGrid(SignedGrid):
         scale, searched = self._make_qx(x, weights)
         d, scales, largest = signed_multiples(scale.view(-1, n), self.scale_range[0])
         empty = largest.abs() < EPSILON
-        found = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
-        yield next(found)
-        yield clear(next(found), empty)
+        encoded = self._finish(x, d.masked_fill(empty, 0), scales.masked_fill(empty, 0), searched)
+        yield next(encoded)
+        yield clear(next(encoded), empty)
 
 
 GRIDS = {

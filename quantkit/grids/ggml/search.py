@@ -9,6 +9,7 @@ as in C, and no multiply-add is fused.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -65,26 +66,26 @@ def extreme(x: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return x.gather(0, x.abs().argmax(0, keepdim=True))[0].add_(0.0)  # never -0
     high, low = x.amax(0), x.amin(0)
-    found = torch.where(high > -low, high, low).add_(0.0)  # never -0
+    values = torch.where(high > -low, high, low).add_(0.0)  # never -0
     tied = ((high == -low) & (high > 0)).nonzero()[:, 0]
-    return _first_of_equals(x, found, tied)
+    return _first_of_equals(x, values, tied)
 
 
 def lowest(x: Tensor) -> Tensor:
     """Return the smallest value of each column; of 0 and -0 the first."""
     if x.device.type != "cpu":
         return x.min(0).values
-    found = x.amin(0)
-    return _first_of_equals(x, found, (found == 0).nonzero()[:, 0])
+    values = x.amin(0)
+    return _first_of_equals(x, values, (values == 0).nonzero()[:, 0])
 
 
-def _first_of_equals(x: Tensor, found: Tensor, tied: Tensor) -> Tensor:
-    """Return `found`; in the columns `tied`, the first value of x with the same magnitude."""
+def _first_of_equals(x: Tensor, values: Tensor, tied: Tensor) -> Tensor:
+    """Return `values`; in the columns `tied`, the first value of x with the same magnitude."""
     if len(tied):
         columns = x[:, tied]
-        places = (columns.abs() == found[tied].abs()).to(torch.uint8).argmax(0)
-        found[tied] = columns.gather(0, places[None])[0]
-    return found
+        places = (columns.abs() == values[tied].abs()).to(torch.uint8).argmax(0)
+        values[tied] = columns.gather(0, places[None])[0]
+    return values
 
 
 class Plan(NamedTuple):
@@ -167,33 +168,42 @@ def _error(
     return total(buffer.mul_(weights))
 
 
+def refitted(
+    sums: Callable[[Tensor], tuple[Tensor, Tensor]], factors: Iterable[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the scale `[groups]` refitted to the codes l of the best of `factors`, and that factor. sums:
+    computes `Σ weights x l` and `Σ weights l²` of a factor's codes. The best has the largest
+    `(Σ weights x l)² / Σ weights l²`; of equal ones the first."""
+    used, *others = factors
+    sum_lx, sum_l2 = sums(used)
+    scale = torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
+    best = scale * sum_lx
+    for factor in others:
+        sum_lx, sum_l2 = sums(factor)
+        better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
+        fitted = sum_lx / sum_l2
+        scale = torch.where(better, fitted, scale)
+        best = torch.where(better, fitted * sum_lx, best)
+        used = torch.where(better, factor, used)
+    return scale, used
+
+
 def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the signed scale `[groups]` (make_qx_quants): of 19 scales around the one that fits the largest
-    weight, the one whose codes l have the largest `(Σ weights x l)² / Σ weights l²`, refitted to l. Also
-    returns the stored codes, `l + nmax`, or 0 in a group of zeros."""
+    """Return the signed scale `[groups]` (make_qx_quants): the best of 19 around the one that fits the
+    largest weight. Also returns the stored codes, `l + nmax`, or 0 in a group of zeros."""
     largest = extreme(x)
     zero = largest.abs() < EPSILON
     largest = largest.masked_fill(zero, 1)
     weighted = weights * x
     code, product = torch.empty_like(x), torch.empty_like(x)
 
-    def try_factor(factor: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(factor: Tensor) -> tuple[Tensor, Tensor]:
         torch.mul(x, factor, out=code).round_().clamp_(-nmax, nmax - 1)
         sum_lx = total(torch.mul(weighted, code, out=product))
         return sum_lx, total(torch.mul(weights, code, out=product).mul_(code))
 
-    used = over(-nmax, largest)
-    sum_lx, sum_l2 = try_factor(used)
-    scale = torch.where(sum_l2 != 0, sum_lx / sum_l2, 0.0)
-    best = scale * sum_lx
-    for k in (*range(-9, 0), *range(1, 10)):
-        factor = over(-single(nmax, times(0.1, k)), largest)
-        sum_lx, sum_l2 = try_factor(factor)
-        better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
-        refitted = sum_lx / sum_l2
-        scale = torch.where(better, refitted, scale)
-        best = torch.where(better, refitted * sum_lx, best)
-        used = torch.where(better, factor, used)
+    tried = (nmax, *(single(nmax, times(0.1, k)) for k in range(-9, 10) if k))
+    scale, used = refitted(sums, [over(-size, largest) for size in tried])
     scale.masked_fill_(zero, 0)
     if not codes:
         return scale, None
@@ -253,7 +263,7 @@ def _descend(x: Tensor, weights: Tensor, code: Tensor, bounds: tuple, squares_po
     parts = [x, weights, weighted, code, sum_lx, sum_l2]
     if squares_positive:
         code.remainder_(256)
-    kept = []  # of groups that change no more: for them a further round would change nothing, either
+    kept = []  # groups leave when a round does not change them: no later round would
     for _ in range(ROUNDS):
         changed = _choose_again(*parts, bounds, squares_positive)
         if changed.device.type != "cpu":

@@ -21,6 +21,7 @@ from quantkit.layouts import (
     checked_spec,
     damaged,
     fusions,
+    kept_names,
     stored_as,
 )
 from quantkit.layouts.compressed_tensors import schemes
@@ -85,21 +86,17 @@ class CompressedTensorsLayout(Layout):
         return replace(self, scheme=scheme, form=scheme.form)
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why the form cannot hold a linear; None when it can."""
         if spec.conv1d:
             return 'its target "Linear" misses Conv1D: use the gptq layout'
         return self.form.check(spec)
 
     def check_experts(self, linears: int) -> str | None:
-        """Return why no client reads experts in this form; None if a client does."""
         return self.form.no_experts
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the tensors of one linear, in its form."""
         return self.form.tensors(spec)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the tensors of one linear, in its form."""
         assert weight.column_group is None, "columns reordered across groups are not written"
         return self.form.encode(weight)
 
@@ -110,13 +107,11 @@ class CompressedTensorsLayout(Layout):
         """
         return self._form(tensors).decode(tensors, self.checked_spec(tensors))
 
-    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """See `Layout.checked_spec`."""
-        return checked_spec(parts, self._form(parts))
+    def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
+        return checked_spec(tensors, self._form(tensors))
 
-    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
-        """Return the shape, bits and groups of one linear in its form."""
-        return self._form(parts).sizes(parts)
+    def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
+        return self._form(tensors).sizes(tensors)
 
     @property
     def numbers(self) -> Numbers | None:
@@ -140,7 +135,6 @@ class CompressedTensorsLayout(Layout):
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module | None:  # fmt: skip
-        """Return a linear that quantizes its inputs; None if the scheme does not quantize inputs."""
         form = self.scheme.form if self.scheme else self._form(tensors)
         entry = None if self.scheme else form.activations()
         numbers = self.scheme.activations if self.scheme else entry and schemes.numbers("activations", entry)
@@ -176,7 +170,6 @@ class CompressedTensorsLayout(Layout):
             form = of_members.pop()
             if not of_members and form not in (self.form, None):
                 groups[form].append(name)
-        kept = [name for spec in specs if spec.grid is None for name in spec.spellings]
         towers = [rf"re:{re.escape(name)}(\.|$)" for name in outside]
         return {
             "quant_method": NAME,
@@ -184,7 +177,7 @@ class CompressedTensorsLayout(Layout):
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": schemes.FLOAT8_CACHE if self.cache else None,
-            "ignore": [*_outside(specs), *towers, *kept],
+            "ignore": [*_outside(specs), *towers, *kept_names(specs)],
             "config_groups": {
                 f"group_{index}": {
                     "targets": targets,
@@ -206,7 +199,6 @@ class Renamed(CompressedTensorsLayout):
     code_part = "weight"
 
     def check(self, spec: LinearSpec) -> str | None:
-        """Return why the form cannot hold a linear; None when it can."""
         block = getattr(self.form, "block", None) or 1
         partial = [side for side in self.whole_blocks if getattr(spec, side) % block]
         if partial:
@@ -214,12 +206,10 @@ class Renamed(CompressedTensorsLayout):
         return "its clients replace nn.Linear, not Conv1D" if spec.conv1d else self.form.check(spec)
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the tensors of one linear."""
         table = self.form.tensors(spec).items()
         return {self.own.get(part, part): (WIDE.get(dtype, dtype), shape) for part, (dtype, shape) in table}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the tensors of one linear."""
         found = {self.own.get(part, part): tensor for part, tensor in super().encode(weight).items()}
         table = self.tensors(self.sizes(found))
         return {part: tensor.view(table[part][1]) for part, tensor in found.items()}
@@ -230,24 +220,20 @@ class Renamed(CompressedTensorsLayout):
         return {part: tensors[self.own.get(part, part)].reshape(shape) for part, (_, shape) in table}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly. Raises QuantkitError if the tensors do not fit each other."""
         return self.form.decode(self.translated(tensors), self.sizes(tensors))
 
     def module(
         self, tensors: Mapping[str, Tensor], bias: Tensor | None, values: Tensor | None = None,
         products: bool = False,
     ) -> nn.Module | None:  # fmt: skip
-        """Return a linear that quantizes its inputs; None if the form does not quantize inputs."""
         values = self.values(tensors) if values is None and self.form.activations() else values
         return super().module(self.translated(tensors), bias, values)
 
-    def checked_spec(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """See `Layout.checked_spec`."""
-        return checked_spec(parts, self)
+    def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
+        return checked_spec(tensors, self)
 
-    def sizes(self, parts: Mapping[str, Any]) -> LinearSpec:
-        """Return the shape and the group size."""
-        return self.form.sizes({self.form.CODES[0]: parts[self.code_part]})
+    def sizes(self, tensors: Mapping[str, Any]) -> LinearSpec:
+        return self.form.sizes({self.form.CODES[0]: tensors[self.code_part]})
 
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:

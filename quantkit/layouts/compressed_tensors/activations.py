@@ -16,7 +16,7 @@ from quantkit.grids.float8 import FLOAT8, TOP, nearest
 from quantkit.grids.fp4 import mx_scale
 from quantkit.layouts.compressed_tensors.forms import Numbers
 
-FP4_MAX = 6.0  # of e2m1
+FP4_MAX = 6.0  # largest e2m1
 FP4_EPS = 0.125  # an e4m3 scale of 0 becomes that
 
 

@@ -54,7 +54,6 @@ class FloatQuantized(Form):
         return frozenset({"peak"} if self.static else ())
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the two or three tensors of one linear."""
         rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
         scales = (1,) if self.whole else (-(-spec.out_features // rows), -(-spec.in_features // columns))
         shape = spec.out_features, spec.in_features
@@ -67,7 +66,6 @@ class FloatQuantized(Form):
         return spec_of_shape(rows, columns, Width(8, min(self.block or columns, columns)))
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the two or three tensors of one linear."""
         from quantkit.grids.float8 import FLOAT8, LARGEST_FLOAT8
 
         grid = weight.grid
@@ -79,7 +77,6 @@ class FloatQuantized(Form):
         return tensors
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Return codes and scales."""
         import torch
 
         from quantkit.grids.float8 import LARGEST_FLOAT8, WHOLE, Float8Grid, Float8Params
@@ -95,12 +92,10 @@ class FloatQuantized(Form):
         return QuantizedWeight(grid, weight.view(torch.uint8), Float8Params(scale), group, peak)
 
     def weights(self) -> dict:
-        """Return `weights` of the config group."""
         block = [self.block, self.block] if self.block else None
         return described(8, "float", "block" if self.block else "channel", block_structure=block)
 
     def activations(self) -> dict:
-        """Return `input_activations` of the config group."""
         if self.static:
             return described(8, "float", "tensor")
         return described(8, "float", "group" if self.block else "token", self.block, True, None)
@@ -153,7 +148,6 @@ class MxFp4Packed(Form):
         return None
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return codes and scales."""
         rows, columns = spec.out_features, spec.in_features
         codes = self.CODES[1], (rows, columns * self.BITS // 8)
         return {self.CODES[0]: codes, "weight_scale": (self.SCALE, (rows, columns // self.GROUP))}
@@ -167,7 +161,6 @@ class MxFp4Packed(Form):
         return spec
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return codes and scales."""
         codes = weight.codes
         return {"weight_packed": codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": self._scales(weight)}
 
@@ -177,7 +170,6 @@ class MxFp4Packed(Form):
         return (torch.frexp(weight.params.scale).exponent + MX_BIAS - 1).to(torch.uint8).contiguous()
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Return codes and scales."""
         import torch
 
         from quantkit.grids.fp4 import Fp4Params, MxFp4Grid, powers_of_two
@@ -187,11 +179,9 @@ class MxFp4Packed(Form):
         return QuantizedWeight(MxFp4Grid(), _codes(tensors), Fp4Params(scale, torch.ones_like(scale)))
 
     def weights(self) -> dict[str, Any]:
-        """Return `weights` of the config group."""
         return described(self.BITS, "float", self.STRATEGY, self.GROUP, scale_dtype=self.SCALE_DTYPE)
 
     def activations(self) -> dict[str, Any] | None:
-        """Return `input_activations` of the config group."""
         return self.weights() | self.AT_RUN_TIME if self.quantize_inputs else None
 
 
@@ -215,13 +205,11 @@ class MxFp8(MxFp4Packed):
     no_experts = "no client that was tried reads experts in MXFP8; in --format fp8 transformers does"
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return codes and scales."""
         from quantkit.grids.float8 import FLOAT8
 
         return {"weight": weight.codes.contiguous().view(FLOAT8), "weight_scale": self._scales(weight)}
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Return codes and scales."""
         import torch
 
         from quantkit.grids.float8 import Float8Params, MxFp8Grid

@@ -56,8 +56,8 @@ class Form:
     """The tensors and configuration of a linear: a frozen dataclass with the options of its method.
 
     A subclass defines `like(weights, inputs)`, which returns the form of a config group or None; `tensors`,
-    `encode` and `decode` as in Layout; `weights()`, the entry of that name in a config group. Linears with
-    equal forms share a config group.
+    `encode` and `decode(tensors, spec)` as in Layout; `weights()`, the entry of that name in a config group.
+    Linears with equal forms share a config group.
 
     NAME: `format` of the config group. LABEL: name in `inspect`. SUFFIXES: all tensors it may store. CODES:
     the tensor with the codes, and its dtype. optional: suffixes that may be absent. floats: suffixes with

@@ -56,7 +56,6 @@ class PackQuantized(Form):
         return no_whole_words(spec, "in_features", *([] if self.symmetric else ["out_features"]))
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the three or four tensors of one linear."""
         rows, bits, groups = spec.out_features, spec.grid.bits, -(-spec.in_features // spec.grid.group_size)
         table: Table = {
             "weight_packed": ("I32", (rows, words(spec.in_features, bits))),
@@ -66,7 +65,6 @@ class PackQuantized(Form):
         return table | ({} if self.symmetric else {"weight_zero_point": ("I32", (words(rows, bits), groups))})
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the three or four tensors of one linear."""
         import torch
 
         bits = weight.grid.bits
@@ -100,7 +98,6 @@ class PackQuantized(Form):
         return spec_of_shape(*shape, Width(self.bits, size, self.symmetric))
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Return codes, scales and zero points."""
         import torch
 
         from quantkit.grids.affine import AffineGrid, AffineParams
@@ -119,12 +116,10 @@ class PackQuantized(Form):
         return QuantizedWeight(grid, codes, AffineParams(scale, zero), group)
 
     def weights(self) -> dict:
-        """Return `weights` of the config group."""
         by = ("channel", None) if self.group_size == -1 else ("group", self.group_size)
         return described(self.bits, "int", *by, symmetric=self.symmetric)
 
     def activations(self) -> dict | None:
-        """Return `input_activations` of the config group."""
         kind = {"fp8": "float", "int8": "int"}.get(self.inputs)
         return kind and described(8, kind, "token", dynamic=True, observer=None)
 
@@ -151,19 +146,16 @@ class IntQuantized(Form):
         return None if whole else "int8 engines take one scale for each row: leave out the group size"
 
     def tensors(self, spec: LinearSpec) -> Table:
-        """Return the two tensors of one linear."""
         shape = spec.out_features, spec.in_features
         return {"weight": ("I8", shape), "weight_scale": ("F16", (shape[0], 1))}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return the two tensors of one linear."""
         import torch
 
         scale = weight.params.scale.half().contiguous()
         return {"weight": (weight.codes ^ SIGN_OFFSET).view(torch.int8).contiguous(), "weight_scale": scale}
 
     def decode(self, tensors: Tensors, spec: LinearSpec) -> QuantizedWeight:
-        """Return codes and scales."""
         import torch
 
         from quantkit.grids.affine import AffineGrid, AffineParams
@@ -174,9 +166,7 @@ class IntQuantized(Form):
         return QuantizedWeight(grid, codes, AffineParams(scale, torch.full_like(scale, SIGN_OFFSET)))
 
     def weights(self) -> dict:
-        """Return `weights` of the config group."""
         return described(8, "int", "channel")
 
     def activations(self) -> dict:
-        """Return `input_activations` of the config group."""
         return described(8, "int", "token", dynamic=True, observer=None)

@@ -19,10 +19,10 @@ from quantkit.layouts.compressed_tensors.integers import IntQuantized, PackQuant
 FORMS: dict[str, type[Form]] = {
     form.NAME: form for form in (PackQuantized, IntQuantized, FloatQuantized, MxFp8, MxFp4Packed, NvFp4Packed)
 }
-CLASSES = ("Linear", "Module")  # of an nn.Linear
+CLASSES = ("Linear", "Module")  # classes of an nn.Linear
 PATTERN = "re:"
 FLOAT8_CACHE = described(8, "float", "tensor")
-CACHE_KEYS = ("num_bits", "type", "strategy", "dynamic")  # of it, those that say what is computed
+CACHE_KEYS = ("num_bits", "type", "strategy", "dynamic")  # keys that change the computation
 MALFORMED, AGAIN = "quantization_config (compressed-tensors) is malformed", "download config.json again"
 PRESETS = "quantkit reads what llm-compressor's presets make: W4A16, W8A16, W8A8, FP8, MXFP8, NVFP4, MXFP4"
 

@@ -49,16 +49,16 @@ class GgmlLayout(Layout):
         blocks = {"ggml": ("U8", (spec.out_features, row_bytes(spec.grid.name, spec.in_features)))}
         return blocks | ({"ggml_scale": ("F32", (1,))} if spec.grid.joint else {})
 
-    def sizes(self, parts: Mapping[str, Tensor]) -> LinearSpec:
+    def sizes(self, tensors: Mapping[str, Tensor]) -> LinearSpec:
         """Return shape and grid, from the stored type and the bytes of a row."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         from quantkit.grids.ggml import TYPES, named
 
-        kind = GGMLQuantizationType(int(parts["ggml_type"]))
+        kind = GGMLQuantizationType(int(tensors["ggml_type"]))
         if kind.name not in TYPES:
-            raise damaged(parts, f"blocks of type {kind.name} are not supported")
-        (rows, columns), (block, nbytes) = parts["ggml"].shape, GGML_QUANT_SIZES[kind]
+            raise damaged(tensors, f"blocks of type {kind.name} are not supported")
+        (rows, columns), (block, nbytes) = tensors["ggml"].shape, GGML_QUANT_SIZES[kind]
         if columns % nbytes:
             raise ValueError
         return spec_of_shape(rows, columns // nbytes * block, named(kind.name))
@@ -78,7 +78,6 @@ class GgmlLayout(Layout):
         return tensors
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        """Invert `encode` exactly."""
         from quantkit.grids.grid import QuantizedWeight
         from quantkit.layouts.ggml.blocks import unpack
 

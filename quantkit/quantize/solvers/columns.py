@@ -25,21 +25,11 @@ from torch import Tensor
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
+from quantkit.quantize.solvers.batching import add_product, by_matrix, three
 
 BATCH = 128  # columns between two lazy updates; the paper's B
-RUN = 32  # columns inside which a column is brought up to date by a matrix-vector product: at least, at most
-LONG_RUN = 128
-RUN_TEMPORARIES = 4  # of the size of a run
-
-
-def parts(rows: Tensor, factor: Tensor) -> Tensor:
-    """Return `rows [columns, matrices * out]` as `[matrices, columns, out]` if every matrix has a factor."""
-    return rows if factor.ndim == 2 else rows.unflatten(1, (len(factor), -1)).movedim(1, 0)
-
-
-def three(matrices: Tensor) -> Tensor:
-    """Return `[matrices, …, …]`, of one matrix as well."""
-    return matrices if matrices.ndim == 3 else matrices[None]
+RUN, LONG_RUN = 32, 128  # minimum and maximum run updated column by column
+RUN_TEMPORARIES = 4  # tensors of the size of a run
 
 
 def chain_for(device: torch.device, grid: Grid) -> Callable[..., None] | None:
@@ -62,13 +52,6 @@ def _kernel(device: torch.device) -> Callable[..., None] | None:
     return chain
 
 
-def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> Tensor:
-    """Add `factor @ rows` to `total` in place, for each matrix of `parts`; return `total`."""
-    add = Tensor.addmm_ if factor.ndim == 2 else Tensor.baddbmm_
-    add(parts(total, factor), factor, parts(rows, factor))
-    return total
-
-
 @dataclass
 class Chosen:
     """The choice for the columns of a site, or of several in turn, in the solver's order.
@@ -84,73 +67,77 @@ class Chosen:
 
 
 class Columns:
-    """Chooses the columns of `Wt [in, (matrices *) out]`, a part of `span` columns at a time; U `[(matrices,)
-    in, in]` with `H = U diag(D) Uᵀ`.
+    """Chooses the columns of `Wt [in, (matrices *) out]`, `span` columns at a time; U `[(matrices,) in, in]`
+    with `H = U diag(D) Uᵀ`.
 
-    Buffers of a run are allocated once, and so are views of them.
+    Buffers of a run and their views are allocated once.
     """
 
     def __init__(self, Wt: Tensor, U: Tensor, grid: Grid):
         self.grid, self.chain, size = grid, chain_for(Wt.device, grid), grid.group_size
         self.span = max(size, BATCH // size * size)  # whole groups
-        rows = parts(Wt, U).shape[-1]  # of one matrix: its results do not depend on the others
+        rows = by_matrix(Wt, U).shape[-1]  # so that the results of a matrix do not depend on the others
         self.width = min(max(elements_at_once(Wt.device, RUN_TEMPORARIES) // rows, RUN), LONG_RUN)
         self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
         self.feed = Wt.new_empty(*U.shape[:-2], self.width, self.width)
-        every, ideal, before, feed = range(self.width), parts(self.ideal, U), parts(self.levels, U), self.feed
+        ideal, before, feed = by_matrix(self.ideal, U), by_matrix(self.levels, U), self.feed
+        run = range(self.width)
         if U.ndim == 2:  # a matrix-vector product is faster on a CPU
-            products = [(ideal[k].addmv_, before.t()[:, :k], feed[k, :k]) for k in every]
+            products = [(ideal[k].addmv_, before.t()[:, :k], feed[k, :k]) for k in run]
         else:
-            products = [(ideal[:, k, None].baddbmm_, feed[:, k, None, :k], before[:, :k]) for k in every]
-        self.views = list(zip(every, self.ideal, self.levels, products, strict=True))
+            products = [(ideal[:, k, None].baddbmm_, feed[:, k, None, :k], before[:, :k]) for k in run]
+        self.views = list(zip(run, self.ideal, self.levels, products, strict=True))
 
     def solve(
         self, E: Tensor, codes: Tensor, lost: Tensor, Wt: Tensor, U: Tensor, D: Tensor, fixed: Sequence
     ) -> list:
-        """Choose the columns of a part, `Wt [columns, (matrices *) out]`; return its groups' parameters.
+        """Choose the columns of a span, `Wt [columns, (matrices *) out]`; return its groups' parameters.
 
-        E: `Σ E_k U_kj` over all earlier parts, becomes the errors. codes: uint8, are written. lost: `[out]`,
-        grows by the part's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`. fixed: the
-        groups' parameters; empty: they are fitted when the sweep reaches the group.
+        E: `Σ E_k U_kj` over all earlier spans, becomes the errors. codes: uint8, are written. lost: `[out]`,
+        grows by the span's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`. fixed: the
+        groups' parameters if `grid.spans_matrix`; others are fitted when the sweep reaches the group.
         """
         self.E, self.codes, self.lost, self.Wt, self.U, self.D = E, codes, lost, Wt, U, D
-        self.known = [0] * len(Wt)  # number of columns of the part whose errors each has added
-        found, size = [], self.grid.group_size
+        self.counted = [0] * len(Wt)  # by column: how many earlier columns' errors E includes
+        groups, size = [], self.grid.group_size
         for start in range(0, len(Wt), size):
             group = slice(start, start + size)
             self.update(group)
-            params = fixed[len(found)] if fixed else self.grid.fit(self.free(group).t(), D[..., group])
-            found.append(self.choose(group, params, refit=not fixed))
-        return found
+            if self.grid.spans_matrix:
+                params = fixed[len(groups)]
+            else:
+                params = self.grid.fit(self.free(group).t(), D[..., group])
+            groups.append(self.choose(group, params))
+        return groups
 
     def update(self, columns: slice) -> None:
-        """Add the errors of the part's earlier columns to these columns; at the beginning of a batch, to the
+        """Add the errors of the span's earlier columns to these columns; at the beginning of a batch, to the
         whole batch (section 3.3, step 2)."""
         low, high = columns.start, columns.stop
         if low % BATCH == 0:
             high = max(high, min(low + BATCH, len(self.Wt)))
-        since = self.known[low]
+        since = self.counted[low]
         if since < low:
             add_product(self.E[low:high], self.U[..., since:low, low:high].mT, self.E[since:low])
-        self.known[low:high] = [low] * (high - low)
+        self.counted[low:high] = [low] * (high - low)
 
     def free(self, columns: slice) -> Tensor:
         """Return the best values of `columns` without rounding to the grid, given the errors before them."""
-        Wt, own = self.Wt[columns], self.U[..., columns, columns]
-        identity = torch.eye(len(Wt), device=own.device)
-        inverse = torch.linalg.solve_triangular(own, identity, upper=True, unitriangular=True)
+        Wt, U = self.Wt[columns], self.U[..., columns, columns]
+        identity = torch.eye(len(Wt), device=U.device)
+        inverse = torch.linalg.solve_triangular(U, identity, upper=True, unitriangular=True)
         return add_product(Wt.clone(), inverse.mT, self.E[columns])
 
-    def choose(self, group: slice, params: Any, refit: bool) -> Any:
-        """Choose the codes of a group's columns; return its parameters. With `refit`, each sub-block after
-        the first gets new parameters, fitted to its columns with the errors of earlier columns added."""
+    def choose(self, group: slice, params: Any) -> Any:
+        """Choose the codes of a group's columns; return its parameters. Each sub-block after the first gets
+        new parameters, fitted to its columns with the errors of earlier columns added."""
         size = self.grid.sub_size
         for k, low in enumerate(range(group.start, group.stop, size)):
-            part = slice(low, low + size)
-            if k and refit:
-                self.update(part)
-                params = self.grid.refit(self.free(part), params, k, self.D[..., part])
-            self._choose(part, *(found[k] for found in self.grid.steps(params)))
+            columns = slice(low, low + size)
+            if k and not self.grid.spans_matrix:
+                self.update(columns)
+                params = self.grid.refit(self.free(columns), params, k, self.D[..., columns])
+            self._choose(columns, *(sub_blocks[k] for sub_blocks in self.grid.steps(params)))
         return params
 
     def _choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
@@ -162,8 +149,8 @@ class Columns:
             raised = self.Wt[run] + low
             add_product(ideal.copy_(E), U.mT, raised).div_(step)
             if self.chain:
-                own = (three(parts(x, U)) for x in (ideal, levels.zero_()))
-                self.chain(*own, three(U).contiguous(), self.grid)
+                targets, new_levels = (three(by_matrix(x, U)) for x in (ideal, levels.zero_()))
+                self.chain(targets, new_levels, three(U).contiguous(), self.grid)
             else:
                 self._one_by_one(U)
             self.grid.codes(levels, self.codes[run])

@@ -20,7 +20,7 @@ from quantkit.grids.grid import each_of
 from quantkit.models.machine.device import is_accelerator
 
 LARGEST = 1 << 23  # elements of the first tensor; above, kernels take longer than their launches
-KEPT = 24  # functions for which addresses and graphs are kept; the one not called for longest is dropped
+KEPT = 24  # size of the LRU cache of functions with their addresses and graphs
 
 
 class Replays:
@@ -39,7 +39,7 @@ class Replays:
         given: Sequence[Tensor],
         params: Sequence[Any] = (),
     ) -> list:
-        """Return what `function` returns. key: all that sets it apart from other functions, but shapes."""
+        """Return what `function` returns. key: identifies the function, without the shapes."""
         tensors = [*changed, *given]
         if not is_accelerator(tensors[0].device) or tensors[0].numel() > LARGEST:
             return function(*tensors, params)
@@ -50,10 +50,10 @@ class Replays:
         self._kept[key] = replay
         if len(self._kept) > KEPT:
             del self._kept[next(iter(self._kept))]
-        found = replay(tensors, params, self._pool)
+        new_params = replay(tensors, params, self._pool)
         for tensor, result in zip(changed, replay.tensors, strict=False):
             tensor.copy_(result)
-        return found
+        return new_params
 
 
 class _Replay:
@@ -66,10 +66,10 @@ class _Replay:
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, tensors: Sequence[Tensor], params: Sequence[Any], pool: Any) -> list:
-        for own, tensor in zip(self.tensors, tensors, strict=True):
-            own.copy_(tensor)
-        for own, given in zip(self.params, params, strict=True):
-            each_of(Tensor.copy_, own, given)
+        for buffer, tensor in zip(self.tensors, tensors, strict=True):
+            buffer.copy_(tensor)
+        for kept, given in zip(self.params, params, strict=True):
+            each_of(Tensor.copy_, kept, given)
         self.calls += 1
         if self.calls == 2 and pool is not None:  # the first call loads kernels and fills caches of constants
             self._record(pool)

@@ -84,19 +84,19 @@ class RtnSolver:
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:
     """Round a linear; if its grid has `clip` and the outputs' error falls, with clipped ranges."""
 
-    some = measured(len(weight))
-    scale = max(loss(weight[some], hessian), 1e-30)
+    sample = measured(len(weight))
+    scale = max(loss(weight[sample], hessian), 1e-30)
     plain = nearest(weight, grid, fitted(weight, grid, hessian))
-    plain_error = loss(plain.values()[some] - weight[some], hessian) / scale
+    plain_error = loss(plain.values()[sample] - weight[sample], hessian) / scale
     if grid.clip:
         clipped = nearest(weight, grid, clipped_ranges(weight, grid.plain(), hessian))
-        error = loss(clipped.values()[some] - weight[some], hessian) / scale
+        error = loss(clipped.values()[sample] - weight[sample], hessian) / scale
         if error <= plain_error:
             return Solved(clipped, error, plain_error, notes=clipping(clipped))
     return Solved(plain, plain_error, plain_error, notes=clipping(plain))
 
 
-TEMPORARIES = 8  # of the size of the groups that are searched together
+TEMPORARIES = 8  # tensors of the size of the groups that are searched together
 SHRINKS = tuple(1 - k / 20 for k in range(10))  # 1.00, 0.95 … 0.55 of a group's largest weight
 
 
@@ -108,12 +108,12 @@ def clipped_ranges(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
     rows, size = len(weight), grid.group_size
     at_once = max(1, elements_at_once(weight.device, TEMPORARIES) // (rows * size))
     groups = weight.unflatten(1, (-1, size)).transpose(0, 1).split(at_once)
-    own = hessian.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
-    found = []
-    for group, moments in zip(groups, own.permute(2, 0, 1).split(at_once), strict=True):
+    blocks = hessian.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
+    params = []
+    for group, moments in zip(groups, blocks.permute(2, 0, 1).split(at_once), strict=True):
         best = _search(group.contiguous(), grid, moments.contiguous())
-        found += [rows_of(best, slice(start, start + rows)) for start in range(0, len(group) * rows, rows)]
-    return join(found)
+        params += [rows_of(best, slice(start, start + rows)) for start in range(0, len(group) * rows, rows)]
+    return join(params)
 
 
 def _search(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:

@@ -9,8 +9,8 @@ rows `R` are quantized for a target that compensates for the errors of all earli
     W_R + (B_PR B_RR⁻¹)ᵀ E_P,
 
 by the one-sided sweep over H. With one row per block this is exactly Babai's algorithm; here the rows of a
-block share the sweep's kernel launches. Then `descent.py` chooses codes and scales again, given all rows.
-Rows with large curvature come first.
+block share the sweep's kernel launches. Then `refine/both_sides.py` chooses codes and scales again, given all
+rows. Rows with large curvature come first.
 """
 
 from __future__ import annotations
@@ -26,19 +26,10 @@ from quantkit.grids.grid import Grid, QuantizedWeight, group, stack
 from quantkit.grids.grid import rows as rows_of
 from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss, measured
 from quantkit.quantize.solvers.columns import Chosen
-from quantkit.quantize.solvers.descent import Descent
-from quantkit.quantize.solvers.gptq import (
-    GptqSolver,
-    aimed,
-    assembled,
-    column_order,
-    damped,
-    factorize,
-    places,
-    sweep,
-    unit_upper,
-)
-from quantkit.quantize.solvers.vectors import refine as refine_vectors
+from quantkit.quantize.solvers.gptq import GptqSolver, aimed, sweep
+from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
+from quantkit.quantize.solvers.order import column_order, group_order, restored
+from quantkit.quantize.solvers.refine import both_sides, by_vector
 
 YAQA_ROWS = 32  # rows of one sweep, quantized independently
 INDEFINITE = "its curvature is not positive definite: quantized by its inputs alone"
@@ -79,44 +70,43 @@ class YaqaSolver(GptqSolver):
 
     def _better(self, weight: Tensor, plain: Solved, hessian: Tensor, curvature: Tensor) -> Solved:
         """Return the result of two-sided feedback, or `plain` if that has a lower two-sided loss."""
-        chosen = self.quantize_both_sides(weight, plain.weight.grid, hessian, curvature)
-        if chosen is None:
+        try:
+            chosen = self.quantize_both_sides(weight, plain.weight.grid, hessian, curvature)
+        except Indefinite:
             return replace(plain, notes=(*plain.notes, INDEFINITE))
         delta, before = chosen.values() - weight, plain.weight.values() - weight
-        lost, plain_lost = (two_sided_loss(part, hessian, curvature) for part in (delta, before))
+        lost, plain_lost = (two_sided_loss(error, hessian, curvature) for error in (delta, before))
         if not lost <= plain_lost:  # not a number loses, too
             note = f"yaqa's loss {lost:.3g} is above gptq's {plain_lost:.3g}: it is gptq's"
             return replace(plain, notes=(*plain.notes, note))
-        some = measured(len(weight))
-        error = loss(delta[some], hessian) / max(loss(weight[some], hessian), 1e-30)
+        sample = measured(len(weight))
+        error = loss(delta[sample], hessian) / max(loss(weight[sample], hessian), 1e-30)
         return replace(plain, weight=chosen, error=error, notes=clipping(chosen))
 
     def quantize_both_sides(
         self, weight: Tensor, grid: Grid, hessian: Tensor, curvature: Tensor
-    ) -> QuantizedWeight | None:
-        """Quantize `weight [out, in]` on `grid`; None if damped H or G is not positive definite."""
+    ) -> QuantizedWeight:
+        """Quantize `weight [out, in]` on `grid`. Raises Indefinite if damped H or G is not positive
+        definite."""
         order = column_order(hessian.diagonal(), grid, self.act_order)
         rows = torch.argsort(curvature.diagonal(), descending=True, stable=True)
         A, damping, _ = factorize(hessian, self.damp, order)
         B, output_damping, _ = factorize(curvature, self.output_damp, rows)
-        if A is None or B is None:
-            return None
         H, G = damped(hessian, order, damping), damped(curvature, rows, output_damping)
         fixed = []
         if grid.spans_matrix:
             params = rows_of(grid.fit_matrix(weight), rows)
-            fixed = [group(params, k) for k in places(order, grid).tolist()]
+            fixed = [group(params, k) for k in group_order(order, grid).tolist()]
         Wt = weight.t().index_select(0, order).index_select(1, rows)
-        vectors = partial(refine_vectors, grid=grid, hessian=H, cycles=self.refine)
-        chosen = feedback(Wt, *unit_upper(A), B, grid, fixed, vectors if grid.vector_size > 1 else None)
+        vectors = grid.vector_size > 1  # refined block by block, for G = 1
+        one_sided = partial(by_vector.refine, grid=grid, hessian=H, cycles=self.refine if vectors else 0)
+        chosen = feedback(Wt, *unit_upper(A), B, grid, fixed, one_sided)
         del A, B
-        if grid.vector_size == 1:
-            descent = Descent(Wt, chosen, grid, H, G)
-            for _ in range(self.refine):
-                descent.cycle()
+        if not vectors:
+            both_sides.refine(chosen, grid, H, G, self.refine)
         back = torch.argsort(rows)
         params = [rows_of(part, back) for part in chosen.params]
-        return assembled(chosen.codes.index_select(1, back), params, order, grid, self.act_order)[0]
+        return restored(chosen.codes.index_select(1, back), params, order, grid, self.act_order)[0]
 
 
 def feedback(
@@ -125,25 +115,24 @@ def feedback(
     D: Tensor,
     B: Tensor,
     grid: Grid,
-    fixed: Sequence = (),
-    refined: Callable[[Tensor, Chosen], None] | None = None,
+    fixed: Sequence,
+    improve: Callable[[Chosen], None],
 ) -> Chosen:
     """Quantize `Wt [in, out]` by blocks of rows of W, each with a target that compensates for the errors of
-    earlier blocks. U, D: see `sweep`; B `[out, out]`: `G = B Bᵀ`, changed in place. refined: improves the
-    sweep's choice for a block of rows, given its target."""
+    earlier blocks. U, D, fixed: see `sweep`; B `[out, out]`: `G = B Bᵀ`, changed in place. improve: improves
+    the sweep's choice for a block of rows in place."""
     E = torch.empty_like(Wt)
-    parts = []
+    blocks = []
     for start in range(0, Wt.shape[1], YAQA_ROWS):
         rows = slice(start, min(start + YAQA_ROWS, Wt.shape[1]))
         mixed = torch.linalg.solve_triangular(B[rows, rows], B[:start, rows], upper=True, left=False)
         shift = E[:, :start] @ mixed
-        target = Wt[:, rows] + shift
-        parts.append(sweep(target, U, D, grid, [rows_of(params, rows) for params in fixed]))
-        if refined:
-            refined(target, parts[-1])
-        torch.sub(parts[-1].E, shift, out=E[:, rows])
-    params = [stack(groups) for groups in zip(*(part.params for part in parts), strict=True)]
-    return Chosen(torch.cat([part.codes for part in parts], 1), E, params, Wt.new_zeros(Wt.shape[1]))
+        chosen = sweep(Wt[:, rows] + shift, U, D, grid, [rows_of(params, rows) for params in fixed])
+        improve(chosen)
+        torch.sub(chosen.E, shift, out=E[:, rows])
+        blocks.append(chosen)
+    params = [stack(groups) for groups in zip(*(block.params for block in blocks), strict=True)]
+    return Chosen(torch.cat([block.codes for block in blocks], 1), E, params, Wt.new_zeros(Wt.shape[1]))
 
 
 def two_sided_loss(delta: Tensor, hessian: Tensor, curvature: Tensor) -> float:

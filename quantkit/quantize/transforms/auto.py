@@ -31,9 +31,9 @@ EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # A scale has to stay below this share of the loss: where a norm is divided (1), or rows of a linear (2). With
 # 0.98 for rows the KL divergence of the demo model is 2 percent higher in 3 bits and 5 in 2.
 ENOUGH = {1: 0.98, 2: 0.85}
-SAMPLED_ROWS = 1024  # of a fold that are looked at
-TEMPORARIES = 8  # of the size of a weight: groups looked at together
-FLOOR = 1e-3  # of the mean column: smaller ones count as this large
+SAMPLED_ROWS = 1024  # rows of a fold that are searched
+TEMPORARIES = 8  # tensors of the size of the groups that are searched together
+FLOOR = 1e-3  # share of the mean column: smaller columns count as this large
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,6 @@ class AwqScaling(ColumnScaling):
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        """See `ColumnScaling`."""
         shares = [part.magnitude * share for part, share in entering]
         magnitude = sum(shares) if len(shares) > 1 else entering[0][0].magnitude
         return search(losses, producer.tied(magnitude), self.n_grid)

@@ -18,7 +18,7 @@ from quantkit.models.skeleton.experts import Experts, SortedExperts
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.view import BlockView
 
-TOLERANCE = 1e-5  # of a block in float32: scales are powers of two, but norms that store w - 1 round
+TOLERANCE = 1e-5  # relative, in float32: scales are powers of two, but norms that store w - 1 round
 
 
 @dataclass(frozen=True)

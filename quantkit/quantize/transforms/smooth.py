@@ -35,11 +35,11 @@ from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
 
 EXPONENTS = 0.5, 0.75, 1.0
-FLOORS = 0.3, 1.0  # of the median channel, which is added to each
+FLOORS = 0.3, 1.0  # share of the median channel that is added to each channel
 ENOUGH_OF_LOSS = 0.98  # a scale has to stay below this share of the loss
 UNSEEN = 4.0  # factor of the weights' loss after error feedback: on another text feedback makes up for less
 TINY = torch.finfo(torch.float32).tiny
-QUIET = 0.1  # of the mean token's outputs: smaller outputs count as this large
+QUIET = 0.1  # share of the mean token's outputs: smaller outputs count as this large
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,9 @@ class SmoothScaling(ColumnScaling):
             else reader.hessian.diagonal()
         )
         squares = inputs.square()
-        weight = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)  # of each column's tokens
+        weight = torch.mv(squares.t(), count) / squares.sum(0).clamp(
+            min=1e-30
+        )  # mean count of a column's tokens
         pivots = pivots * weight
         return SmoothReader(**vars(reader), pivots=pivots, count=count, rounded=self.rounded)
 

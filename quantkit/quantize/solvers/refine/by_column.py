@@ -1,10 +1,4 @@
-"""Refinement: coordinate descent on codes and scales, starting from GPTQ's result.
-
-GPTQ fixes each column before it knows the later columns. Once all columns are chosen, any of them can be
-chosen again: with `r = H (W - Ŵ)ᵀ` the loss `tr(dW H dWᵀ)` along column j is least at `ŵ_j + r_j / H_jj`, so
-moving to the nearest grid value never raises the loss (cyclic coordinate descent, as in QuantEase, Behdin et
-al. 2023, arXiv:2309.01885, section 3). Likewise, a group's values `V` have a best common factor,
-`1 + <r, V> / <V, H V>`, which is multiplied into the scale.
+"""Refine single columns.
 
 Two groups, half the matrix apart, are visited at once, which halves the kernel launches. The same run of
 columns moves independently in both groups. The joint change is then computed exactly, row by row; if the
@@ -21,39 +15,33 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
-from quantkit.quantize.solvers.columns import RUN, Chosen, chain_for, parts
+from quantkit.quantize.solvers.batching import by_matrix
+from quantkit.quantize.solvers.columns import RUN, Chosen, chain_for
+from quantkit.quantize.solvers.refine.scales import best_factor, values_of
 from quantkit.quantize.solvers.replay import Replays
-
-TINY = torch.finfo(torch.float32).tiny
 
 
 def refine(
-    Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int, replays: Replays | None = None
+    Wt: Tensor, chosen: Chosen, grid: Grid, hessian: Tensor, cycles: int, replays: Replays | None
 ) -> None:
-    """Improve codes and parameters for `Wt [in, out]` in place, with the same grid and number of bytes.
-
-    hessian: `[in, in]`, or `[matrices, in, in]` for `Wt [in, matrices * out]`; damped, in the same column
-    order; changed in place. cycles: visits of each group. (If
-    scales are only chosen in the last visit, the loss is 0.2 percent higher, but the KL divergence of the
-    bundled model in 2 bits is 3 percent higher.)
-    """
+    """See `refine` in `__init__.py`."""
     curvature = hessian.diagonal(dim1=-2, dim2=-1).clone()
     hessian.div_(curvature[..., None])  # row j is what column j goes by
     hessian, curvature = hessian.view(-1, *hessian.shape[-2:]), curvature.view(-1, len(Wt))
     size, count = grid.group_size, len(chosen.params)
     pairs = (count + 1) // 2
     # views [matrices, groups, group_size, out]
-    views = [parts(x, hessian).unflatten(1, (-1, size)) for x in (chosen.E, chosen.codes, Wt)]
+    views = [by_matrix(x, hessian).unflatten(1, (-1, size)) for x in (chosen.E, chosen.codes, Wt)]
     visit = _Visit(grid)
     for _ in range(cycles):
         for k in range(pairs):
             where = slice(k, count, pairs)
-            E, codes, own = (view[:, where] for view in views)
+            E, codes, W = (view[:, where] for view in views)
             rows = hessian.unflatten(1, (-1, size))[:, where]
-            residual = rows.flatten(1, 2) @ parts(chosen.E, hessian)  # r_j / H_jj
+            residual = rows.flatten(1, 2) @ by_matrix(chosen.E, hessian)  # r_j / H_jj
             given = (
-                own,
-                residual.view(-1, *own.shape[2:]),
+                W,
+                residual.view(-1, *W.shape[2:]),
                 rows.unflatten(3, (-1, size))[:, :, :, where].contiguous(),
                 curvature.unflatten(1, (-1, 1, size))[:, where].flatten(0, 1),
             )
@@ -80,28 +68,28 @@ class _Visit:
         groups, size, groups, size]`, residual: rows of both are divided by `curvature [matrices * groups, 1,
         size]`. Changes E, codes, lost and residual in place; returns new parameters.
         """
-        self.places, self.params, size = E.shape[:2], params, E.shape[2]
+        self.shape, self.params, size = E.shape[:2], params, E.shape[2]
         self.residual, self.hessian, self.curvature = residual, hessian, curvature
-        # what columns of the same group are to each other
-        self.own = hessian.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
+        # the Hessian inside a group
+        self.block = hessian.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, size, size)
         self.levels = self.grid.levels(codes.flatten(0, 1))
         self.step, self.low = self._steps(params)
         before, residual = torch.sub(Wt, E).flatten(0, 1), residual.clone()
         self._descend()
         values, scaled = self._rescaled()
         moved = values.sub_(before)
-        change = -self._weigh(moved, residual.add_(self.residual)).unflatten(0, self.places).sum(1)
+        change = -self._weigh(moved, residual.add_(self.residual)).unflatten(0, self.shape).sum(1)
         keep = (change <= 0)[:, None, None]  # not a number stays out
         lost += torch.where(keep[:, 0, 0], change, 0.0).flatten()
-        E.sub_(moved.unflatten(0, self.places).mul_(keep))
-        found = torch.empty_like(codes)
-        self.grid.codes(self.levels.unflatten(0, self.places), found)
-        codes.copy_(torch.where(keep, found, codes))
+        E.sub_(moved.unflatten(0, self.shape).mul_(keep))
+        new_codes = torch.empty_like(codes)
+        self.grid.codes(self.levels.unflatten(0, self.shape), new_codes)
+        codes.copy_(torch.where(keep, new_codes, codes))
         return [select(keep.flatten(), new, old) for new, old in zip(scaled, params, strict=True)]
 
     def _descend(self) -> None:
         """Choose each column's best level again, one after another; changes `levels` and `residual`."""
-        chain, feed = chain_for(self.own.device, self.grid), self.own.clone()
+        chain, feed = chain_for(self.block.device, self.grid), self.block.clone()
         feed.diagonal(dim1=1, dim2=2).zero_()
         size, sub = self.levels.shape[1], self.grid.sub_size
         low = 0
@@ -111,14 +99,14 @@ class _Visit:
             levels, old = self.levels[:, run], self.levels[:, run].clone()
             ideal = self.residual[:, run] / step
             if chain:
-                chain(ideal.add_(levels), levels, self.own[:, run, run].mT.contiguous(), self.grid)
+                chain(ideal.add_(levels), levels, self.block[:, run, run].mT.contiguous(), self.grid)
             else:
-                ideal.baddbmm_(self.own[:, run, run], levels)
+                ideal.baddbmm_(self.block[:, run, run], levels)
                 columns = (part.split(1, 1) for part in (ideal, levels, feed[:, run, run]))
                 for column, level, others in zip(*columns, strict=True):
                     self.grid.snap(column.baddbmm_(others, levels, alpha=-1), level)
             moved = torch.sub(levels, old).mul_(step)
-            if self.places[1] == 2:
+            if self.shape[1] == 2:
                 keep = self._agreed(run, moved)[:, None]
                 torch.where(keep, levels, old, out=levels)
                 moved.mul_(keep)
@@ -129,8 +117,8 @@ class _Visit:
         """Return which groups move their columns `run`, bool `[matrices * 2, out]`: the group that gains more
         alone, and the other group if both together gain even more."""
         curvature = self.curvature[..., run]
-        change = (self.own[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2).mul_(moved)
-        change = (curvature @ change).view(*self.places, -1)
+        change = (self.block[:, run, run] @ moved).sub_(self.residual[:, run], alpha=2).mul_(moved)
+        change = (curvature @ change).view(*self.shape, -1)
         cross = (self.hessian[:, 0, run, 1, run] @ moved[1::2]).mul_(moved[::2])
         cross = curvature[::2] @ cross
         return ((torch.add(change, cross, alpha=2) <= 0) | (change < change.flip(1))).flatten(0, 1)
@@ -143,26 +131,23 @@ class _Visit:
 
     def _rescaled(self) -> tuple[Tensor, list]:
         """Return the groups' values and parameters, multiplied by the best common factor."""
-        values = self._values(self.step, self.low)
-        power = self._weigh(values, self.own @ values)
-        factor = 1 + self._weigh(values, self.residual.clone()) / power.clamp(min=TINY)
-        factor = torch.where((power > 0) & (factor > 0), factor, 1.0)
-        found = zip(self.params, factor.unflatten(0, self.places).unbind(1), strict=True)
-        params = [self.grid.scaled(own, part.flatten()) for own, part in found]
-        scaled = self._values(*self._steps(params))
+        values = values_of(self.levels, self.step, self.low)
+        power = self._weigh(values, self.block @ values)
+        factor = best_factor(self._weigh(values, self.residual.clone()), power)
+        factors = factor.unflatten(0, self.shape).unbind(1)
+        params = [
+            self.grid.scaled(*pair) for pair in zip(self.params, map(Tensor.flatten, factors), strict=True)
+        ]
+        scaled = values_of(self.levels, *self._steps(params))
         self._follow(slice(None), values.neg_().add_(scaled))
         return scaled, params
 
     def _steps(self, params: Sequence) -> tuple[Tensor, Tensor]:
         """Return step and low, `[matrices * groups, sub-blocks, out]`."""
-        found = map(torch.stack, zip(*map(self.grid.steps, params), strict=True))
-        step, low = (x.unflatten(2, (self.places[0], -1)).movedim(2, 0).flatten(0, 1) for x in found)
+        stacked = map(torch.stack, zip(*map(self.grid.steps, params), strict=True))
+        step, low = (x.unflatten(2, (self.shape[0], -1)).movedim(2, 0).flatten(0, 1) for x in stacked)
         return step, low
 
-    def _values(self, step: Tensor, low: Tensor) -> Tensor:
-        values = self.levels.unflatten(1, (-1, self.grid.sub_size)) * step[:, :, None]
-        return values.sub_(low[:, :, None]).flatten(1, 2)
-
-    def _weigh(self, one: Tensor, other: Tensor) -> Tensor:
-        """Return Σ H_jj · one · other over a group's columns, `[groups, out]`; changes `other` in place."""
-        return (self.curvature @ other.mul_(one))[:, 0]
+    def _weigh(self, first: Tensor, second: Tensor) -> Tensor:
+        """Return `Σ_j H_jj · first_j · second_j` of each group, `[groups, out]`; changes `second`."""
+        return (self.curvature @ second.mul_(first))[:, 0]

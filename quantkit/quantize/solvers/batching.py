@@ -1,0 +1,35 @@
+"""Several matrices of the same shape, such as those of experts, in one product.
+
+Matrices share kernel launches: `[columns, matrices * out]` has the rows of all, and each matrix has a factor
+of its own, `[matrices, columns, columns]`. One matrix has the factor `[columns, columns]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def by_matrix(rows: Tensor, factor: Tensor) -> Tensor:
+    """Return `rows [columns, matrices * out]` as `[matrices, columns, out]` if every matrix has a factor."""
+    return rows if factor.ndim == 2 else rows.unflatten(1, (len(factor), -1)).movedim(1, 0)
+
+
+def three(matrices: Tensor) -> Tensor:
+    """Return `[matrices, …, …]`, of one matrix as well."""
+    return matrices if matrices.ndim == 3 else matrices[None]
+
+
+def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> Tensor:
+    """Add `factor @ rows` to `total` in place, for each matrix; return `total`."""
+    add = Tensor.addmm_ if factor.ndim == 2 else Tensor.baddbmm_
+    add(by_matrix(total, factor), factor, by_matrix(rows, factor))
+    return total
+
+
+def picked(rows: Tensor, order: Tensor) -> Tensor:
+    """Return the rows `[(sites,) n, ...]` in this order `[(sites,) n]`."""
+    if order.ndim == 1:
+        return rows.contiguous().index_select(0, order)
+    first = len(order[0]) * torch.arange(len(order), device=order.device)
+    return rows.flatten(0, 1).index_select(0, (order + first[:, None]).flatten()).view(rows.shape)

@@ -1,0 +1,58 @@
+"""Damp and factorize the Hessian of a site, or the Hessians of several."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DAMP_RETRIES = 5
+
+
+class Indefinite(ArithmeticError):
+    """Raised if a Hessian has no factorization; the message is the reason."""
+
+
+def factorize(hessian: Tensor, damp: float, order: Tensor) -> tuple[Tensor, Tensor, str | None]:
+    """Return upper triangular A with `A Aᵀ = damped(hessian, order, damping)`; that damping, `[(sites,) 1]`;
+    and a note if damping had to grow. Needs memory for A alone, not for a second H.
+
+    Adds `damp * mean(diag H)` to the diagonal, and ten times as much, at most five times, until H is positive
+    definite. A column that no token reached has only damping, so it is rounded to nearest. Several Hessians
+    `[sites, in, in]` are damped once.
+
+    Raises Indefinite if that fails.
+    """
+    mean = hessian.diagonal(dim1=-2, dim2=-1).gather(-1, order).mean(-1, keepdim=True)
+    mean += mean == 0  # no token reached any column: every choice is as good, nearest is natural
+    info = torch.empty(hessian.shape[:-2], dtype=torch.int32, device=hessian.device)
+    for attempt in range(DAMP_RETRIES + 1 if hessian.ndim == 2 else 1):
+        share = damp * 10**attempt
+        lower = damped(hessian.mT, order.flip(-1), share * mean).mT  # columns are contiguous, as LAPACK wants
+        torch.linalg.cholesky_ex(lower, out=(lower, info))
+        if not info.any() and torch.isfinite(lower.diagonal(dim1=-2, dim2=-1)).all():
+            return _reversed(lower.mT).mT, share * mean, f"damping raised to {share:g}" if attempt else None
+    raise Indefinite(f"Hessian is not positive definite even with damping {share:g}")
+
+
+def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
+    """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal."""
+    sites = () if order.ndim == 1 else (torch.arange(len(order), device=order.device)[:, None, None],)
+    copy = hessian[(*sites, order[..., :, None], order[..., None, :])]
+    copy.diagonal(dim1=-2, dim2=-1).add_(damping)
+    return copy
+
+
+def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
+    """Return U, unit upper triangular, and D with `A Aᵀ = U diag(D) Uᵀ`; changes A in place."""
+    pivots = A.diagonal(dim1=-2, dim2=-1).clone()
+    return A.div_(pivots[..., None, :]), pivots.square()
+
+
+def _reversed(matrices: Tensor) -> Tensor:
+    """Return `[(sites,) n, n]` after reversing rows and columns in place, a few rows at a time."""
+    size, width = matrices.shape[-1], max(128, matrices.shape[-1] // 8)
+    for start in range(0, (size + 1) // 2, width):
+        stop = min(start + width, (size + 1) // 2)
+        first, last = matrices[..., start:stop, :], matrices[..., size - stop : size - start, :]
+        first[...], last[...] = last.flip(-2, -1), first.flip(-2, -1)
+    return matrices

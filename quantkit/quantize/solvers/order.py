@@ -1,0 +1,59 @@
+"""The order in which error feedback quantizes columns, and the way back.
+
+Columns with large inputs are better quantized first. `full` sorts all columns, so groups are scattered over
+the matrix and the client needs `g_idx`. `group` sorts the groups and the columns inside each group, so the
+file's format stays the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.grids.grid import Grid, QuantizedWeight, join, regrouped
+from quantkit.grids.grid import rows as rows_of
+from quantkit.quantize.solvers.batching import picked
+
+
+def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
+    """Return the order `[..., in]` in which columns are quantized, from the Hessians' diagonals.
+
+    Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups.
+    """
+    columns = torch.arange(diagonal.shape[-1], device=diagonal.device).expand_as(diagonal)
+    if act_order == "none":
+        return columns
+    if act_order == "full":
+        if grid.spans_matrix or grid.sub_size < grid.group_size:
+            what = f"columns on a grid of {grid.describe()} have fixed places"
+            raise QuantkitError(what, "use --act-order group", UNSUPPORTED)
+        return torch.argsort(diagonal, descending=True, stable=True)
+    sub_blocks = diagonal.unflatten(
+        -1, (-1, grid.sub_size)
+    )  # in a sub-block: columns that share all parameters
+    inside = torch.argsort(sub_blocks, descending=True, stable=True)
+    if grid.vector_size > 1:  # the columns of a vector belong together
+        inside = torch.arange(grid.sub_size, device=sub_blocks.device).expand_as(sub_blocks)
+    means = diagonal.unflatten(-1, (-1, grid.group_size)).mean(-1)
+    groups = torch.argsort(means, descending=True, stable=True)
+    columns = columns.unflatten(-1, (-1, grid.sub_size)).gather(-1, inside).view(*means.shape, -1)
+    return picked(columns, groups).flatten(-2)
+
+
+def group_order(order: Tensor, grid: Grid) -> Tensor:
+    """Return the original number of each group, for groups that were moved as a whole."""
+    return order[..., :: grid.group_size] // grid.group_size
+
+
+def restored(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: str) -> list[QuantizedWeight]:
+    """Return each site's weight, columns in their original order, from codes `[in, sites * out]` and the
+    parameters of the groups. order: `[(sites,) in]`."""
+    order = order.view(-1, len(codes))
+    back, groups, sites = torch.argsort(order), torch.argsort(group_order(order, grid)), range(len(order))
+    column_group = [back[k] // grid.group_size if act_order == "full" else None for k in sites]
+    if act_order == "full":
+        groups = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)
+    matrices = regrouped(join(params), groups)
+    codes = picked(codes.unflatten(1, (len(order), -1)).movedim(1, 0), back).mT.contiguous()
+    return [QuantizedWeight(grid, codes[k], rows_of(matrices, k), column_group[k]) for k in sites]
