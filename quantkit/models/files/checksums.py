@@ -50,7 +50,7 @@ def of_tensors(path: Path, listen: Callable[[int], None] = lambda nbytes: None) 
 
 
 def fill(path: Path, key: str, text: str) -> None:
-    """Write a text into a GGUF file's metadata, where spaces are reserved for it; nothing without `key`."""
+    """Write a text into a GGUF file's metadata, where space is reserved for it; nothing without `key`."""
     from quantkit.models.files import gguf_file
 
     header = gguf_file.read_whole_header(path)
@@ -67,9 +67,5 @@ def seal(path: Path) -> None:
     """Write the sha256 of a GGUF file's tensors into its metadata, where space is reserved for the sum."""
     from quantkit.models.files import gguf_file
 
-    header = gguf_file.read_whole_header(path)
-    if place := header.places.get(IN_FILE) or header.places.get(IN_SHARD):
-        digest = of_file(path, header.tensors)
-        with open(path, "r+b") as file:
-            file.seek(place[1] - len(BLANK))  # a text ends its entry
-            file.write(digest.encode())
+    for key in gguf_file.read_whole_header(path).places.keys() & {IN_FILE, IN_SHARD}:
+        fill(path, key, of_tensors(path))

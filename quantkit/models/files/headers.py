@@ -112,10 +112,10 @@ class Contents:
         stored = self.metadata.get("quantkit.manifest")
         if stored is None:
             return self.json(MANIFEST)
-        found = _parse(MANIFEST, str(stored).encode(errors="replace"), self.problems)
-        if found and (loss := str(self.metadata.get(LOSS, "")).strip()):
-            found["loss"] = _parse(LOSS, loss.encode(errors="replace"), self.problems)
-        return found
+        manifest = self._parsed(MANIFEST, str(stored).encode(errors="replace"))
+        if manifest and (loss := str(self.metadata.get(LOSS, "")).strip()):
+            manifest["loss"] = self._parsed(LOSS, loss.encode(errors="replace"))
+        return manifest
 
     @cached_property
     def absent(self) -> frozenset[str]:
@@ -133,28 +133,21 @@ class Contents:
         if self.files.get(name, 0) > SMALL_BYTES:
             self.problems.append(f"{name} is larger than {SMALL_BYTES >> 20} MiB: not read")
             return None
-        place = self.fetch(name) if name in self.files else None
-        return None if place is None else place.read_bytes()
+        path = self.fetch(name) if name in self.files else None
+        return None if path is None else path.read_bytes()
 
     def json(self, name: str) -> dict[str, Any] | None:
         """Return a parsed JSON file of the checkpoint; None if it is absent or invalid."""
         data = self.read(name)
-        return None if data is None else _parse(name, data, self.problems)
+        return None if data is None else self._parsed(name, data)
 
-
-def _parse(name: str, data: bytes, problems: list[str]) -> dict[str, Any] | None:
-    if data.startswith(untrusted.POINTER):
-        problems.append(f"{name} is a Git LFS pointer, not the file it stands for")
-        return None
-    try:
-        content = untrusted.parse(data)
-    except ValueError as error:
-        problems.append(f"{name} is not JSON: {first_line(error)}")
-        return None
-    if not isinstance(content, dict):
-        problems.append(f"{name} is no JSON object")
-        return None
-    return content
+    def _parsed(self, name: str, data: bytes) -> dict[str, Any] | None:
+        """Return a parsed JSON object; for any other text None, and a problem is added."""
+        try:
+            return untrusted.parse_object(data, name)
+        except QuantkitError as error:
+            self.problems.append(error.message)
+            return None
 
 
 def _ties(config: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, first_line, require
 from quantkit.models.files import gguf_shards, untrusted
-from quantkit.models.files.safetensors_folder import INDEX, SINGLE
+from quantkit.models.files.safetensors_folder import INDEX, SINGLE, read_index
 
 
 def is_id(source: str) -> bool:
@@ -38,8 +38,8 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
     token comes from the environment (`HF_TOKEN` or `hf auth login`), never from an argument. Raises
     QuantkitError (exit code 3) if `source` does not exist or the hub cannot be reached.
     """
-    if place := local(source):
-        return place
+    if path := local(source):
+        return path
     from huggingface_hub import snapshot_download
 
     def fetch(patterns: Iterable[str], revision: str | None, ignored: Sequence[str] = ()) -> Path:
@@ -55,8 +55,10 @@ def resolve(source: str, revision: str | None = None, offline: bool = False) -> 
 
     with explained(source, revision, offline):
         folder = fetch(untrusted.FETCHED, revision, ["*/*"])
-        wanted = [*map(glob.escape, _weights(folder)), untrusted.NAMED_TEMPLATES]
-        return fetch(wanted, folder.name)  # of the same commit
+        index = folder / INDEX
+        weights = sorted(set(read_index(index).values())) if index.is_file() else []
+        wanted = [*map(glob.escape, weights or [SINGLE]), untrusted.NAMED_TEMPLATES]
+        return fetch(wanted, folder.name)  # the name of the folder is the commit
 
 
 def local(source: str) -> Path | None:
@@ -94,18 +96,6 @@ def dataset_revision(repo: str, revision: str | None = None) -> str:
         commit = api.dataset_info(repo, revision=revision, timeout=30).sha
     assert commit is not None
     return commit
-
-
-def _weights(folder: Path) -> list[str]:
-    """Return the names of the weight files of a snapshot."""
-    index = folder / INDEX
-    try:
-        named = (
-            set(untrusted.parse(untrusted.read(index))["weight_map"].values()) if index.is_file() else set()
-        )
-    except (ValueError, KeyError, TypeError, AttributeError):
-        named = set()  # reading the folder will say what is wrong with it
-    return sorted(map(str, named)) or [SINGLE]
 
 
 @contextmanager

@@ -25,19 +25,16 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for known, name in
 Index = tuple[int | slice, ...]
 
 
-def tensor(info: TensorInfo) -> Tensor:
-    """Return a tensor as it is stored. Raises QuantkitError if the file is too short or torch lacks the
-    dtype, OSError if the file cannot be read."""
-    dtype = _dtype(info.name, info.dtype)
-    return octets(info.file, info.offset, info.nbytes, info.name).view(dtype).view(info.shape)
-
-
-def part(whole: TensorInfo, index: Index) -> Tensor:
-    """Return `tensor(whole)[index]`. Only the bytes from the first to the last row of the part are read."""
-    dtype = _dtype(whole.name, whole.dtype)
-    start, count, shape, rest = _run(whole.shape, index)
-    found = octets(whole.file, whole.offset + start * dtype.itemsize, count * dtype.itemsize, whole.name)
-    return found.view(dtype).view(shape)[rest]
+def tensor(info: TensorInfo, index: Index = ()) -> Tensor:
+    """Return a tensor as it is stored, or its part `[index]`, for which only the bytes from the first to the
+    last row are read. Raises QuantkitError if the file is too short or torch lacks the dtype, OSError if the
+    file cannot be read."""
+    what = f"{info.name} is stored as {info.dtype}, a type that torch lacks"
+    require(info.dtype in DTYPES, what, "convert it first")
+    dtype = DTYPES[info.dtype]
+    start, count, shape, rest = _run(info.shape, index)
+    data = octets(info.file, info.offset + start * dtype.itemsize, count * dtype.itemsize, info.name)
+    return data.view(dtype).view(shape)[rest]
 
 
 def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...], Index]:
@@ -58,20 +55,15 @@ def _run(shape: tuple[int, ...], index: Index) -> tuple[int, int, tuple[int, ...
 def octets(file: Path, offset: int, nbytes: int, name: str) -> Tensor:
     """Return `nbytes` bytes of a file from `offset` on, uint8; every weight is read by this function. name:
     of the tensor, for the error if the file is too short."""
-    found = torch.empty(nbytes, dtype=torch.uint8)
-    left = memoryview(found.numpy())
+    data = torch.empty(nbytes, dtype=torch.uint8)
+    left = memoryview(data.numpy())
     with open(file, "rb", buffering=0) as source:
         source.seek(offset)
         while left:
             count = source.readinto(left)
             require(count, f"{name} ends early in {file}", "download the file again")
             left = left[count:]
-    return found
-
-
-def _dtype(name: str, stored: str) -> torch.dtype:
-    require(stored in DTYPES, f"{name} is stored as {stored}, a type that torch lacks", "convert it first")
-    return DTYPES[stored]
+    return data
 
 
 # ---- tensors that a file holds as part of a larger one, or in blocks of codes
@@ -87,7 +79,8 @@ class Mxfp4(TensorInfo):
 
     def rows(self, expert: int, outputs: slice) -> Tensor:
         """Return the decoded rows `outputs` of one expert, `[out, in]`."""
-        return decode_mxfp4(part(self.blocks, (expert, outputs)), part(self.scales, (expert, outputs)))
+        index = expert, outputs
+        return decode_mxfp4(tensor(self.blocks, index), tensor(self.scales, index))
 
 
 def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
@@ -145,8 +138,8 @@ def read(info: TensorInfo) -> Tensor:
         expert, *_, outputs = info.index
         return info.packed.rows(expert, outputs)
     source = TensorInfo(info.source, info.dtype, info.whole, info.file, info.offset, 0)
-    found = part(source, info.index)
-    return found.t() if info.transposed else found
+    values = tensor(source, info.index)
+    return values.t() if info.transposed else values
 
 
 def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]) -> dict[str, TensorInfo]:

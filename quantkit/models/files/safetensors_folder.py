@@ -126,13 +126,9 @@ def read_json(path: Path) -> dict:
     hint = "give a checkpoint folder, a GGUF file or a hub id"
     require(path.is_file(), f"{path.parent} holds no {path.name}", hint, NOT_FOUND)
     try:
-        content = untrusted.parse(untrusted.read(path))
+        return untrusted.parse_object(untrusted.read(path), path)
     except OSError as error:
         raise unreadable(path, error) from error
-    except ValueError as error:
-        raise QuantkitError(f"{path} is not JSON: {error}", hint="download it again") from error
-    require(isinstance(content, dict), f"{path} is not a JSON object", "download it again")
-    return content
 
 
 def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict[str, TensorInfo]:
@@ -156,7 +152,7 @@ def read_folder(folder: Path, errors: list[QuantkitError] | None = None) -> dict
 
 def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str, TensorInfo]:
     path = folder / INDEX
-    weight_map = _read_index(path)
+    weight_map = read_index(path)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
     found = []
@@ -185,7 +181,7 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
     return infos
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """Return the shard of every tensor. Raises QuantkitError if the index is invalid or names a path outside
     the folder."""
     try:

@@ -67,10 +67,13 @@ def refuse_pointer(path: Path) -> None:
     """Raise QuantkitError for a Git LFS pointer: a few lines of text in place of a large file. It is the most
     common broken download (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md)."""
     with open(path, "rb") as file:
-        if file.read(len(POINTER)) != POINTER:
-            return
-    what = f"{path} is a Git LFS pointer, not the file it stands for"
-    raise QuantkitError(what, "fetch the file itself: git lfs pull in its folder, or hf download OWNER/NAME")
+        _refuse_pointer(path, file.read(len(POINTER)))
+
+
+def _refuse_pointer(name: object, data: bytes) -> None:
+    what = f"{name} is a Git LFS pointer, not the file it stands for"
+    hint = "fetch the file itself: git lfs pull in its folder, or hf download OWNER/NAME"
+    require(not data.startswith(POINTER), what, hint)
 
 
 def refuse_irregular(path: Path) -> None:
@@ -107,6 +110,17 @@ def parse(data: bytes, values: int = VALUES) -> Any:
         raise ValueError("it is nested too deeply") from error
     _check_depth(found)
     return found
+
+
+def parse_object(data: bytes, name: object) -> dict[str, Any]:
+    """Parse a JSON object. Raises QuantkitError for any other text. name: of its file."""
+    _refuse_pointer(name, data)
+    try:
+        content = parse(data)
+    except ValueError as error:
+        raise QuantkitError(f"{name} is not JSON: {error}", AGAIN) from error
+    require(isinstance(content, dict), f"{name} is not a JSON object", AGAIN)
+    return content
 
 
 def _check_depth(tree: Any) -> None:
