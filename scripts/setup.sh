@@ -17,7 +17,6 @@ find_python() {
 }
 
 # ensure_venv FOLDER CONSTRAINTS PIP_ARGUMENTS...: create FOLDER and install, unless that was done already.
-# BUILD_TOOLS: packages that have to be there before the others are built.
 ensure_venv() {
     local folder=$1 constraints=$2 stamp python
     shift 2
@@ -26,7 +25,7 @@ ensure_venv() {
         python=$(find_python)
         echo "installing into $folder (once; a few minutes)" >&2
         [ -x "$folder/bin/python" ] || "$python" -m venv "$folder"
-        "$folder/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" torch ${BUILD_TOOLS:-}
+        "$folder/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" torch
         "$folder/bin/python" -m pip install -q --disable-pip-version-check -c "$constraints" "$@"
         echo "$stamp" >"$folder/stamp"
     fi

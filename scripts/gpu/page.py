@@ -106,19 +106,13 @@ def tests(rows: Rows) -> str:
 
 
 def vllm(rows: Rows) -> str:
-    compared = {name: row for name, row in rows.items() if not name.startswith("served ")}
-    served = {name.removeprefix("served "): row for name, row in rows.items() if name.startswith("served ")}
     keys = ("verdict", "mean", "largest", "compression", "likeliest_equal")
     header = ["checkpoint", "result", "mean difference", "largest", "compression changed", "likeliest equal"]
-    users = sorted({int(n) for row in served.values() for n in row.get("tokens_per_second", {})})
+    return shown(header, rows, lambda row: [str(row[key]) for key in keys]) + measured_with(rows)
 
-    def rate(row: dict) -> list[str]:
-        return [figure(row["tokens_per_second"].get(str(count))) for count in users]
 
-    text = shown(header, compared, lambda row: [str(row[key]) for key in keys])
-    if served:
-        text += "\n" + shown(["tokens/s", *(f"{count} users" for count in users)], served, rate)
-    return text + (f"\nMeasured with {versions(rows)}.\n" if versions(rows) else "")
+def measured_with(rows: Rows) -> str:
+    return f"\nMeasured with {versions(rows)}.\n" if versions(rows) else ""
 
 
 def peers(rows: Rows) -> str:
@@ -126,8 +120,8 @@ def peers(rows: Rows) -> str:
         parts = [figure(row["phases"].get(phase)) for phase in ("load", "quantize", "save")]
         return [*parts, figure(row["device_bytes"], 1e9)]
 
-    text = shown(["tool", "load s", "quantize s", "save s", "GB of the device"], rows, cells)
-    return text + (f"\nMeasured with {versions(rows)}.\n" if versions(rows) else "")
+    header = ["tool", "load s", "quantize s", "save s", "GB of the device"]
+    return shown(header, rows, cells) + measured_with(rows)
 
 
 def bench(rows: Rows) -> str:

@@ -12,8 +12,9 @@ from unittest import mock
 
 import torch
 from accelerator import NAME
+from common import ROOT
 from gpu.on_device import problem, seconds
-from gpu.worker import ROOT, Run, Skipped
+from gpu.run import Run, Skipped
 
 # sweep
 

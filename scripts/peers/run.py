@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -37,12 +36,10 @@ class Job:
     sym: bool = True
     desc_act: bool = False
     mse: float = 0.0  # GPTQModel's range search
-    gptaq: bool = False  # GPTQModel's asymmetric calibration
     iterations: int = 200  # AutoRound's
     options: dict = field(default_factory=dict)  # quantkit's, by the names of its method's Options
     libraries: str = ""  # a prebuilt llama.cpp's folder
     threads: int = 1
-    calibration: str | None = None  # the text the tokens were cut from, for quantkit; None: the shipped one
     batch_size: int = 1  # sequences a forward pass, of gptqmodel and llmcompressor: their default
     device: str = "cpu"  # of autoround, gptqmodel, llmcompressor and quantkit; the others: on a CPU alone
 
@@ -102,31 +99,6 @@ class Clock:
 # The tools. Each returns versions that no package's metadata has under these names.
 
 
-def autoawq(job: Job, clock: Clock) -> None:
-    import torch
-    from awq import AutoAWQForCausalLM
-
-    # It keeps the weights it scales for trial by `.cpu()`, which on a CPU is no copy: each searched linear
-    # then stays scaled by the first trial, and the perplexity doubles.
-    torch.Tensor.cpu = torch.Tensor.clone
-    with clock("load"):
-        model = AutoAWQForCausalLM.from_pretrained(job.model, torch_dtype=job.dtype, device_map="cpu")
-        rows = job.rows()
-    config = {"zero_point": not job.sym, "q_group_size": job.group_size, "w_bit": job.bits, "version": "GEMM"}
-    with clock("quantize"):
-        model.quantize(
-            None,  # the tokenizer: the calibration set is tokens already
-            quant_config=config,
-            calib_data=rows,
-            max_calib_samples=len(rows),
-            max_calib_seq_len=len(rows[0]),
-        )
-    with clock("save"):
-        model.save_quantized(job.out)
-        for path in Path(job.model).glob("tokenizer*"):  # of a class that this transformers does not know
-            shutil.copy(path, job.out)
-
-
 def autoround(job: Job, clock: Clock) -> dict[str, str]:
     import torch
     from auto_round import AutoRound
@@ -181,14 +153,13 @@ def gptqmodel(job: Job, clock: Clock) -> None:
     if (os.cpu_count() or 1) < 4:
         os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")  # its own choice is too few: it refuses
     from gptqmodel import BACKEND, GPTQModel
-    from gptqmodel.quantization import AWQConfig, GPTAQConfig, GPTQConfig
+    from gptqmodel.quantization import AWQConfig, GPTQConfig
 
     shared = {"bits": job.bits, "group_size": job.group_size, "sym": job.sym, "device": job.device}
     if job.method == "awq":
         config = AWQConfig(**shared)
     else:
         shared |= {"desc_act": True} if job.desc_act else {}
-        shared |= {"gptaq": GPTAQConfig(device=job.device)} if job.gptaq else {}
         config = GPTQConfig(mse=job.mse, **shared)
     clock.ready()
     with clock("load"):  # its AWQ layer takes 16 bit alone
@@ -218,8 +189,7 @@ def llamacpp(job: Job, clock: Clock) -> dict[str, str]:
     library = ggml.Library(Path(job.libraries))
     source, measured = Path(f"{job.out}.f32.gguf"), Path(f"{job.out}.imatrix.gguf")
     rows = job.rows()
-    text = ["--calibration", job.calibration] if job.calibration else []
-    text += ["--samples", len(rows), "--seqlen", len(rows[0])]
+    text = ["--samples", len(rows), "--seqlen", len(rows[0])]
     with clock("load"):
         quantkit("gguf", job.model, "-t", "F32", "-o", source)
     with clock("quantize"):  # an importance matrix is part of it, as a Hessian is
@@ -233,14 +203,13 @@ def llamacpp(job: Job, clock: Clock) -> dict[str, str]:
 
 
 def llmcompressor(job: Job, clock: Clock) -> None:
-    """method: gptq, awq, awq-gptq; smoothquant-gptq, its example of W8A8; or a scheme by its name."""
+    """method: gptq, awq, or a scheme by its name."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
-    from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     if not torch.cuda.is_available():  # 0.14.0.1: its AWQ pins memory, which raises where there is no GPU
@@ -252,11 +221,6 @@ def llmcompressor(job: Job, clock: Clock) -> None:
     recipe = {
         "gptq": lambda: [GPTQModifier(**scope)],
         "awq": lambda: [AWQModifier(), QuantizationModifier(**scope)],
-        "awq-gptq": lambda: [AWQModifier(), GPTQModifier(**scope)],
-        "smoothquant-gptq": lambda: [  # as examples/quantization_w8a8_int8 has it
-            SmoothQuantModifier(smoothing_strength=0.8),
-            GPTQModifier(scheme="W8A8", **named),
-        ],
     }
     clock.ready()
     with clock("load"):
@@ -264,7 +228,7 @@ def llmcompressor(job: Job, clock: Clock) -> None:
         rows = job.masked_rows()
         dataset = Dataset.from_list(rows)
     calibration = {}
-    if job.method in recipe or job.method == "NVFP4":  # which has global scales of activations
+    if job.method in recipe:
         calibration = {
             "dataset": dataset,
             "max_seq_length": len(rows[0]["input_ids"]),
@@ -296,7 +260,7 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
     chosen = {key: chosen[key] for key in chosen if key in fields} | job.options
     if "type" in chosen:  # as a JSON file has it
         chosen["type"] = tuple(chosen["type"])
-    text = CalibrationOptions(job.calibration, samples=len(rows), seqlen=len(rows[0]))
+    text = CalibrationOptions(samples=len(rows), seqlen=len(rows[0]))
     tokens = calibration.load(open_checkpoint(job.model), text)
     assert tokens.tokens.tolist() == rows, "other calibration tokens than the peers'"
     calibration.load = lambda *arguments: tokens  # cut already, as the peers are given theirs
@@ -322,8 +286,7 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
 
 
 TOOLS = {
-    tool.__name__: tool
-    for tool in (autoawq, autoround, bitsandbytes, gptqmodel, llamacpp, llmcompressor, quantkit)
+    tool.__name__: tool for tool in (autoround, bitsandbytes, gptqmodel, llamacpp, llmcompressor, quantkit)
 }
 
 
