@@ -6,7 +6,6 @@ scripts/bench*.py. GPU time: measured on an H200, on other devices scaled by FLO
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +25,12 @@ from quantkit.quantize.prepare.memory import (
     LOSS_TOKENS,
     MIB,
     Peak,
-    Shapes,
+    Stages,
     loss_tokens,
     peak_memory,
     sites_at_once,
 )
+from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 
 INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, before a job begins; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
@@ -63,15 +63,16 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if on_gpu else room().nbytes
     free = memory if on_gpu else None
-    shapes = shapes_of(source, question, DTYPE_BYTES[dtype], free)
+    shapes = _shapes(source, question, DTYPE_BYTES[dtype], free)
     calibrated = work.forwards > 0
-    scaled = 1.0 if work.transform else work.sample
+    sample = 1.0 if work.transform else work.sample
     needs = _needs(module.Options()) if calibrated else frozenset()
     if vocabulary := settings.filled("vocab_size"):
         shapes = replace(shapes, predicted=4 * vocabulary * loss_tokens(None, calibrated, vocabulary))
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
-        return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
+        stages = Stages(shapes, needs, sample, work.outside, suspend, "device", on_gpu, at_once)
+        return peak_memory(stages)
 
     ordered = calibrated and not work.transform  # sites are solved one after another
     together = on_gpu and shapes.experts and "hessian" in needs  # experts, with repeated passes
@@ -153,31 +154,26 @@ def _operations(
     return forwards * OVERHEAD * 2 * weights * tokens + moments + solver + measuring
 
 
-def shapes_of(source: Source, question: Question, element: int, free: int | None) -> Shapes:
+def _shapes(source: Source, question: Question, element: int, free: int | None) -> Shapes:
     """Return the shapes of a job. element: bytes per value. free: an accelerator's bytes; experts larger than
     a share of them are streamed."""
-    parameters, settings = source.parameters, source.settings
-    samples, seqlen = question.samples, question.seqlen
-    outside = parameters.outside
-    weights: Counter[int] = Counter()
-    for tensor in parameters.linears:
-        weights[tensor.block] += tensor.size
-    index = max(sorted(weights), key=weights.__getitem__)
-    block = {one.local.removesuffix(".weight"): one for one in parameters.linears if one.block == index}
-    shapes = Shapes(
-        linears=[(name, one.out_features, one.in_features) for name, one in block.items()],
+    outside, samples, seqlen = source.parameters.outside, question.samples, question.seqlen
+    named = [(one, one.local.removesuffix(".weight")) for one in source.parameters.linears]
+    shapes = of_largest_block(
+        ((one.block, (name, one.out_features, one.in_features)) for one, name in named),
+        lambda block: [name for one, name in named if one.block == block and one.is_expert],
         rest=sum(tensor.size for tensor in outside),
         largest=max((tensor.nbytes for tensor in outside), default=0),
         element=element,
         tokens=samples * seqlen,
         batch_tokens=min(max(1, BATCH_TOKENS // seqlen), samples) * seqlen,
-        width=settings.hidden,
-        experts=frozenset(name for name, one in block.items() if one.is_expert),
+        width=source.settings.hidden,
     )
     if not shapes.experts:
         return shapes
-    streamed = expert_share.streams(element * sum(block[name].size for name in shapes.experts), free)
-    return replace(shapes, streamed=streamed, active=settings.filled(*expert_share.ROUTED) or 1)
+    routed = sum(out * width for name, out, width in shapes.linears if name in shapes.experts)
+    active = source.settings.filled(*expert_share.ROUTED) or 1
+    return replace(shapes, streamed=expert_share.streams(element * routed, free), active=active)
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:

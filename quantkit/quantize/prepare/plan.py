@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,13 +27,14 @@ from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
     Peak,
-    Shapes,
+    Stages,
     forward_memory,
     loss_memory,
     peak_memory,
     scratch_bytes,
     sites_at_once,
 )
+from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 from quantkit.tables import size
 
 ENCODING = 1 << 24  # temporaries of an encoder
@@ -102,31 +102,27 @@ def job_memory(
         most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
         most = max(most, loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes))
         return Peak(most, encode) if accelerated else Peak(0, most)
-    scaled = method.transform.sample if method.transform else 0
+    sample = method.transform.sample if method.transform else 0
     suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
-    return peak_memory(shapes, method.needs, scaled, outside, suspend, way.states, accelerated, way.at_once)
+    stages = shapes, method.needs, sample, outside, suspend, way.states, accelerated, way.at_once
+    return peak_memory(Stages(*stages))
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
-    """Return the shapes that decide memory: those of the block with the most weights."""
-    weights: Counter[int] = Counter()
-    for spec in specs:
-        if not spec.embedding:  # solved in parts
-            weights[spec.block] += spec.weights
-    index = max(sorted(weights), key=weights.__getitem__, default=0)
+    """Return the shapes that decide memory. The embedding is solved in parts, so it does not count."""
     config, inside = skeleton.checkpoint.text_config, f"{skeleton.names.blocks}."
     stored = re.compile(rf"(^|\.){re.escape(inside.split('.')[-2])}\.\d+\.")
     infos = skeleton.checkpoint.infos.values()
     parameters = skeleton.model.named_parameters()
-    return Shapes(
-        linears=[(one.local, one.out_features, one.in_features) for one in specs if one.block == index],
-        rest=sum(part.numel() for name, part in parameters if not name.startswith(inside)),
+    return of_largest_block(
+        ((s.block, (s.local, s.out_features, s.in_features)) for s in specs if not s.embedding),
+        lambda block: streamed(skeleton.blocks[block]),
+        rest=sum(parameter.numel() for name, parameter in parameters if not name.startswith(inside)),
         largest=max((info.nbytes for info in infos if not stored.search(info.name)), default=0),
         element=skeleton.dtype.itemsize,
         tokens=tokens,
         batch_tokens=batch_tokens,
         width=getattr(config, "hidden_size", None),
-        experts=frozenset(streamed(skeleton.blocks[index])),
         streamed=skeleton.streams,
         active=next((getattr(config, name) for name in ROUTED if getattr(config, name, None)), 1),
     )
