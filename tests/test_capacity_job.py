@@ -156,7 +156,7 @@ def test_the_peak_is_the_sum_of_what_each_stage_says():
         "statistics": 4 * 8**2,
         "solver": 4 * 8**2 + 11 * 4 * 32,
         "original": 0,
-        "inputs of experts": 0,
+        "experts": 0,
     }
     assert stages.computing() == expected
     assert memory.peak_memory(stages).host == memory.LOADED_LATER_BYTES + 2 * 100 + sum(expected.values())

@@ -6,6 +6,8 @@ scripts/bench*.py. GPU time: measured on an H200, on other devices scaled by FLO
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,7 +56,7 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
 
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
-    parameters, settings, device = source.parameters, source.settings, question.one
+    parameters, settings, device = source.parameters, source.settings, question.single_device
     module, on_gpu = methods.load(method), device is not None and device.kind == "cuda"
     stored = module.stored_as(module.Options()) if hasattr(module, "stored_as") else method
     work, weights = module.WORK, formats.weights(stored, parameters, settings)
@@ -107,18 +109,16 @@ def _seconds(
     work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
 ) -> tuple[list[float] | None, str]:
     """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
-    (soonest, latest), device = START_SECONDS, question.one
+    (soonest, latest), device = START_SECONDS, question.single_device
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
     if device is None or device.kind != "cuda":
-        cores, linears = processor.cores(), parameters.linears
-        encoded = [one for one in parameters.outside if len(one.shape) > 1] if work.outside else []
+        cores = processor.cores()
+        encoded = [tensor for tensor in parameters.outside if len(tensor.shape) > 1] if work.outside else []
         operations = _operations(work, needs, parameters, question, suspend)
-        weights = sum(one.size for one in [*linears, *encoded])
-        times = [
-            start + (operations / rate + each * weights) / cores
-            for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
-        ]
+        weights = sum(tensor.size for tensor in [*parameters.linears, *encoded])
+        times = cpu_seconds(work, operations, weights, cores)
+        times = [start + seconds for start, seconds in zip(START_SECONDS, times, strict=True)]
         return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
     if work.h200_seconds is None:
         quick, slow = (parameters.stored_bytes / rate for rate in BYTES_PER_SECOND)
@@ -131,16 +131,32 @@ def _seconds(
     return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
 
+def cpu_seconds(work: Work, operations: float, weights: float, cores: int) -> list[float]:
+    """Return the shortest and the longest time on a CPU. operations: floating-point operations of matrix
+    products. weights: number of weights that the method handles one by one."""
+    rates = zip(CORE_FLOPS, work.seconds, strict=True)
+    return [(operations / flops + seconds * weights) / cores for flops, seconds in rates]
+
+
+def forward_operations(weights: int) -> float:
+    """Return the floating-point operations per token of running blocks with this number of weights."""
+    return OVERHEAD * 2 * weights
+
+
+def solver_operations(work: Work, shapes: Iterable[Sequence[int]]) -> float:
+    """Return the floating-point operations of solving matrices of the given `(out, in)`."""
+    return work.products * sum(math.prod(shape) * shape[-1] for shape in shapes)
+
+
 def _operations(
     work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
 ) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, question.samples * question.seqlen
-    weights = sum(one.size for one in linears)
+    forward = forward_operations(sum(tensor.size for tensor in linears))
     measured = LOSS_TOKENS[work.forwards > 0] * (3 if work.forwards else 2)  # tokens that run for the loss
-    measuring = OVERHEAD * 2 * weights * measured
     if not work.forwards:
-        return measuring
+        return forward * measured
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
     forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, question.seqlen) / tokens)
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
@@ -149,19 +165,19 @@ def _operations(
     if "drift" in needs:  # of the original, and of its inputs with those here
         share = 1 / original_every(tokens, max(width for *_, width in sites))
         forwards, moments = forwards + share, moments + 2 * share * squares
-    head = [one for one in parameters.outside if len(one.shape) > 1][-1:] if work.outside else []
-    solver = work.products * sum(one.size * one.shape[-1] for one in [*linears, *head])
-    return forwards * OVERHEAD * 2 * weights * tokens + moments + solver + measuring
+    head = [tensor for tensor in parameters.outside if len(tensor.shape) > 1][-1:] if work.outside else []
+    solver = solver_operations(work, (tensor.shape for tensor in [*linears, *head]))
+    return forward * (forwards * tokens + measured) + moments + solver
 
 
 def _shapes(source: Source, question: Question, element: int, free: int | None) -> Shapes:
     """Return the shapes of a job. element: bytes per value. free: an accelerator's bytes; experts larger than
     a share of them are streamed."""
     outside, samples, seqlen = source.parameters.outside, question.samples, question.seqlen
-    named = [(one, one.local.removesuffix(".weight")) for one in source.parameters.linears]
+    named = [(tensor, tensor.local.removesuffix(".weight")) for tensor in source.parameters.linears]
     shapes = of_largest_block(
-        ((one.block, (name, one.out_features, one.in_features)) for one, name in named),
-        lambda block: [name for one, name in named if one.block == block and one.is_expert],
+        ((tensor.block, (name, tensor.out_features, tensor.in_features)) for tensor, name in named),
+        lambda block: [name for tensor, name in named if tensor.block == block and tensor.is_expert],
         rest=sum(tensor.size for tensor in outside),
         largest=max((tensor.nbytes for tensor in outside), default=0),
         element=element,

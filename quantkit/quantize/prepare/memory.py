@@ -65,44 +65,39 @@ class Stages:
     at_once: int = 1
 
     def computing(self) -> dict[str, int]:
-        """Return the bytes of each stage on the device that computes."""
+        """Return the bytes of each stage on the device that computes. A job without calibration has the
+        stored and the decoded block, batches that wait for experts, a linear that is rounded, and freed pages
+        that a CPU keeps for the next linears (machine/memory.py)."""
+        shapes = self.shapes
         if not self.needs:
-            return self.data_free()
-        away = {} if self._offloads else {"original": self.original, "inputs of experts": self.experts}
-        return away | {
+            return {
+                "block": shapes.block * shapes.element * (2 if shapes.narrow else 1),
+                "batches": shapes.waiting,
+                "solver": self.rounding,
+                "freed pages": 0 if self.accelerated else min(KEPT_BYTES, FLOAT32 * shapes.weights),
+            }
+        stages = {
             "block": self.block,
             "hidden states": self.hidden_states,
             "batches": self.batches,
             "statistics": self.capture,
             "solver": self.solve,
         }
+        return stages if self.offloads else stages | {"original": self.original, "experts": self.experts}
 
     def waiting(self) -> int:
         """Return the bytes that the host keeps for an accelerator: hidden states, twice because the allocator
         of pinned memory hands out powers of two, and what is kept where the states are."""
-        if not (self.needs and self._offloads):
-            return 0
-        return self.shapes.states * (2 if self.states == "host" else 0) + self.original + self.experts
-
-    def data_free(self) -> dict[str, int]:
-        """Return the bytes of each stage of a job without calibration: the stored and the decoded block,
-        batches that wait for experts, a linear that is rounded, and freed pages that a CPU keeps for the next
-        linears (machine/memory.py)."""
-        shapes = self.shapes
-        return {
-            "block": shapes.block * shapes.element * (2 if self._narrow else 1),
-            "batches": shapes.waiting,
-            "solver": self.rounding,
-            "freed pages": 0 if self.accelerated else min(KEPT_BYTES, FLOAT32 * shapes.weights),
-        }
+        states = 2 * self.shapes.states if self.states == "host" else 0
+        return states + self.original + self.experts if self.needs and self.offloads else 0
 
     @property
     def block(self) -> int:
         """skeleton/loading.py: the loaded block. A transform that sees all tokens works on float32 weights,
         one on a sample keeps them in addition. Embedding and head are encoded before a block is loaded."""
         shapes = self.shapes
-        nbytes = shapes.block * (FLOAT32 if self._sees_all else shapes.element)
-        if self.sample and self._narrow and not self._sees_all:
+        nbytes = shapes.block * (FLOAT32 if self.sees_all else shapes.element)
+        if self.sample and shapes.narrow and not self.sees_all:
             nbytes += shapes.block * FLOAT32
         return max(nbytes, shapes.largest) if self.outside else nbytes
 
@@ -111,30 +106,30 @@ class Stages:
         """calibrate/states.py: the inputs of the block. Suspended batches keep their inputs in memory, even
         with --states disk."""
         away = self.states != "device"
-        return self.shapes.states * (self._suspends or not away) + self.shapes.moving * away
+        return self.shapes.states * (self.suspends or not away) + self.shapes.moving * away
 
     @property
     def batches(self) -> int:
         """calibrate/forwards.py: the batch that runs through the block, and suspended batches."""
-        return self.shapes.batch + self.shapes.tokens * self.shapes.suspended * self._suspends
+        return self.shapes.batch + self.shapes.tokens * self.shapes.suspended * self.suspends
 
     @property
     def capture(self) -> int:
         """calibrate/capture.py: the Hessian of the widest site, or those of all sites for a transform;
         Hessians of experts. The encoded head is kept while its inputs are measured."""
-        hessians = max(self._hessian * ("hessian" in self.needs), self._all_hessians)
-        experts = (self.at_once - 1) * self.shapes.expert_site(self.accelerated) + 2 * self.shapes.moments
-        return hessians + experts + (self.shapes.largest // 2 if self.outside else 0)
+        shapes = self.shapes
+        hessians = max(shapes.hessian * ("hessian" in self.needs), shapes.hessians * (self.sample > 0))
+        experts = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
+        return hessians + experts + shapes.largest // 2 * self.outside
 
     @property
     def original(self) -> int:
         """calibrate/original.py: inputs and outputs of the original's sites, for a sample of the batches."""
-        if "drift" not in self.needs:
-            return 0
         shapes = self.shapes
         batches = -(-shapes.tokens // shapes.batch_tokens)
         sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
-        return (4 * shapes.hidden + sum(shapes.widths)) * sampled * shapes.element
+        values = (4 * shapes.hidden + sum(shapes.widths)) * sampled
+        return values * shapes.element * ("drift" in self.needs)
 
     @property
     def experts(self) -> int:
@@ -144,16 +139,16 @@ class Stages:
 
     @property
     def solve(self) -> int:
-        """solvers/: the largest linear while it is solved, CUDA graphs (replay.py) and curvatures; or the
-        Hessians that a transform scales."""
-        solving = self.rounding
-        if "hessian" in self.needs and (self.accelerated or "drift" in self.needs or not self._sees_all):
-            solving = max(solving, self.error_feedback, self.retargeting)
-        if "hessian" in self.needs and self.accelerated:
-            routed = self.shapes.experts
-            solving += REPLAYED * sum(out for name, out, _ in self.shapes.linears if name not in routed)
-        solving += self.curvatures
-        return max(solving, self._all_hessians) if self._sees_all else solving
+        """solvers/: the largest linear while it is solved; CUDA graphs (replay.py); curvatures. A transform
+        that sees all tokens first scales the Hessians of all sites."""
+        solving, shapes, needs = self.rounding, self.shapes, self.needs
+        if "hessian" in needs and (self.accelerated or "drift" in needs or not self.sees_all):
+            solving = max(solving, self.error_feedback, self.retarget * ("drift" in needs))
+        if "hessian" in needs and self.accelerated:
+            solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
+        if "curvature" in needs:
+            solving += self.curvatures
+        return max(solving, shapes.hessians) if self.sees_all else solving
 
     @property
     def rounding(self) -> int:
@@ -167,22 +162,19 @@ class Stages:
     def error_feedback(self) -> int:
         """solvers/gptq.py: the factor of H, or a permuted copy, and for yaqa both; errors and codes of two
         linears, which are converted to float32."""
-        factors = self._hessian * (1 + ("curvature" in self.needs))
-        return factors + (9 + 2 * self._narrow) * FLOAT32 * self.shapes.largest_linear
+        factors = self.shapes.hessian * (1 + ("curvature" in self.needs))
+        return factors + (9 + 2 * self.shapes.narrow) * FLOAT32 * self.shapes.largest_linear
 
     @property
-    def retargeting(self) -> int:
+    def retarget(self) -> int:
         """solvers/gptq.py: H, its factor, workspace and drift, of which --target original makes weights."""
-        largest = self.shapes.largest_linear
-        nbytes = self._hessian * 9 // 4 + FLOAT32 * (2 * max(largest, self.shapes.hidden**2) + largest)
-        return nbytes * ("drift" in self.needs)
+        shapes, largest = self.shapes, self.shapes.largest_linear
+        return shapes.hessian * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
 
     @property
     def curvatures(self) -> int:
         """calibrate/curvature.py: output curvatures of a block's linears, the largest factorization, and
         autograd's copies of a batch or the logits of some tokens."""
-        if "curvature" not in self.needs:
-            return 0
         shapes = self.shapes
         outs = [out for _, out, _ in shapes.linears]
         routed = sum(out + width for name, out, width in shapes.linears if name in shapes.experts)
@@ -195,30 +187,16 @@ class Stages:
         return FLOAT32 * (sum(out**2 for out in outs) + 5 * max(outs) ** 2) + max(traced, logits)
 
     @property
-    def _offloads(self) -> bool:
+    def offloads(self) -> bool:
         return self.accelerated and self.states != "device"
 
     @property
-    def _narrow(self) -> bool:
-        return self.shapes.element < FLOAT32
-
-    @property
-    def _sees_all(self) -> bool:
+    def sees_all(self) -> bool:
         return self.sample == 1
 
     @property
-    def _suspends(self) -> bool:
-        return self.suspend and not self._sees_all
-
-    @property
-    def _hessian(self) -> int:
-        """Bytes of the widest site's Hessian."""
-        return FLOAT32 * self.shapes.widest**2
-
-    @property
-    def _all_hessians(self) -> int:
-        """Bytes of the Hessians of all sites, which a transform needs together."""
-        return FLOAT32 * sum(width**2 for width in self.shapes.widths) if self.sample else 0
+    def suspends(self) -> bool:
+        return self.suspend and not self.sees_all
 
 
 def peak_memory(stages: Stages) -> Peak:

@@ -94,14 +94,14 @@ def job_memory(
     """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
     batches = -(-samples // way.batch_size)
-    own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
-    batch_tokens = min(way.batch_size, own) * seqlen
-    shapes = replace(shapes, tokens=own * seqlen, batch_tokens=batch_tokens)
+    samples = min(samples, way.batch_size * -(-batches // distributed.count()))  # at most, on one rank
+    shapes = replace(shapes, tokens=samples * seqlen, batch_tokens=min(way.batch_size, samples) * seqlen)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
-        most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
-        most = max(most, loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes))
-        return Peak(most, encode) if accelerated else Peak(0, most)
+        forward = forward_memory(shapes, way.states == "disk") if method.needs else 0
+        loss = loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes)
+        peak = max(encode, forward, loss)
+        return Peak(peak, encode) if accelerated else Peak(0, peak)
     sample = method.transform.sample if method.transform else 0
     suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
     stages = shapes, method.needs, sample, outside, suspend, way.states, accelerated, way.at_once
@@ -148,9 +148,9 @@ class Rooms:
     @staticmethod
     def of(device: torch.device, limit: Limit | None) -> Rooms:
         """Return the smallest free memory over all ranks."""
-        own = [limit.left] if limit else []
-        host = distributed.least(min([host_memory(), *own]))
-        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
+        limits = [limit.left] if limit else []
+        host = distributed.least(min([host_memory(), *limits]))
+        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else limits)]))
         return Rooms(free, host, device, limit)
 
     def hold(self, peak: Peak, share: float = 1.0) -> bool:
@@ -180,10 +180,9 @@ def decide(
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see
-    Shapes. Chooses the fastest of
-    the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5) if the way with the
-    least memory does not fit.
+    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see Shapes.
+    Chooses the fastest of the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5)
+    if the way with the least memory does not fit.
     """
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)

@@ -56,6 +56,21 @@ class Shapes:
     def hidden(self) -> int:
         return self.width or min(in_features for *_, in_features in self.linears)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether float32 values take more memory than the model's."""
+        return self.element < FLOAT32
+
+    @property
+    def hessian(self) -> int:
+        """Bytes of the widest site's Hessian."""
+        return FLOAT32 * self.widest**2
+
+    @property
+    def hessians(self) -> int:
+        """Bytes of the Hessians of all sites."""
+        return FLOAT32 * sum(width**2 for width in self.widths)
+
     @cached_property
     def widest(self) -> int:
         return max(in_features for *_, in_features in self.linears)
@@ -116,7 +131,7 @@ class Shapes:
         """Bytes of running a batch: residual, normed and projected states, four tensors as wide as the
         widest, one of them in float32, and batches that wait."""
         values = (3 * self.hidden + 4 * self.spread) * self.element
-        values += FLOAT32 * self.spread * (self.element < FLOAT32)
+        values += FLOAT32 * self.spread * self.narrow
         return self.batch_tokens * values + self.waiting
 
 
