@@ -445,7 +445,7 @@ def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path):
         request = AutoRequest(str(source), options, typed, tmp_path / "out")
         with present():
             prepared = budget_job.prepare(request, Progress(), dry_run=True)
-            found[device] = sensitivities.measure(prepared, Progress())
+            *_, found[device] = sensitivities.measure(prepared, Progress())
     assert DEVICE.launches, "nothing ran on the device"
     for unit, row in found["cpu"].units.items():
         for candidate, divergence in row.measured.items():

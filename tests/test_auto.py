@@ -282,7 +282,7 @@ def test_an_interrupt_before_anything_is_kept_begins_again(auto, tmp_path, monke
 def table(auto, tmp_path, monkeypatch) -> dict:
     """A whole table, as `measure` would have found it."""
 
-    def measured(prepared, progress, known, save):
+    def measured(prepared, progress, known):
         errors = {
             unit.name: Errors(*({one.name: 1 / one.nbytes for one in unit.candidates} for _ in range(2)))
             for unit in prepared.units

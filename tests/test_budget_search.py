@@ -293,8 +293,8 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
     noisy = Noisy(skeleton)
     with torch.no_grad():
-        measured = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
-    found = measured.changes
+        *_, measured = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
+    found = measured.by_candidate
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)

@@ -12,6 +12,8 @@ from quantkit.models.machine.device import choose_dtype
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job as jobs
 from quantkit.quantize import methods
+from quantkit.quantize.prepare import memory
+from quantkit.quantize.prepare.shapes import Shapes
 from quantkit.quantize.progress import Progress
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
@@ -140,3 +142,20 @@ def test_a_vocabulary_takes_time_in_gguf_files_whose_embedding_and_head_are_enco
 def test_what_quantkit_refuses_has_no_forecast():
     assert "no GGUF architecture" in of_config("gemma-7b")["gguf"]["reason"]
     assert "Conv1D" in of_config("gpt2")["awq"]["reason"] and of_config("gpt2")["gptq"]["seconds"]
+
+
+def test_the_peak_is_the_sum_of_what_each_stage_says():
+    linears = [("attn.q", 4, 4), ("mlp.up", 8, 4), ("mlp.down", 4, 8)]
+    shapes = Shapes(linears, rest=100, largest=10, element=2, tokens=32, batch_tokens=16)
+    stages = memory.Stages(shapes, {"hessian"}, suspend=True)
+    expected = {
+        "block": 2 * (16 + 32 + 32),
+        "hidden states": 2 * 32 * 4,
+        "batches": 16 * (2 * (3 * 4 + 4 * 8) + 4 * 8) + 2 * 32 * (2 * 4 + 8),
+        "statistics": 4 * 8**2,
+        "solver": 4 * 8**2 + 11 * 4 * 32,
+        "original": 0,
+        "experts": 0,
+    }
+    assert stages.computing() == expected
+    assert memory.peak_memory(stages).host == memory.LOADED_LATER_BYTES + 2 * 100 + sum(expected.values())

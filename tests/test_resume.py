@@ -107,7 +107,7 @@ def staged(one_block, tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("place", "call", "blocks", "left"),
     [
-        ("quantkit.quantize.staging.blocks:_rename", 2, 1, "block-00001.tmp"),
+        ("os:replace", 5, 1, "block-00001.safetensors.tmp"),
         ("quantkit.quantize.outputs.folder:write_json", 1, BLOCKS, "output/tokenizer.json"),
         ("quantkit.quantize.outputs.folder:model_card", 1, BLOCKS, "output/quantkit-timings.json"),
         ("quantkit.quantize.staging.folder:Staging.publish", 1, BLOCKS, "output/README.md"),
@@ -362,5 +362,6 @@ def test_only_blocks_that_took_a_while_wait_for_the_disk(workplace, quantkit, mo
     monkeypatch.setattr(staged_blocks, "sync", lambda path: (waited.append(path.name), sync(path)))
     arguments = job(workplace)[1:] if method == "gptq" else [workplace / "model", "-o", "out"]
     assert quantkit(method, *arguments) == (0, "")
-    wanted = [f"block-{index:05d}.{kind}" for index in range(BLOCKS) for kind in ("tmp", "json.tmp")]
+    kinds = "safetensors.tmp", "json.tmp"
+    wanted = [f"block-{index:05d}.{kind}" for index in range(BLOCKS) for kind in kinds]
     assert sorted(name for name in waited if "block" in name) == (sorted(wanted) if method == "gptq" else [])

@@ -35,7 +35,7 @@ def refuse_too_few(units: Sequence[Unit], budget: int, fixed_bytes: int | None =
     least = sum(unit.candidates[0].nbytes for unit in units)
     if least > budget:
         weights = sum(unit.weights for unit in units)
-        given, smallest = (f"{8 * max(0, found) / weights:.2f} bits per weight" for found in (budget, least))
+        given, smallest = (f"{8 * max(0, size) / weights:.2f} bits per weight" for size in (budget, least))
         if fixed_bytes is not None:
             given = megabytes(budget + fixed_bytes)
             smallest = f"{megabytes(least + fixed_bytes)} ({smallest})"
@@ -49,18 +49,20 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
 
     Raises QuantkitError if even the best candidates lose more.
     """
-    least = sum(min(losses[unit.name, one.name] for one in unit.candidates) for unit in units)
+    least = sum(min(losses[unit.name, candidate.name] for candidate in unit.candidates) for unit in units)
     what = f"--max-kld {bound:.2g} is too small: the smallest possible divergence is {least:.2g}"
     require(least <= bound, what, "raise --max-kld, or choose another --engine", USAGE)
     return _solve(units, losses, bound, by_bytes=False)
 
 
 def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
-    """Return the unit's candidates, without any that is neither smaller nor better than some other one."""
+    """Return the unit's candidates, without any that another one beats in size and loss."""
     kept: list[Candidate] = []
-    for one in sorted(unit.candidates, key=lambda one: (one.nbytes, losses[unit.name, one.name])):
-        if not kept or losses[unit.name, one.name] < losses[unit.name, kept[-1].name]:
-            kept.append(one)
+    for candidate in sorted(
+        unit.candidates, key=lambda candidate: (candidate.nbytes, losses[unit.name, candidate.name])
+    ):
+        if not kept or losses[unit.name, candidate.name] < losses[unit.name, kept[-1].name]:
+            kept.append(candidate)
     return kept
 
 
@@ -73,16 +75,17 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array
 
-    rows = [_undominated(unit, losses) for unit in units]
-    owner = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    choices = [_undominated(unit, losses) for unit in units]
+    owner = np.repeat(np.arange(len(units)), list(map(len, choices)))
     one_each = csr_array((np.ones(len(owner)), (owner, np.arange(len(owner)))))
-    lost = [losses[unit.name, one.name] for unit, row in zip(units, rows, strict=True) for one in row]
-    taken = [one.nbytes for row in rows for one in row]
+    pairs = [(unit, candidate) for unit, kept in zip(units, choices, strict=True) for candidate in kept]
+    lost = [losses[unit.name, candidate.name] for unit, candidate in pairs]
+    taken = [candidate.nbytes for _, candidate in pairs]
     costs, takes = np.array((lost, taken) if by_bytes else (taken, lost), dtype=float)
     cost_scale, take_scale = max(costs.max(), 1e-300), max(takes.max(), 1e-300)
     limit = bound / take_scale
     for _ in range(8):  # HiGHS may exceed the limit by its tolerance
-        found = milp(
+        result = milp(
             costs / cost_scale,
             integrality=np.ones(len(owner)),
             bounds=Bounds(0, 1),
@@ -92,11 +95,11 @@ def _solve(units: Sequence[Unit], losses: Losses, bound: float, by_bytes: bool) 
             ],
             options={"mip_rel_gap": SOLVER_GAP, "time_limit": SOLVER_SECONDS},
         )
-        if found.x is None:
-            raise QuantkitError(f"the integer program has no solution: {found.message}", "raise the budget")
-        chosen = [int(found.x[owner == k].argmax()) for k in range(len(rows))]
+        if result.x is None:
+            raise QuantkitError(f"the integer program has no solution: {result.message}", "raise the budget")
+        chosen = [int(result.x[owner == k].argmax()) for k in range(len(units))]
         flat = np.flatnonzero(np.diff(owner, prepend=-1)) + chosen
         if takes[flat].sum() <= bound:
-            return {unit.name: row[k].name for unit, row, k in zip(units, rows, chosen, strict=True)}
+            return {pairs[k][0].name: pairs[k][1].name for k in flat}
         limit -= (takes[flat].sum() - bound) / take_scale
     raise QuantkitError("no choice of candidates within the budget was found", "raise the budget")

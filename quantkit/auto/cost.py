@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 from quantkit.auto.job import Auto
 from quantkit.auto.units import anchors, nbytes, usual
 from quantkit.capacity import job as capacity_job
@@ -34,32 +37,38 @@ def seconds(auto: Auto) -> tuple[float, float] | None:
     if execution.device != "cpu":
         return None
     samples, seqlen = auto.job.calibration.tokens.shape
-    read, asked = source.read(str(auto.job.checkpoint.folder)), Question(samples=samples, seqlen=seqlen)
-    made = capacity_job.of_model(read, asked)
-    job_seconds, cores = made[auto.space.method.name]["seconds"], processor.cores()
+    read, question = source.read(str(auto.job.checkpoint.folder)), Question(samples=samples, seqlen=seqlen)
+    job_seconds = capacity_job.of_model(read, question)[auto.space.method.name]["seconds"]
     if job_seconds is None:
         return None
-    work, rows = auto.space.method.work, [row for row in auto.job.specs if row.grid]
-    config, weights = auto.job.checkpoint.text_config, sum(row.weights for row in rows)
-    forward, head = capacity_job.OVERHEAD * 2 * weights, 2 * config.hidden_size * config.vocab_size
-    rounded, solved = (number / len(auto.units) for number in (_candidates(auto), streams(auto)))
+    work, specs = auto.space.method.work, [spec for spec in auto.job.specs if spec.grid]
+    config, weights = auto.job.checkpoint.text_config, sum(spec.weights for spec in specs)
+    forward, head = capacity_job.forward_operations(weights), 2 * config.hidden_size * config.vocab_size
+    candidates = sum(len(unit.candidates) for unit in auto.units)
+    rounded, solved = (number / len(auto.units) for number in (candidates, streams(auto)))
     measured = auto.tokens.numel() * (2 + streams(auto))
     search = forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel()) + head * measured
-    cubes = sum(row.weights * row.in_features for row in rows)
-    search += cubes * (work.products * (solved + 2) + 2 * rounded)
-    compared = 2 * (forward + head) * auto.windows.protocol.tokens
-    known, found = options.sensitivities and options.sensitivities.exists(), []
-    starts, most = capacity_job.START_SECONDS, most_steps(auto) // 2
-    bounds = job_seconds, starts, capacity_job.CORE_FLOPS, work.seconds, (2, most)
-    for took, start, rate, each, results in zip(*bounds, strict=True):
-        own = results * (compared / rate + (took - start) * cores)
-        own += 0 if known else search / rate + each * weights * (rounded / 3 + solved)
-        found.append(start + own / execution.threads)
-    return found[0], found[1]
-
-
-def _candidates(auto: Auto) -> int:
-    return sum(len(unit.candidates) for unit in auto.units)
+    shapes = [(spec.out_features, spec.in_features) for spec in specs]
+    search += capacity_job.solver_operations(work, shapes) * (solved + 2)
+    search += 2 * rounded * sum(math.prod(shape) * shape[1] for shape in shapes)  # errors tr(dW H dWᵀ)
+    evaluation = 2 * (forward + head) * auto.windows.protocol.tokens
+    cpu_seconds = partial(capacity_job.cpu_seconds, work, cores=execution.threads)
+    searches, evaluations = cpu_seconds(search, weights * (rounded / 3 + solved)), cpu_seconds(evaluation, 0)
+    if options.sensitivities and options.sensitivities.exists():
+        searches = [0.0, 0.0]
+    slower = processor.cores() / execution.threads
+    shortest, longest = (
+        start + searched + results * (evaluated + (job - start) * slower)
+        for start, job, searched, evaluated, results in zip(
+            capacity_job.START_SECONDS,
+            job_seconds,
+            searches,
+            evaluations,
+            (2, most_steps(auto) // 2),
+            strict=True,
+        )
+    )
+    return shortest, longest
 
 
 def outside_bytes(auto: Auto) -> int:
@@ -73,7 +82,7 @@ def _outside(auto: Auto) -> dict[str, int]:
     skeleton = auto.job.skeleton
     both = [skeleton.model.get_input_embeddings(), skeleton.model.get_output_embeddings()]
     both = both[:1] if auto.request.options.head else both
-    names = (f"{name}.weight" for name, one in skeleton.model.named_modules() if one in both)
+    names = (f"{name}.weight" for name, module in skeleton.model.named_modules() if module in both)
     stored = {skeleton.names.stored[name] for name in names if name in skeleton.names.stored}
     return {name: skeleton.checkpoint.infos[name].nbytes for name in stored}
 

@@ -46,11 +46,8 @@ def losses(unit: Unit, errors: Errors, measured: Measured, usual: str | None) ->
     measured: changes from the `usual` candidate, or from the original unit if `usual` is None.
     """
     pieces = _pieces(errors, measured, usual)
-    found = {}
-    for candidate in unit.candidates:
-        name = candidate.name
-        found[name] = _below(pieces, errors.solved.get(name) or _corrected(name, errors))
-    return found
+    names = (candidate.name for candidate in unit.candidates)
+    return {name: _integral(pieces, errors.solved.get(name) or _corrected(name, errors)) for name in names}
 
 
 def _corrected(name: str, errors: Errors) -> float:
@@ -63,27 +60,27 @@ def _corrected(name: str, errors: Errors) -> float:
 def _pieces(errors: Errors, measured: Measured, usual: str | None) -> list[tuple[float, float]]:
     """Return the pieces of the curve, [(largest error, divergence per error)]. Uncertain slopes are moved
     towards the unit's mean slope (Gaussian posterior means; SPREAD is the prior's deviation)."""
-    points = [(errors.solved[name], one.mean, one.stderr) for name, one in measured.items()]
+    points = [(errors.solved[name], change.mean, change.stderr) for name, change in measured.items()]
     points.append((errors.solved[usual] if usual else 0.0, 0.0, 0.0))
     points.sort()
-    rows = []
+    slopes = []
     for (left, low, a), (right, high, b) in zip(points, points[1:], strict=False):
         width = max(right - left, TINY)
-        rows.append((right, (high - low) / width, math.hypot(a, b) / width))
-    if not rows:
+        slopes.append((right, (high - low) / width, math.hypot(a, b) / width))
+    if not slopes:
         return [(math.inf, 0.0)]
     whole = max((points[-1][1] - points[0][1]) / max(points[-1][0] - points[0][0], TINY), TINY)
     prior = (SPREAD * whole) ** 2
-    weights = [1 / max(noise**2 + prior, TINY**2) for *_, noise in rows]
-    centre = sum(w * factor for w, (_, factor, _) in zip(weights, rows, strict=True)) / sum(weights)
-    found = []
-    for end, factor, noise in rows:
+    weights = [1 / max(noise**2 + prior, TINY**2) for *_, noise in slopes]
+    centre = sum(w * factor for w, (_, factor, _) in zip(weights, slopes, strict=True)) / sum(weights)
+    pieces = []
+    for end, factor, noise in slopes:
         share = noise**2 / max(noise**2 + prior, TINY**2)
-        found.append((end, max(factor + share * (centre - factor), LEAST * whole)))
-    return [*found[:-1], (math.inf, found[-1][1])]
+        pieces.append((end, max(factor + share * (centre - factor), LEAST * whole)))
+    return [*pieces[:-1], (math.inf, pieces[-1][1])]
 
 
-def _below(pieces: Sequence[tuple[float, float]], error: float) -> float:
+def _integral(pieces: Sequence[tuple[float, float]], error: float) -> float:
     """Return the curve's divergence at an error: the integral of the slope from 0."""
     total, start = 0.0, 0.0
     for end, factor in pieces:

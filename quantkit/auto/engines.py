@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,36 +64,37 @@ class FolderSpace:
 
     def units(self, job: Job) -> list[Unit]:
         """Return a unit for each linear, group of fused linears, or layer of experts."""
-        rows = [row for row in job.specs if row.grid is not None and row.block is not None]
+        specs = [spec for spec in job.specs if spec.grid is not None and spec.block is not None]
         groups: dict[str, list[LinearSpec]] = {}
-        fused = {row.name: name for name, members in fusions(rows).items() for row in members if self.fuses}
-        for row in rows:
-            expert = EXPERT.match(row.name)  # engines have one scheme for all experts of a layer
-            groups.setdefault(expert[1] if expert else fused.get(row.name, row.name), []).append(row)
+        fused = {
+            spec.name: name for name, members in fusions(specs).items() for spec in members if self.fuses
+        }
+        for spec in specs:
+            expert = EXPERT.match(spec.name)  # engines have one scheme for all experts of a layer
+            groups.setdefault(expert[1] if expert else fused.get(spec.name, spec.name), []).append(spec)
         return [self._unit(name, members, job) for name, members in groups.items()]
 
-    def _unit(self, name: str, rows: Sequence[LinearSpec], job: Job) -> Unit:
-        found = []
+    def _unit(self, name: str, specs: Sequence[LinearSpec], job: Job) -> Unit:
+        candidates, layout = [], job.method.layout
         for bits in self.widths:
             for group_size in self.groups:
-                specs = [replace(row, grid=self.grid(row, f"{bits},{group_size}")) for row in rows]
-                layout = job.method.layout
-                if not any(spec.in_features % group_size or layout.check(spec) for spec in specs):
-                    found.append(Candidate(f"{bits},{group_size}", sum(map(layout.nbytes, specs))))
-        weights = sum(row.weights for row in rows)
-        found.sort(key=lambda one: one.nbytes)
-        return Unit(name, rows[0].block, tuple(rows), weights, tuple(found))
+                name_of_grid = f"{bits},{group_size}"
+                stored = [replace(spec, grid=self.grid(spec, name_of_grid)) for spec in specs]
+                if not any(spec.in_features % group_size or layout.check(spec) for spec in stored):
+                    candidates.append(Candidate(name_of_grid, sum(map(layout.nbytes, stored))))
+        weights = sum(spec.weights for spec in specs)
+        return Unit(name, specs[0].block, tuple(specs), weights, _sorted(candidates))
 
-    def grid(self, row: LinearSpec, candidate: str) -> Grid:
+    def grid(self, spec: LinearSpec, candidate: str) -> Grid:
         """Return the grid of a linear for a candidate's name, such as `3,128` (bits, group size)."""
         bits, group_size = map(int, candidate.split(","))
         override = Override(candidate, re.compile(""), bits, group_size)
         method = self.method
-        return method.grid(method.overridden(row.in_features, override), row.name)
+        return method.grid(method.overridden(spec.in_features, override), spec.name)
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return the choices with one format for all units, as `quantkit gptq --bits B --group-size G`."""
-        names = set.intersection(*({one.name for one in unit.candidates} for unit in units))
+        names = set.intersection(*({candidate.name for candidate in unit.candidates} for unit in units))
         equal = {name: {unit.name: name for unit in units} for name in sorted(names)}
         return [
             Preset("{} bit g{}".format(*name.split(",")), choice, self.values(units, choice))
@@ -115,9 +116,13 @@ class FolderSpace:
         return values | ({"run.override": overrides} if overrides else {})
 
 
+def _sorted(candidates: Iterable[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda candidate: candidate.nbytes))
+
+
 def _pattern(unit: Unit) -> str:
     """Return a regular expression that matches a unit's linears; for experts, of any number."""
-    names = sorted({re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(row.name)) for row in unit.rows})
+    names = sorted({re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(spec.name)) for spec in unit.rows})
     owners = {name.rpartition(".")[0] for name in names}
     if len(names) == 1:
         return f"^{names[0]}$"
@@ -136,34 +141,33 @@ class GgufSpace:
 
     def units(self, job: Job) -> list[Unit]:
         """Return a unit for each matrix that a quantized ggml type can store, named as in the file."""
-        rows = {f"{row.name}.weight": row for row in job.specs if row.grid is not None}
+        specs = {f"{spec.name}.weight": spec for spec in job.specs if spec.grid is not None}
         units, types = [], [name for name in TYPES if name not in _unscaled(job)]
         for target in job.method.output.targets:
-            members = tuple(rows[name] for name in target.stored if name in rows)
+            members = tuple(specs[name] for name in target.stored if name in specs)
             outside = target.name in (EMBEDDING, OUTPUT)
             if target.part is None and not stays_float(target.name, target.shape) and (members or outside):
                 fits = [name for name in types if target.shape[-1] % BLOCKS[name][0] == 0]
                 fits = [name for name in fits if name not in SCALED or SCALES.match(target.name)]
-                found = [Candidate(name, nbytes(name, target.shape)) for name in fits]
-                found.sort(key=lambda one: one.nbytes)
+                candidates = _sorted(Candidate(name, nbytes(name, target.shape)) for name in fits)
                 block, weights = (members[0].block if members else None), math.prod(target.shape)
-                units += [Unit(target.name, block, members, weights, tuple(found))] if found else []
+                units += [Unit(target.name, block, members, weights, candidates)] if candidates else []
         return units
 
-    def grid(self, row: LinearSpec, candidate: str) -> Grid:
+    def grid(self, spec: LinearSpec, candidate: str) -> Grid:
         """Return the grid of a ggml type such as `Q3_K`."""
         return named(candidate)
 
     def presets(self, units: Sequence[Unit], job: Job) -> list[Preset]:
         """Return the choices that llama-quantize makes for its file types."""
-        found, targets, unscaled = [], job.method.output.targets, _unscaled(job)
+        presets, targets, unscaled = [], job.method.output.targets, _unscaled(job)
         for name in (name for name in FILE_TYPES if name not in unscaled):
             chosen = self.method.chosen_types(name, targets, job.skeleton)
-            types = {one.name: one.type for one in chosen}
+            types = {tensor.name: tensor.type for tensor in chosen}
             choice = {unit.name: types[unit.name] for unit in units}
             if all(kind in TYPES for kind in choice.values()):
-                found.append(Preset(name, choice, {"quant.type": (name,)}))
-        return found
+                presets.append(Preset(name, choice, {"quant.type": (name,)}))
+        return presets
 
     def values(self, units: Sequence[Unit], choice: Choice) -> dict[str, Any]:
         """Return a choice's recipe by dotted keys: a type for each tensor, and a file type."""

@@ -96,7 +96,7 @@ class Auto:
         changed = {key: getattr(options, key.partition(".")[2]) for key in DEFAULTS}
         changed = {key: value for key, value in changed.items() if value != DEFAULTS[key]}
         if kept := linears.undivided(self.job.specs):
-            names = (f"^{re.escape(row.name)}$" for row in kept)
+            names = (f"^{re.escape(spec.name)}$" for spec in kept)
             typed["run.exclude"] = (*typed.get("run.exclude", ()), *names)
         if self.held_out:
             changed["calibration.samples"] = len(self.job.calibration.tokens) - self.held_out
@@ -146,7 +146,7 @@ class Auto:
     def rooms(self) -> list[dict[str, Any]]:
         """Return the bytes that fit the device of --gpu next to the KV cache, for all units: for the whole
         context, then half of it, and each type of the cache. Activations get the share that plan leaves."""
-        options, checkpoint, rows = self.request.options, self.job.checkpoint, []
+        options, checkpoint, rooms = self.request.options, self.job.checkpoint, []
         most = sum(unit.candidates[-1].nbytes for unit in self.units)
         whole = options.ctx or min(windows_of.DEFAULT_CONTEXT, checkpoint.context or MOST)
         for ctx, cache in itertools.product((whole, whole // 2), self.space.caches):
@@ -154,15 +154,15 @@ class Auto:
             require(each is not None, "the KV cache of this model is unknown", "give --max-size", UNSUPPORTED)
             left = Question(gpu=options.gpu).memory - options.batch * each - self.fixed_bytes
             room = min(left, most)
-            rows.append({"ctx": ctx, "cache": cache, "bytes": room, "bits": max(0, 8 * room / self.weights)})
-        return rows
+            rooms.append({"ctx": ctx, "cache": cache, "bytes": room, "bits": max(0, 8 * room / self.weights)})
+        return rooms
 
     def budget_bytes(self) -> int | None:
         """Return the bytes that all units may take; None with --max-kld."""
         options = self.request.options
         if options.gpu is not None:
-            rows = self.rooms[: len(self.space.caches)]
-            return max(row["bytes"] for row in rows if self.cache in (None, row["cache"]))
+            rooms = self.rooms[: len(self.space.caches)]
+            return max(room["bytes"] for room in rooms if self.cache in (None, room["cache"]))
         if options.bpw is not None:
             return int(options.bpw * self.weights / 8)
         if options.max_size is not None:
@@ -173,7 +173,7 @@ class Auto:
     def identity(self) -> dict[str, Any]:
         """Return all that a table of sensitivities depends on; a saved table must have the same."""
         options = self.request.options
-        candidates = [[unit.name, [one.name for one in unit.candidates]] for unit in self.units]
+        candidates = [[unit.name, [candidate.name for candidate in unit.candidates]] for unit in self.units]
         run = self.job.request.run
         return {
             "quantkit": __version__,

@@ -44,7 +44,7 @@ class Made:
     files)."""
 
     preset: Preset
-    place: Path
+    path: Path
     written: str
     record: dict[str, Any]
 
@@ -65,12 +65,11 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
     known = _open(auto, progress)
     if note := cost.note(auto):
         progress.warn(note)
-    steps = _Steps(auto, progress)
-    steps.next()
+    progress.step(1, cost.most_steps(auto))
     with disk_errors(auto.folder, "run the same command with --resume"):
         table = _sensitivities(auto, known, progress)
         losses = table.losses(auto.units)
-        search, rooms = _Search(auto, losses, progress, steps), []
+        search, rooms = _Search(auto, losses, progress), []
         if auto.request.options.gpu:
             auto, rooms = search.with_cache()
         budget = auto.budget_bytes()
@@ -86,7 +85,7 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
         "kept": SEARCHED if kept is searched else UNIFORM,
         SEARCHED: searched.record,
         UNIFORM: uniform and uniform.record,
-        "tried": [one.record for one in tried] if budget is None else [],
+        "tried": [made.record for made in tried] if budget is None else [],
         "reached": auto.request.options.max_kld is None or kept.kld <= auto.request.options.max_kld,
         "recipe": kept.written,
         "choice": dict(searched.preset.choice),
@@ -114,7 +113,7 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
         "presets": {
             preset.name: bits_per_weight(auto.units, preset.choice)
-            for preset in sorted(auto.presets, key=lambda one: nbytes(auto.units, one.choice))
+            for preset in sorted(auto.presets, key=lambda preset: nbytes(auto.units, preset.choice))
         },
         "search_tokens": auto.tokens.numel(),
         "statistics_tokens": auto.statistics.numel(),
@@ -143,8 +142,8 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
     Raises QuantkitError if the folder or the table belongs to another search.
     """
     folder, request = auto.folder, auto.request
-    own = {TABLE, USUAL, SEARCHED, UNIFORM}
-    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= own):
+    names = {TABLE, USUAL, SEARCHED, UNIFORM}
+    if folder.exists() and not (folder.is_dir() and {path.name for path in folder.iterdir()} <= names):
         hint = "move the folder away, or choose another --output"
         raise QuantkitError(f"{folder} is not an unfinished search", hint, USAGE)
     if folder.exists() and any(folder.iterdir()) and not (request.resume or request.overwrite):
@@ -153,57 +152,52 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
     if not request.resume:
         _clear(folder)
     progress.phase("hashing the source")
-    places = (auto.table, request.options.sensitivities)
-    found = next((place for place in places if place and place.exists()), None)
-    known = found and sensitivities.load(found, auto.identity, auto.units)
+    paths = (auto.table, request.options.sensitivities)
+    saved = next((path for path in paths if path and path.exists()), None)
+    table = saved and sensitivities.load(saved, auto.identity, auto.units)
     folder.mkdir(parents=True, exist_ok=True)
-    return known
+    return table
 
 
 def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
     """Measure the units missing in `known`; return the table, saved after each walk through the model."""
     try:
         if not known or known.missing(auto.units):
-            known = measure(auto, progress, known, lambda table: table.save(auto.table))
-        for place in filter(None, (auto.table, auto.request.options.sensitivities)):
-            known.save(place)
+            for table in measure(auto, progress, known):
+                table.save(auto.table)
+            known = table
+        for path in filter(None, (auto.table, auto.request.options.sensitivities)):
+            known.save(path)
         return known
     finally:
         if not auto.table.exists():  # nothing is kept, so the next run begins anew
             shutil.rmtree(auto.folder)
 
 
-class _Steps:
-    """Counts the steps of a search: the bar restarts at each."""
-
-    def __init__(self, auto: Auto, progress: Progress):
-        self._most, self._progress, self._done = cost.most_steps(auto), progress, 0
-
-    def next(self) -> None:
-        """Report that the next step begins."""
-        self._done += 1
-        self._progress.step(self._done, max(self._done, self._most))
-
-
 class _Search:
     """Makes and measures outputs. losses: {(unit, candidate): added divergence}."""
 
-    def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress, steps: _Steps):
-        self._auto, self._losses, self._progress, self._steps = auto, losses, progress, steps
+    def __init__(self, auto: Auto, losses: allocation.Losses, progress: Progress):
+        self._auto, self._losses, self._progress = auto, losses, progress
+        self._steps, self._most_steps = 1, cost.most_steps(auto)  # the first step measured sensitivities
+
+    def _next_step(self) -> None:
+        self._steps += 1
+        self._progress.step(self._steps, max(self._steps, self._most_steps))
 
     def with_cache(self) -> tuple[Auto, list[dict[str, Any]]]:
         """Choose the type of the KV cache with which weights and cache together lose least. Return the search
         with this type, and the rows of `rooms` that suffice, with both divergences."""
         auto, losses = self._auto, self._losses
         results = self._evaluated([auto.job.checkpoint], auto.space.caches)
-        measured, rooms = {one.kv.dtype: one.metrics.kld.mean for one in results[1:]}, []
+        measured, rooms = {result.kv.dtype: result.metrics.kld.mean for result in results[1:]}, []
         smallest = sum(unit.candidates[0].nbytes for unit in auto.units)
-        for row in auto.rooms:
-            if row["bytes"] >= smallest:
-                predicted = self._predicted(allocation.within_bytes(auto.units, losses, row["bytes"]))
-                rooms.append(row | {"predicted_kld": predicted, "cache_kld": measured[row["cache"]]})
-        whole = [row for row in rooms if row["ctx"] == auto.rooms[0]["ctx"]]
-        best = min(whole, key=lambda row: row["predicted_kld"] + row["cache_kld"])
+        for room in auto.rooms:
+            if room["bytes"] >= smallest:
+                predicted = self._predicted(allocation.within_bytes(auto.units, losses, room["bytes"]))
+                rooms.append(room | {"predicted_kld": predicted, "cache_kld": measured[room["cache"]]})
+        whole = [room for room in rooms if room["ctx"] == auto.rooms[0]["ctx"]]
+        best = min(whole, key=lambda room: room["predicted_kld"] + room["cache_kld"])
         self._auto = replace(auto, cache=best["cache"])
         return self._auto, rooms
 
@@ -213,10 +207,10 @@ class _Search:
         if auto.request.options.max_size is not None:
             limit = budget + auto.fixed_bytes
         for attempt in range(SIZES_TRIED):
-            found = self._made(allocation.within_bytes(auto.units, self._losses, budget))
-            taken = found.record["disk_bytes"]
+            made = self._made(allocation.within_bytes(auto.units, self._losses, budget))
+            taken = made.record["disk_bytes"]
             if limit is None or taken <= limit:
-                return found
+                return made
             budget -= (taken - limit) << attempt  # each choice's recipe has another size
         raise QuantkitError(f"the files take {megabytes(taken)} or more", "raise --max-size", USAGE)
 
@@ -230,16 +224,16 @@ class _Search:
             if tried and choice == tried[-1].preset.choice:
                 break
             _clear(self._auto.folder / SEARCHED)
-            tried.append(found := self._made(choice))
-            if CLOSE * most <= found.kld <= most:
+            tried.append(made := self._made(choice))
+            if CLOSE * most <= made.kld <= most:
                 break
             margin = 0.5 * (1 + CLOSE)
-            bound = max(found.record["predicted_kld"] * most * margin / max(found.kld, 1e-30), 1e-30)
-        if fit := [one for one in tried if one.kld <= most]:
-            best = min(fit, key=lambda one: one.record["chosen_bytes"])
+            bound = max(made.record["predicted_kld"] * most * margin / max(made.kld, 1e-30), 1e-30)
+        if fit := [made for made in tried if made.kld <= most]:
+            best = min(fit, key=lambda made: made.record["chosen_bytes"])
         else:
             self._progress.warn(f"no result stays within a divergence of {most:g}; the closest is kept")
-            best = min(tried, key=lambda one: one.kld)
+            best = min(tried, key=lambda made: made.kld)
         if best is not tried[-1]:  # made again: the folder holds one result at a time
             _clear(self._auto.folder / SEARCHED)
             tried.append(self._made(best.preset.choice))
@@ -251,7 +245,7 @@ class _Search:
         auto, allowed = self._auto, searched.record["chosen_bytes"]
         if auto.request.options.bpw is not None:
             allowed = auto.budget_bytes()
-        fit = [one for one in auto.presets if nbytes(auto.units, one.choice) <= allowed]
+        fit = [preset for preset in auto.presets if nbytes(auto.units, preset.choice) <= allowed]
         best = min(fit, key=lambda preset: (self._predicted(preset.choice), preset.name), default=None)
         return best and self._make(best, UNIFORM, best.name)
 
@@ -268,15 +262,15 @@ class _Search:
         bits = bits_per_weight(auto.units, preset.choice)
         described = f"{auto.request.source} at {bits:.3f} bits per weight for {auto.request.options.engine}"
         written = auto.recipe(preset.values, described)
-        place = auto.folder / folder / auto.output.name
-        self._steps.next()
-        request = auto.job_of(written, place)
+        path = auto.folder / folder / auto.output.name
+        self._next_step()
+        request = auto.job_of(written, path)
         if not (auto.request.resume and finished.is_done(request)):
-            place.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             progress.phase(f"making {name}")
             loop.run(job.prepare(request, progress), progress)
         source = auto.job.checkpoint
-        models = [source, open_checkpoint(str(place), trust_remote_code=source.trust_remote_code)]
+        models = [source, open_checkpoint(str(path), trust_remote_code=source.trust_remote_code)]
         *_, result = self._evaluated(models, (auto.cache,) if auto.cache else ())
         metrics, size = result.metrics, result.size
         record = {
@@ -291,16 +285,12 @@ class _Search:
             "kld_stderr": metrics.kld.stderr,
             "ppl": metrics.ppl.value,
         }
-        return Made(preset, place, written, record)
+        return Made(preset, path, written, record)
 
     def _evaluated(self, models: Sequence[Checkpoint], caches: Sequence[str]) -> list[evaluate.Result]:
         """Measure models in float32, also with types of the KV cache."""
-        device, progress = self._auto.job.plan.execution.torch_device, self._progress
-        self._steps.next()
-
-        def listen(name: str, done: int, total: int) -> None:
-            progress.counting(f"evaluating {name}", done, total)
-
+        self._next_step()
+        device, listen = self._auto.job.plan.execution.torch_device, self._progress.evaluating
         asked = {"chosen": METRICS, "kv_dtypes": caches}
         return evaluate.evaluate(models, self._auto.windows, torch.float32, device, listen, **asked).results
 
@@ -314,5 +304,5 @@ def _publish(auto: Auto, kept: Made) -> None:
     """Move the kept output to its place and remove the search's folder."""
     may_replace.check(auto.output, auto.space.method.name == "gguf", auto.request.overwrite)
     auto.output.parent.mkdir(parents=True, exist_ok=True)
-    put(kept.place, auto.output, auto.folder / "replaced")
+    put(kept.path, auto.output, auto.folder / "replaced")
     shutil.rmtree(auto.folder)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from quantkit.auto import curve, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
@@ -23,7 +22,6 @@ from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
 
-Save = Callable[["Sensitivities"], None]
 USUAL = "usual"  # folder of the usual weights of blocks
 SCHEMA = "quantkit.sensitivities/2"
 ANEW = "leave out --sensitivities to measure anew"
@@ -54,17 +52,17 @@ class Sensitivities:
     def losses(self, units: Sequence[Unit]) -> dict[tuple[str, str], float]:
         """Return {(unit, candidate): added divergence}, scaled such that the sum over the usual candidates is
         their measured divergence."""
-        found: dict[tuple[str, str], float] = {}
+        by_candidate: dict[tuple[str, str], float] = {}
         sums = 0.0
         for unit in units:
             stored = None if unit.block is None else usual(unit).name
             row = self.units[unit.name]
             losses = curve.losses(unit, row.errors, row.measured, stored)
-            found |= {(unit.name, name): value for name, value in losses.items()}
+            by_candidate |= {(unit.name, name): value for name, value in losses.items()}
             sums += losses[stored] if stored else 0.0
         whole = self.usual.mean if self.usual else 0.0
         share = whole / sums if whole > 0 and sums > 0 else 1.0
-        return {key: share * value for key, value in found.items()}
+        return {key: share * value for key, value in by_candidate.items()}
 
     def missing(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units without a row."""
@@ -72,24 +70,24 @@ class Sensitivities:
 
     def save(self, path: Path) -> None:
         """Write the table atomically."""
-        with atomic.replacing(path) as part:
-            part.write_text(json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n", encoding="utf-8")
+        with atomic.replacing(path) as file:
+            file.write_text(json.dumps({"schema": SCHEMA} | asdict(self), indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensitivities:
     """Read a saved table. Raises QuantkitError if it is invalid or of another model or other options."""
-    found = read(path)
+    table = read(path)
     requested = json.loads(json.dumps(identity))
-    different = differences(found.identity, requested)
+    different = differences(table.identity, requested)
     what = f"{path} holds sensitivities of another search; different: {name_all(different)}"
     require(not different, what, f"repeat the options of that search, or {ANEW}", USAGE)
     for unit in units:
-        if row := found.units.get(unit.name):
-            names = {one.name for one in unit.candidates}
+        if row := table.units.get(unit.name):
+            names = {candidate.name for candidate in unit.candidates}
             needed = row.measured.keys() | ({usual(unit).name} if unit.block is not None else set())
             if row.errors.nearest.keys() != names or not needed <= row.errors.solved.keys() <= names:
                 raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)
-    return found
+    return table
 
 
 def read(path: Path) -> Sensitivities:
@@ -106,57 +104,46 @@ def read(path: Path) -> Sensitivities:
     schema = Path(__file__).with_name("sensitivities.schema.json").read_text(encoding="utf-8")
     untrusted.check_schema(stored, json.loads(schema), str(path), ANEW)
     rows = {
-        name: Row(Errors(**row["errors"]), {key: Divergence(**one) for key, one in row["measured"].items()})
+        name: Row(
+            Errors(**row["errors"]), {key: Divergence(**change) for key, change in row["measured"].items()}
+        )
         for name, row in stored["units"].items()
     }
     usual = stored["usual"] and Divergence(**stored["usual"])
     return Sensitivities(stored["identity"], stored["tokens"], stored["seconds"], usual, rows)
 
 
-def measure(
-    auto: Auto, progress: Progress, known: Sensitivities | None = None, save: Save = lambda table: None
-) -> Sensitivities:
-    """Measure all units that have no row in `known`; return the complete table.
-
-    save: called with the table after each walk through the model. A unit's row is the same whether or not the
-    search was interrupted.
-    """
-    began, prepared = time.monotonic(), auto.job
+def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) -> Iterator[Sensitivities]:
+    """Measure all units that have no row in `known`. Yield the table after each walk through the model, the
+    complete table last. A unit's row is the same whether or not the search was interrupted."""
+    began, job = time.monotonic(), auto.job
     known = known or Sensitivities(auto.identity, auto.tokens.numel(), 0.0, None, {})
     missing = known.missing(auto.units)
-    skeleton = prepared.skeleton
+    skeleton = job.skeleton
     skeleton.streams = False  # a block's experts are replaced together
     progress.phase("loading")
     skeleton.load_rest()
-    batch = prepared.plan.execution.batch_size
-    tokens, statistics = auto.tokens.split(batch), auto.statistics.split(batch)
-    done = len(auto.units) - len(missing)
-    outside = GgufOutside(prepared, statistics) if auto.space.method.name == "gguf" else None
+    batch_size = job.plan.execution.batch_size
+    tokens, statistics = auto.tokens.split(batch_size), auto.statistics.split(batch_size)
+    done = itertools.count(len(auto.units) - len(missing))
+    outside = GgufOutside(job, statistics) if auto.space.method.name == "gguf" else None
     folder = auto.folder / USUAL
     shutil.rmtree(folder, ignore_errors=True)  # left by a killed search
     folder.mkdir(parents=True)
-    solving = Solving(prepared, auto.space, auto.units, outside, folder)
+    solving = Solving(job, auto.space, auto.units, outside, folder)
 
-    def heard(unit: Unit) -> None:
-        nonlocal done
-        done += 1
-        progress.counting("measuring sensitivities", done, len(auto.units))
+    def report() -> None:
+        progress.counting("measuring sensitivities", next(done), len(auto.units))
 
-    def table(found: unit_divergence.Found) -> Sensitivities:
-        rows = {name: Row(errors, {}) for name, errors in solving.errors.items()}
-        for (unit, candidate), divergence in found.changes.items():
-            rows[unit].measured[candidate] = divergence
-        seconds = known.seconds + time.monotonic() - began
-        return replace(known, units={**known.units, **rows}, seconds=seconds, usual=found.usual)
-
-    progress.counting("measuring sensitivities", done, len(auto.units))
+    report()
+    inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report
     try:
-        with torch.no_grad():
-            found = unit_divergence.measure(
-                skeleton, missing, tokens, statistics, solving, auto.streams, heard,
-                lambda found: save(table(found)),
-            )  # fmt: skip
+        for changes in unit_divergence.measure(*inputs):
+            rows = {name: Row(errors, {}) for name, errors in solving.errors.items()}
+            for (unit, candidate), divergence in changes.by_candidate.items():
+                rows[unit].measured[candidate] = divergence
+            seconds = known.seconds + time.monotonic() - began
+            yield replace(known, units={**known.units, **rows}, seconds=seconds, usual=changes.usual)
     finally:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     skeleton.model.to("meta")
-    return table(found)

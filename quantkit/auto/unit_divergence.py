@@ -14,10 +14,11 @@ the block at which the limit was reached.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantkit.auto.curve import Divergence
@@ -29,11 +30,11 @@ from quantkit.quantize.calibrate import divergence, walk
 
 
 @dataclass(frozen=True)
-class Found:
-    """usual: divergence of the usual model. changes: {(unit, candidate): change of this divergence}."""
+class Changes:
+    """usual: divergence of the usual model. by_candidate: {(unit, candidate): change of this divergence}."""
 
     usual: Divergence
-    changes: dict[tuple[str, str], Divergence]
+    by_candidate: dict[tuple[str, str], Divergence]
 
 
 @dataclass
@@ -46,21 +47,21 @@ class _Stream:
     head: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+@torch.no_grad()
 def measure(
     skeleton: Skeleton,
     units: Sequence[Unit],
     tokens: Sequence[Tensor],
     calibration: Sequence[Tensor],
     replacer: Solving,
-    room: int,
-    heard: Callable[[Unit], None] = lambda unit: None,
-    walked: Callable[[Found], None] = lambda found: None,
-) -> Found:
-    """Return the change of divergence by each measured candidate of each unit.
+    limit: int,
+    report: Callable[[], None] = lambda: None,
+) -> Iterator[Changes]:
+    """Yield, after each walk through the model, the change of divergence by each candidate measured so far.
 
-    tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. room: maximum number of
-    streams. heard: called with each unit whose streams have begun. walked: called with the results after each
-    walk. Tensors outside the blocks must be loaded. Results do not depend on which units are measured.
+    tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. limit: maximum number of
+    streams. report: called when the streams of a unit have begun. Tensors outside the blocks must be loaded.
+    Results do not depend on which units are measured.
     """
     changes: dict[tuple[str, str], Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
@@ -69,41 +70,40 @@ def measure(
         unit = pending.popleft()
         for candidate in replacer.needed(unit):
             streams.append(_outside(skeleton, unit, candidate, tokens, replacer))
-        heard(unit)
+        report()
     original = [skeleton.embed(ids) for ids in tokens]
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
     start, output = 0, None
     while pending or streams:
-        left = None  # start of the next walk
+        next_walk = None
         for index, block in walk.blocks(
             skeleton, lambda index: (None, True), only=range(start, len(skeleton.blocks))
         ):
-            values, born = _weights(replacer.usual(index, entering)), []
+            values, started = _weights(replacer.usual(index, entering)), []
             while pending and pending[0].block == index:
-                taken = len(streams) + len(born)
-                if taken and taken + len(replacer.needed(pending[0])) > room:
-                    left = left or (index, usual, entering)
+                count = len(streams) + len(started)
+                if count and count + len(replacer.needed(pending[0])) > limit:
+                    next_walk = next_walk or (index, usual, entering)
                     break
                 unit = pending.popleft()
                 for candidate, other in replacer.of_block(unit, entering):
                     with exchanged(block, values | _weights(other)):
                         states = _run(skeleton, index, usual)
-                    born.append(_Stream((unit.name, candidate.name), states))
-                heard(unit)
+                    started.append(_Stream((unit.name, candidate.name), states))
+                report()
             original = original if output else _run(skeleton, index, original)
             with exchanged(block, values):
                 for stream in streams:
                     stream.states = _run(skeleton, index, stream.states)
-                if output is None or (pending and left is None):
+                if output is None or (pending and next_walk is None):
                     usual, entering = _run(skeleton, index, usual), _run(skeleton, index, entering)
-            streams += born
+            streams += started
         output = output or _Output(skeleton, original, usual)
         changes |= {stream.key: output.change(stream) for stream in streams}
-        walked(Found(output.usual, changes))
+        yield Changes(output.usual, changes)
         streams = []
-        if left:
-            start, usual, entering = left
-    return Found(output.usual, changes)
+        if next_walk:
+            start, usual, entering = next_walk
 
 
 def _outside(
@@ -116,7 +116,7 @@ def _outside(
 
 
 def _weights(values: Values) -> dict[str, Tensor]:
-    return {f"{name}.weight": part for name, part in values.items()}
+    return {f"{name}.weight": weight for name, weight in values.items()}
 
 
 def _run(skeleton: Skeleton, index: int, states: States) -> States:
@@ -128,14 +128,14 @@ class _Output:
 
     def __init__(self, skeleton: Skeleton, original: States, usual: States):
         self._skeleton, self._original = skeleton, original
-        self._usual = self._of(_Stream(("", ""), usual))
-        self.usual = _divergence(self._usual)
+        self._by_token = self._divergences(_Stream(("", ""), usual))
+        self.usual = _mean(self._by_token)
 
     def change(self, stream: _Stream) -> Divergence:
         """Return the mean over tokens of a stream's divergence minus the usual model's."""
-        return _divergence(self._of(stream) - self._usual)
+        return _mean(self._divergences(stream) - self._by_token)
 
-    def _of(self, stream: _Stream) -> Tensor:
+    def _divergences(self, stream: _Stream) -> Tensor:
         """Return each token's KL divergence from the original, `[tokens]`."""
         skeleton = self._skeleton
 
@@ -148,6 +148,6 @@ class _Output:
         return divergence.of_tokens(skeleton.logits, logits, pairs, vocabulary)
 
 
-def _divergence(kld: Tensor) -> Divergence:
+def _mean(kld: Tensor) -> Divergence:
     spread = kld.std().item() if len(kld) > 1 else 0.0
     return Divergence(kld.mean().item(), spread / len(kld) ** 0.5)

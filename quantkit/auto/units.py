@@ -36,7 +36,7 @@ class Unit:
 
     def candidate(self, name: str) -> Candidate:
         """Return the candidate with this name."""
-        return next(one for one in self.candidates if one.name == name)
+        return next(candidate for candidate in self.candidates if candidate.name == name)
 
     def bits(self, candidate: Candidate) -> float:
         """Return a candidate's bits per weight."""
@@ -68,14 +68,14 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
 def anchors(unit: Unit) -> tuple[Candidate, ...]:
     """Return up to ANCHORS candidates of a unit to measure, from the smallest, at least ANCHOR_BITS bits per
     weight apart. `curve.py` estimates the divergences of the others."""
-    found: list[Candidate] = []
-    for one in unit.candidates:
-        if len(found) < ANCHORS and (not found or unit.bits(one) >= unit.bits(found[-1]) + ANCHOR_BITS):
-            found.append(one)
-    return tuple(found)
+    chosen: list[Candidate] = []
+    for candidate in unit.candidates:
+        if not chosen or unit.bits(candidate) >= unit.bits(chosen[-1]) + ANCHOR_BITS:
+            chosen.append(candidate)
+    return tuple(chosen[:ANCHORS])
 
 
 def usual(unit: Unit) -> Candidate:
     """Return the candidate in which a unit is stored while others are measured: the middle anchor."""
-    found = anchors(unit)
-    return found[(len(found) - 1) // 2]
+    chosen = anchors(unit)
+    return chosen[(len(chosen) - 1) // 2]

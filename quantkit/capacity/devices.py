@@ -55,13 +55,10 @@ class Device:
         """Return `count` such devices as one, with the sum of memory, bandwidth and FLOPS: an upper bound."""
         if count == 1:
             return self
-        known = {
-            key: value and value * count
-            for key, value in vars(self).items()
-            if key in ("memory_gib", "bandwidth_gbs", "tflops")
-        }
-        known["fewer"] = {name: value * count for name, value in self.fewer.items()}
-        return replace(self, name=f"{count} × {self.name}", count=count, **known)
+        numbers = {key: getattr(self, key) for key in ("memory_gib", "bandwidth_gbs", "tflops")}
+        numbers = {key: value and value * count for key, value in numbers.items()}
+        fewer = {name: value * count for name, value in self.fewer.items()}
+        return replace(self, name=f"{count} × {self.name}", count=count, fewer=fewer, **numbers)
 
     @property
     def usable(self) -> float:
@@ -92,11 +89,11 @@ def find(name: str) -> Device:
     For an unknown name, raises QuantkitError that lists similar ones.
     """
     requested = {*_words(name)} - {"rtx"}
-    tokens = {known: {*_words(known)} - {"rtx"} for known in DEVICES}
-    near = [known for known, some in tokens.items() if {t for t in some if not MEMORY.match(t)} == requested]
-    exact = [known for known, some in tokens.items() if some in (requested, requested - {"pcie"})]
-    if found := exact or (near if len(near) == 1 else []):
-        return DEVICES[found[0]]
+    words = {device: {*_words(device)} - {"rtx"} for device in DEVICES}
+    near = [device for device in DEVICES if {w for w in words[device] if not MEMORY.match(w)} == requested]
+    exact = [device for device in DEVICES if words[device] in (requested, requested - {"pcie"})]
+    if matches := exact or (near if len(near) == 1 else []):
+        return DEVICES[matches[0]]
     near = near or difflib.get_close_matches("-".join(_words(name)), DEVICES, 3, 0.5)
     similar = f"did you mean {' or '.join(near)}? " if near else ""
     hint = f"{similar}known: {', '.join(DEVICES)}; or give --vram, --bandwidth and --tflops"
@@ -107,7 +104,7 @@ def _words(name: str) -> list[str]:
     """Return the words that distinguish a device name, in lower case; `80 GiB` becomes `80g`."""
     spelled = re.sub(r"[\s_-]+", " ", name.lower())
     spelled = re.sub(r"(\d+) ?gi?b\b", r"\1g", spelled)
-    spelled = re.sub(r"\brtx(?=\d)|(?<=\d)(?=ti\b)", lambda found: f"{found[0]} ", spelled)
+    spelled = re.sub(r"\brtx(?=\d)|(?<=\d)(?=ti\b)", lambda match: f"{match[0]} ", spelled)
     return MEANINGLESS.sub(" ", spelled).split()
 
 

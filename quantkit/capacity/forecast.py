@@ -33,11 +33,10 @@ def answer(
     """Return the JSON of `quantkit plan` for a model, or for a number of parameters such as `7B`."""
     hint = "for example: quantkit plan ./model, or quantkit plan --params 7B"
     require((model is None) != (params is None), "give either a model or --params", hint, USAGE)
-    question.check()
+    question.check()  # before the model is read
     if model is None:
-        return of_source(
-            Source(None, None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params)), question
-        )
+        counted = Source(None, None, None, "--params", (AS_IF_PACKED,), count=source.parse_count(params))
+        return of_source(counted, question)
     return of_source(source.read(model, revision, offline), question)
 
 
@@ -60,8 +59,8 @@ def of_source(source: Source, question: Question) -> dict[str, Any]:
     if parameters is None:
         notes.append("what a job takes depends on the model's shapes: give a model instead of --params")
     weights = {
-        name: _fit(found, question, caches, tokens, formats.computes(name))
-        for name, found in _weights(source).items()
+        name: _fit(sizes, question, caches, tokens, formats.computes(name))
+        for name, sizes in _weights(source).items()
     }
     if question.device and question.device.count > 1:
         notes.append(
@@ -91,13 +90,14 @@ def _weights(source: Source) -> dict[str, formats.Weights]:
 
 
 def _parameters(source: Source) -> dict[str, Any]:
-    found = source.parameters
+    parameters = source.parameters
+    exact = bool(parameters) and parameters.exact
     return {
-        "count": found.count if found else source.count[0],
-        "active": found.active(source.settings) if found else source.count[1],
-        "exact": bool(found) and found.exact,
+        "count": parameters.count if parameters else source.count[0],
+        "active": parameters.active(source.settings) if parameters else source.count[1],
+        "exact": exact,
         "basis": source.basis,
-        "stored_bytes": found.stored_bytes if found and found.exact else None,
+        "stored_bytes": parameters.stored_bytes if exact else None,
         "quantized": source.quantized,
     }
 
@@ -107,9 +107,9 @@ def _fit(
 ) -> dict[str, Any]:
     """Return the JSON of one format: bytes, whether it fits on the device, and bounds on its speed. caches:
     counted for all sequences, None if unknown. computes: type in which engines multiply."""
-    found: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
+    record: dict[str, Any] = {"bytes": weights.bytes, "bits_per_weight": weights.bits_per_weight}
     if weights.bytes is None:
-        return found | {"reason": weights.reason}
+        return record | {"reason": weights.reason}
     device, memory, each = question.device, question.memory, weights.stream_bits / 8
     read = paged = 0
     if caches is not None:
@@ -119,7 +119,7 @@ def _fit(
     bandwidth = device and device.bandwidth_gbs and device.bandwidth_gbs * 1e9
     flops = device and device.tflops and device.peak(computes) * 1e12
     free = memory is not None and memory - weights.bytes
-    return found | {
+    return record | {
         "fits": None if memory is None else question.batch * paged <= free,
         "requests_that_fit": max(0, free) // paged if memory is not None and paged else None,
         "bytes_per_weight": each,
@@ -209,12 +209,12 @@ def _what_if(caches: Sequence[LayerCache], settings: Settings, now: int) -> dict
     usual = all(cache.kind in ("full", "sliding", "chunked", "shared") for cache in caches)
     if not usual or not settings.filled(*HEADS):
         return {}
-    heads, own = settings.heads, settings.kv_heads
-    grouped = own if 1 < own < heads else GROUPED_HEADS
+    heads, kv_heads = settings.heads, settings.kv_heads
+    grouped = kv_heads if 1 < kv_heads < heads else GROUPED_HEADS
     choices = {"mha": heads, "gqa": grouped, "mqa": 1}
     if not (grouped < heads and heads % grouped == 0):
         del choices["gqa"]
-    return {name: {"kv_heads": k, "bytes_per_sequence": now * k // own} for name, k in choices.items()}
+    return {name: {"kv_heads": k, "bytes_per_sequence": now * k // kv_heads} for name, k in choices.items()}
 
 
 def _headline(weights: dict[str, dict], method: str) -> dict[str, Any]:

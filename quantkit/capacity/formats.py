@@ -79,7 +79,7 @@ class Packed:
         if not self.method.has_open_groups:
             return self
         linears = parameters.linears if parameters else ()
-        method = self.method.with_groups((one.in_features, one.size) for one in linears)
+        method = self.method.with_groups((tensor.in_features, tensor.size) for tensor in linears)
         return replace(self, method=method, open_groups=True)
 
     def stays(self, tensor: Tensor) -> bool:
@@ -119,14 +119,14 @@ class Packed:
             fused = "experts of a block are one tensor"
             raise Unsupported(fused if parameters.fused_experts else "no linears")
         refused: Counter[str] = Counter()
-        for one, _, number in parameters.groups:
-            if one.is_linear and not self.stays(one) and (why := self._unfit(one)):
+        for tensor, _, number in parameters.groups:
+            if tensor.is_linear and not self.stays(tensor) and (why := self._unfit(tensor)):
                 refused[why] += number
         if all(map(self.stays, parameters.linears)):
             raise Unsupported(f"no linear splits into groups of {self.method.options.group_size}")
         if refused:
-            found = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
-            raise Unsupported(name_all(found, 2))
+            reasons = (f"{why} ({count(number, 'linear')})" for why, number in refused.most_common())
+            raise Unsupported(name_all(reasons, 2))
 
     def _spec(self, name: str, out_features: int, in_features: int, conv1d: bool = False) -> LinearSpec:
         width = self.method.width(in_features)
@@ -145,14 +145,14 @@ class Packed:
 
 @cache
 def _packed() -> dict[str, Packed]:
-    found = {}
+    formats = {}
     for name in methods.available():
         method = methods.create(name)
         if method.stored_as == name:
-            found[name] = Packed(method, method.computes)
+            formats[name] = Packed(method, method.computes)
             for variant, (options, computes) in method.variants.items():
-                found[variant] = Packed(methods.create(name, **options), computes)
-    return found
+                formats[variant] = Packed(methods.create(name, **options), computes)
+    return formats
 
 
 def names() -> tuple[str, ...]:
@@ -179,14 +179,14 @@ def weights(name: str, parameters: Parameters, settings: Settings) -> Weights:
     if name == STORED:
         return _by_tensor(parameters, settings, lambda tensor: tensor.in_file)
     try:
-        if found := _packed().get(name):
-            method = found.fitted(parameters)
-            method.check(parameters, settings.model_type)
-            sizes = _by_tensor(parameters, settings, method.tensor_bytes, method.stream_bits)
-            kept = parameters.total(lambda tensor: tensor.nbytes if method.stays(tensor) else 0)
+        if packed := _packed().get(name):
+            packed = packed.fitted(parameters)
+            packed.check(parameters, settings.model_type)
+            sizes = _by_tensor(parameters, settings, packed.tensor_bytes, packed.stream_bits)
+            kept = parameters.total(lambda tensor: tensor.nbytes if packed.stays(tensor) else 0)
             return replace(sizes, packed_bytes=sizes.packed_bytes - kept)
-        total, packed, read, weights = file_bytes(name, parameters, settings)
-        return Weights(total, packed, read, 8 * total / parameters.count, 8 * packed / weights)
+        total, linears, read, weights = file_bytes(name, parameters, settings)
+        return Weights(total, linears, read, 8 * total / parameters.count, 8 * linears / weights)
     except Unsupported as error:
         return Weights(None, 0, None, None, 0.0, str(error))
 
@@ -239,15 +239,16 @@ def file_bytes(file_type: str, parameters: Parameters, settings: Settings) -> tu
     A token reads chosen experts and no embedding tables. Raises Unsupported for a family that llama.cpp or
     quantkit's exporter does not know.
     """
-    row = next((row for row in architectures.TABLE if settings.model_type in row.model_types), None)
-    if row is None:
+    known = (family for family in architectures.TABLE if settings.model_type in family.model_types)
+    family = next(known, None)
+    if family is None:
         raise Unsupported(f"{settings.model_type} has no GGUF architecture that quantkit knows")
     # the exporter joins and splits experts: its own list, from a model built of shapes alone
-    built = row.mixture or row.hybrid
-    named = settings.gguf_tensors if built else _of_dense(row, parameters)
-    keys = ("expert_count", "expert_used_count") if row.mixture else ()
-    experts, chosen = [settings.size(row.fields[key], most=MOST_EXPERTS) for key in keys] or (0, 0)
-    model = Model(row.name, settings.layers, settings.heads, settings.kv_heads, experts)
+    built = family.mixture or family.hybrid
+    named = settings.gguf_tensors if built else _of_dense(family, parameters)
+    keys = ("expert_count", "expert_used_count") if family.mixture else ()
+    experts, chosen = [settings.size(family.fields[key], most=MOST_EXPERTS) for key in keys] or (0, 0)
+    model = Model(family.name, settings.layers, settings.heads, settings.kv_heads, experts)
     total = 0 if built else _factors(settings)
     packed, weights, unread = 0, 0, 0
     has_output = any(name == mixtures.OUTPUT for name, _ in named)
@@ -270,15 +271,15 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _of_dense(row: Architecture, parameters: Parameters) -> Named:
+def _of_dense(family: Architecture, parameters: Parameters) -> Named:
     """Return the GGUF names and shapes of a dense model's tensors, without importing transformers."""
     named = [
-        (_name(one), (one.out_features, one.in_features) if one.is_linear else one.shape)
-        for one in parameters.language_model
+        (_name(tensor), (tensor.out_features, tensor.in_features) if tensor.is_linear else tensor.shape)
+        for tensor in parameters.language_model
     ]
-    if row.head == "never":
+    if family.head == "never":
         named = [(name, shape) for name, shape in named if name != mixtures.OUTPUT]
-    if row.head == "always" and parameters.is_tied:
+    if family.head == "always" and parameters.is_tied:
         embedding = next(shape for name, shape in named if name == mixtures.EMBEDDING)
         named.append((mixtures.OUTPUT, embedding))
     return sorted(named, key=lambda pair: mixtures.order(pair[0]))
@@ -288,8 +289,8 @@ def _name(tensor: Tensor) -> str:
     """Return a GGUF name for which llama-quantize's rules choose the type of the tensor's true GGUF name."""
     module, _, leaf = tensor.name.rpartition(".")
     if tensor.block is None:
-        for known, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
-            if known.fullmatch(f"{module}.weight"):
+        for pattern, name in ((EMBEDDING, "token_embd"), (POSITIONS, "position_embd"), (HEAD, "output")):
+            if pattern.fullmatch(f"{module}.weight"):
                 return f"{name}.{leaf}"
         return f"{module.rpartition('.')[2]}_norm.{leaf}"
     return f"blk.{tensor.block}.{tensor.projection or tensor.local.removesuffix(f'.{leaf}')}.{leaf}"

@@ -6,7 +6,8 @@ scripts/bench*.py. GPU time: measured on an H200, on other devices scaled by FLO
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +27,12 @@ from quantkit.quantize.prepare.memory import (
     LOSS_TOKENS,
     MIB,
     Peak,
-    Shapes,
+    Stages,
     loss_tokens,
     peak_memory,
     sites_at_once,
 )
+from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 
 INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, before a job begins; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
@@ -54,7 +56,7 @@ def of_model(source: Source, question: Question) -> dict[str, Any]:
 
 def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     """Return the JSON of one method's job."""
-    parameters, settings, device = source.parameters, source.settings, question.one
+    parameters, settings, device = source.parameters, source.settings, question.single_device
     on_gpu, chosen = device is not None and device.kind == "cuda", methods.create(method)
     work, weights = chosen.work, formats.weights(chosen.stored_as, parameters, settings)
     if weights.reason:
@@ -62,15 +64,16 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
     memory = device.memory_bytes if on_gpu else room().nbytes
     free = memory if on_gpu else None
-    shapes = shapes_of(source, question, DTYPE_BYTES[dtype], free)
+    shapes = _shapes(source, question, DTYPE_BYTES[dtype], free)
     calibrated = work.forwards > 0
-    scaled = 1.0 if work.transform else work.sample
+    sample = 1.0 if work.transform else work.sample
     needs = _needs(chosen.options) if calibrated else frozenset()
     if vocabulary := settings.filled("vocab_size"):
         shapes = replace(shapes, predicted=4 * vocabulary * loss_tokens(None, calibrated, vocabulary))
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
-        return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
+        stages = Stages(shapes, needs, sample, work.outside, suspend, "device", on_gpu, at_once)
+        return peak_memory(stages)
 
     ordered = calibrated and not work.transform  # sites are solved one after another
     together = on_gpu and shapes.experts and "hessian" in needs  # experts, with repeated passes
@@ -105,18 +108,16 @@ def _seconds(
     work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
 ) -> tuple[list[float] | None, str]:
     """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
-    (soonest, latest), device = START_SECONDS, question.one
+    (soonest, latest), device = START_SECONDS, question.single_device
     if device is not None and device.kind == "apple":
         return None, "nothing was measured on Apple's processors"
     if device is None or device.kind != "cuda":
-        cores, linears = processor.cores(), parameters.linears
-        encoded = [one for one in parameters.outside if len(one.shape) > 1] if work.outside else []
+        cores = processor.cores()
+        encoded = [tensor for tensor in parameters.outside if len(tensor.shape) > 1] if work.outside else []
         operations = _operations(work, needs, parameters, question, suspend)
-        weights = sum(one.size for one in [*linears, *encoded])
-        times = [
-            start + (operations / rate + each * weights) / cores
-            for start, rate, each in zip(START_SECONDS, CORE_FLOPS, work.seconds, strict=True)
-        ]
+        weights = sum(tensor.size for tensor in [*parameters.linears, *encoded])
+        times = cpu_seconds(work, operations, weights, cores)
+        times = [start + seconds for start, seconds in zip(START_SECONDS, times, strict=True)]
         return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
     if work.h200_seconds is None:
         quick, slow = (parameters.stored_bytes / rate for rate in BYTES_PER_SECOND)
@@ -129,16 +130,32 @@ def _seconds(
     return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
 
 
+def cpu_seconds(work: Work, operations: float, weights: float, cores: int) -> list[float]:
+    """Return the shortest and the longest time on a CPU. operations: floating-point operations of matrix
+    products. weights: number of weights that the method handles one by one."""
+    rates = zip(CORE_FLOPS, work.seconds, strict=True)
+    return [(operations / flops + seconds * weights) / cores for flops, seconds in rates]
+
+
+def forward_operations(weights: int) -> float:
+    """Return the floating-point operations per token of running blocks with this number of weights."""
+    return OVERHEAD * 2 * weights
+
+
+def solver_operations(work: Work, shapes: Iterable[Sequence[int]]) -> float:
+    """Return the floating-point operations of solving matrices of the given `(out, in)`."""
+    return work.products * sum(math.prod(shape) * shape[-1] for shape in shapes)
+
+
 def _operations(
     work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
 ) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, question.samples * question.seqlen
-    weights = sum(one.size for one in linears)
+    forward = forward_operations(sum(tensor.size for tensor in linears))
     measured = LOSS_TOKENS[work.forwards > 0] * (3 if work.forwards else 2)  # tokens that run for the loss
-    measuring = OVERHEAD * 2 * weights * measured
     if not work.forwards:
-        return measuring
+        return forward * measured
     forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
     forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, question.seqlen) / tokens)
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
@@ -147,36 +164,31 @@ def _operations(
     if "drift" in needs:  # of the original, and of its inputs with those here
         share = 1 / original_every(tokens, max(width for *_, width in sites))
         forwards, moments = forwards + share, moments + 2 * share * squares
-    head = [one for one in parameters.outside if len(one.shape) > 1][-1:] if work.outside else []
-    solver = work.products * sum(one.size * one.shape[-1] for one in [*linears, *head])
-    return forwards * OVERHEAD * 2 * weights * tokens + moments + solver + measuring
+    head = [tensor for tensor in parameters.outside if len(tensor.shape) > 1][-1:] if work.outside else []
+    solver = solver_operations(work, (tensor.shape for tensor in [*linears, *head]))
+    return forward * (forwards * tokens + measured) + moments + solver
 
 
-def shapes_of(source: Source, question: Question, element: int, free: int | None) -> Shapes:
+def _shapes(source: Source, question: Question, element: int, free: int | None) -> Shapes:
     """Return the shapes of a job. element: bytes per value. free: an accelerator's bytes; experts larger than
     a share of them are streamed."""
-    parameters, settings = source.parameters, source.settings
-    samples, seqlen = question.samples, question.seqlen
-    outside = parameters.outside
-    weights: Counter[int] = Counter()
-    for tensor in parameters.linears:
-        weights[tensor.block] += tensor.size
-    index = max(sorted(weights), key=weights.__getitem__)
-    block = {one.local.removesuffix(".weight"): one for one in parameters.linears if one.block == index}
-    shapes = Shapes(
-        linears=[(name, one.out_features, one.in_features) for name, one in block.items()],
+    outside, samples, seqlen = source.parameters.outside, question.samples, question.seqlen
+    named = [(tensor, tensor.local.removesuffix(".weight")) for tensor in source.parameters.linears]
+    shapes = of_largest_block(
+        ((tensor.block, (name, tensor.out_features, tensor.in_features)) for tensor, name in named),
+        lambda block: [name for tensor, name in named if tensor.block == block and tensor.is_expert],
         rest=sum(tensor.size for tensor in outside),
         largest=max((tensor.nbytes for tensor in outside), default=0),
         element=element,
         tokens=samples * seqlen,
         batch_tokens=min(max(1, BATCH_TOKENS // seqlen), samples) * seqlen,
-        width=settings.hidden,
-        experts=frozenset(name for name, one in block.items() if one.is_expert),
+        width=source.settings.hidden,
     )
     if not shapes.experts:
         return shapes
-    streamed = expert_share.streams(element * sum(block[name].size for name in shapes.experts), free)
-    return replace(shapes, streamed=streamed, active=settings.filled(*expert_share.ROUTED) or 1)
+    routed = sum(out * width for name, out, width in shapes.linears if name in shapes.experts)
+    active = source.settings.filled(*expert_share.ROUTED) or 1
+    return replace(shapes, streamed=expert_share.streams(element * routed, free), active=active)
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:

@@ -117,7 +117,7 @@ def _measured(settings: Settings) -> tuple[list[LayerCache] | None, str]:
     from quantkit.capacity import meta
 
     try:
-        return [LayerCache(*row) for row in meta.caches(settings.config)], ""
+        return [LayerCache(*layer) for layer in meta.caches(settings.config)], ""
     except Unsupported as error:
         return None, str(error)
 

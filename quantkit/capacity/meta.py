@@ -33,9 +33,9 @@ KEPT = ("keys", "values", "indexer_keys")  # tensors with an entry per token
 
 def settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the language model's configuration with defaults, under the family's and the usual names."""
-    found = _configuration(config)
-    usual = (*found.attribute_map, "num_hidden_layers")  # these may be properties, which to_dict omits
-    return found.to_dict() | {name: getattr(found, name, None) for name in usual}
+    full = _configuration(config)
+    usual = (*full.attribute_map, "num_hidden_layers")  # these may be properties, which to_dict omits
+    return full.to_dict() | {name: getattr(full, name, None) for name in usual}
 
 
 def shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -59,8 +59,8 @@ def gguf_tensors(config: Mapping[str, Any]) -> list[tuple[str, tuple[int, ...]]]
 
 def caches(config: Mapping[str, Any]) -> list[Layer]:
     """Run the model on the meta device; return the cache of each block. Raises Unsupported."""
-    found = _configuration(config)
-    model = _model(found)
+    full = _configuration(config)
+    model = _model(full)
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):  # routing needs values
             module.forward = lambda states, *_, **__: states
@@ -68,15 +68,15 @@ def caches(config: Mapping[str, Any]) -> list[Layer]:
         with torch.no_grad():
             output = model(torch.zeros(1, PROBE_TOKENS, dtype=torch.long, device="meta"), use_cache=True)
     except Exception as error:  # any error is the reason that nothing was measured
-        raise Unsupported(f"transformers cannot run its {found.model_type}: {first_line(error)}") from error
+        raise Unsupported(f"transformers cannot run its {full.model_type}: {first_line(error)}") from error
     cache = output.get("past_key_values") or output.get("cache_params")
     layers = getattr(cache, "layers", ())
-    if len(layers) != found.num_hidden_layers:
+    if len(layers) != full.num_hidden_layers:
         raise Unsupported(
-            f"{found.model_type} is not known: transformers shows caches of {len(layers)} of its "
-            f"{found.num_hidden_layers} layers"
+            f"{full.model_type} is not known: transformers shows caches of {len(layers)} of its "
+            f"{full.num_hidden_layers} layers"
         )
-    return [_layer(layer, found, index) for index, layer in enumerate(layers)]
+    return [_layer(layer, full, index) for index, layer in enumerate(layers)]
 
 
 def _layer(layer: Any, config: transformers.PreTrainedConfig, index: int) -> Layer:

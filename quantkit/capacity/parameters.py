@@ -114,12 +114,12 @@ class Parameters:
     @property
     def fused_experts(self) -> bool:
         """Return True if all experts of a block are one tensor, `[experts, …]`."""
-        return any(len(one.shape) > 2 and one.is_expert for one, *_ in self.groups)
+        return any(len(tensor.shape) > 2 and tensor.is_expert for tensor, *_ in self.groups)
 
     @cached_property
     def is_tied(self) -> bool:
         """Return whether head and embedding are one matrix."""
-        return not any(HEAD.fullmatch(one.name) for one in self.outside)
+        return not any(HEAD.fullmatch(tensor.name) for tensor in self.outside)
 
     @property
     def count(self) -> int:
@@ -133,7 +133,7 @@ class Parameters:
     @property
     def quantized(self) -> bool:
         """Return True if some tensors are stored as codes and scales."""
-        return any(one.stored_nbytes is not None for one, *_ in self.groups)
+        return any(tensor.stored_nbytes is not None for tensor, *_ in self.groups)
 
     def active(self, settings: Settings) -> int | None:
         """Return the number of parameters used per token, with chosen experts only; None if config.json does
@@ -143,11 +143,11 @@ class Parameters:
     @cached_property
     def projections(self) -> list[dict[str, Tensor]]:
         """Return, for each block, {llama.cpp's name of the projection: tensor}."""
-        found: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
+        blocks: list[dict[str, Tensor]] = [{} for _ in range(self.blocks)]
         for tensor in self.linears:
             if tensor.block < self.blocks and not tensor.is_expert and tensor.projection:
-                found[tensor.block][tensor.projection] = tensor
-        return found
+                blocks[tensor.block][tensor.projection] = tensor
+        return blocks
 
     def key_value_widths(self, fused: bool) -> list[int] | None:
         """Return the number of values in a token's key and value together, for each block; None if a block
@@ -156,18 +156,18 @@ class Parameters:
         fused: accept q, k and v in one matrix; rows beyond the output projection's input are k and v.
         """
         widths = []
-        for found in self.projections:
-            if {"attn_k", "attn_v"} <= found.keys():
-                widths.append(found["attn_k"].out_features + found["attn_v"].out_features)
-            elif fused and {"attn_qkv", "attn_output"} <= found.keys():
-                widths.append(found["attn_qkv"].out_features - found["attn_output"].in_features)
+        for block in self.projections:
+            if {"attn_k", "attn_v"} <= block.keys():
+                widths.append(block["attn_k"].out_features + block["attn_v"].out_features)
+            elif fused and {"attn_qkv", "attn_output"} <= block.keys():
+                widths.append(block["attn_qkv"].out_features - block["attn_output"].in_features)
             else:
                 return None
         return widths
 
     def total(self, amount: Callable[[Tensor], int]) -> int:
         """Return the sum of `amount` over all tensors."""
-        return sum(count * amount(one) for one, _, count in self.groups)
+        return sum(count * amount(tensor) for tensor, _, count in self.groups)
 
     def read(self, settings: Settings, amount: Callable[[Tensor], int], tables: bool = False) -> int | None:
         """Return the sum of `amount` over the tensors that a token reads, with the share of experts that is
@@ -176,8 +176,8 @@ class Parameters:
         Embedding tables count only with `tables`; blocks that predict further tokens do not count.
         """
         sums = dict.fromkeys(("read", "table", "expert", "further"), 0)
-        for one, role, count in self.groups:
-            sums[role] += count * amount(one)
+        for tensor, role, count in self.groups:
+            sums[role] += count * amount(tensor)
         everything = sums["read"] + (sums["table"] if tables else 0)
         if not sums["expert"]:
             return everything
@@ -196,16 +196,16 @@ class Parameters:
         tables = [TABLES] if self.is_tied else [TABLES, EMBEDDING]
         first: dict[tuple, Tensor] = {}
         counts: Counter[tuple] = Counter()
-        for one in self.tensors:
-            if one.block is None:
-                role = "table" if any(table.search(one.name) for table in tables) else "read"
+        for tensor in self.tensors:
+            if tensor.block is None:
+                role = "table" if any(table.search(tensor.name) for table in tables) else "read"
             else:
-                role = "further" if one.block >= self.blocks else "expert" if one.is_expert else "read"
-            name = one.name if one.block is None else None
-            key = role, name, one.shape, one.nbytes, one.stored_nbytes, one.is_linear
-            first.setdefault(key, one)
+                role = "further" if tensor.block >= self.blocks else "expert" if tensor.is_expert else "read"
+            name = tensor.name if tensor.block is None else None
+            key = role, name, tensor.shape, tensor.nbytes, tensor.stored_nbytes, tensor.is_linear
+            first.setdefault(key, tensor)
             counts[key] += 1
-        return [(one, key[0], counts[key]) for key, one in first.items()]
+        return [(tensor, key[0], counts[key]) for key, one in first.items()]
 
 
 def from_headers(
@@ -218,38 +218,38 @@ def from_headers(
     infos = sorted((i for i in infos if not BUFFER.search(i.name)), key=lambda info: natural(info.name))
     blocks = _find_blocks([info.name for info in infos], settings)
     conv1d = settings.model_type in CONV1D_FAMILIES
-    tensors = [_placed(info, blocks, conv1d) for info in infos]
-    found = Parameters(tuple(tensors), exact, settings.layers)
-    return found, _informed(settings, found)
+    tensors = tuple(_tensor(info, blocks, conv1d) for info in infos)
+    parameters = Parameters(tensors, exact, settings.layers)
+    return parameters, _with_heads(settings, parameters)
 
 
-def _informed(settings: Settings, parameters: Parameters) -> Settings:
+def _with_heads(settings: Settings, parameters: Parameters) -> Settings:
     """Return the settings with head width and number of key/value heads from the stored projections."""
     first, widths = parameters.projections[0], parameters.key_value_widths(fused=True)
     heads = settings.filled(*HEADS) if widths and "attn_output" in first else None
     if type(heads) is not int or heads < 1:
         return settings
     head_dim = settings.size("head_dim", default=max(1, first["attn_output"].in_features // heads))
-    shown = {"head_dim": head_dim, "num_attention_heads": heads}
+    values = {"head_dim": head_dim, "num_attention_heads": heads}
     kv_heads = min(widths) // (2 * head_dim)
     if kv_heads > 0 and ("attn_qkv" in first or settings.get("num_key_value_heads") is None):
-        shown["num_key_value_heads"] = kv_heads
-    return replace(settings, values={**settings.values, **shown})
+        values["num_key_value_heads"] = kv_heads
+    return replace(settings, values={**settings.values, **values})
 
 
-def _placed(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
+def _tensor(info: TensorInfo | Tensor, blocks: str, conv1d: bool) -> Tensor:
     """Return the tensor with block, local name and sizes. blocks: name of the list of decoder blocks."""
-    known = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
+    stored = info.name, info.shape, info.nbytes, getattr(info, "stored_nbytes", None)
     match = BLOCK.fullmatch(info.name) if info.name.startswith(f"{blocks}.") else None
     if match is None or match["blocks"] != blocks:
-        return Tensor(*known)
-    place = {"block": int(match["index"]), "local": match["local"]}
+        return Tensor(*stored)
+    stored = *stored, int(match["index"]), match["local"]
     module, _, leaf = match["local"].rpartition(".")
     plain = len(info.shape) == 2 and leaf == "weight" and "norm" not in module and not ROUTER.search(module)
     if not plain or not all(info.shape):
-        return Tensor(*known, **place)
+        return Tensor(*stored)
     out_features, in_features = info.shape[::-1] if conv1d else info.shape
-    return Tensor(*known, **place, out_features=out_features, in_features=in_features, conv1d=conv1d)
+    return Tensor(*stored, out_features, in_features, conv1d)
 
 
 def _find_blocks(names: Iterable[str], settings: Settings) -> str:
@@ -260,9 +260,9 @@ def _find_blocks(names: Iterable[str], settings: Settings) -> str:
             indices.setdefault(match["blocks"], set()).add(int(match["index"]))
     expected = set(range(settings.layers))
     further = settings.layers + bool(settings.get("num_nextn_predict_layers"))  # stored after the others
-    found = [blocks for blocks, seen in indices.items() if expected <= seen <= set(range(further))]
-    found = [blocks for blocks in found if not re.search("vision|visual|audio", blocks)] or found
-    what = f"config.json says {settings.layers} blocks, but {len(found) or 'no'} stored lists are so long"
+    lists = [blocks for blocks, seen in indices.items() if expected <= seen <= set(range(further))]
+    lists = [blocks for blocks in lists if not re.search("vision|visual|audio", blocks)] or lists
+    what = f"config.json says {settings.layers} blocks, but {len(lists) or 'no'} stored lists are so long"
     hint = "config.json and weights belong to different models, or the download is incomplete"
-    require(len(found) == 1, what, hint)
-    return found[0]
+    require(len(lists) == 1, what, hint)
+    return lists[0]

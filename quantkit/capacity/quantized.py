@@ -108,8 +108,8 @@ def of_gguf(contents: Contents, settings: Settings) -> list[Tensor]:
 def _of_ggml(info: TensorInfo, settings: Settings) -> Tensor:
     name, shape = info.name, info.shape
     for pattern, usual in NAMES.items():
-        name, found = re.subn(pattern, usual, name)
-        if found:
+        name, matches = re.subn(pattern, usual, name)
+        if matches:
             break
     if settings.model_type in CONV1D_FAMILIES and name.startswith("blk.") and len(shape) == 2:
         shape = shape[::-1]  # transformers stores these [in, out]

@@ -54,7 +54,9 @@ class Question:
         for name in ("vram", "bandwidth", "tflops"):
             value = getattr(self, name)
             check_value(flag_of(name), value, value is None or 0 < value < 1e9, "give a positive number")
-        require(not self.gpus or self.one, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE)
+        require(
+            not self.gpus or self.single_device, "--gpus needs a device", "add --gpu NAME, or --vram", USAGE
+        )
         _ = self.kv_bytes, self.device
 
     @property
@@ -63,7 +65,7 @@ class Question:
         return kv_types.TYPES[kv_types.named(self.kv_dtype)].nbytes
 
     @cached_property
-    def one(self) -> Device | None:
+    def single_device(self) -> Device | None:
         """Return the device of --gpu, changed by --vram, --bandwidth and --tflops; None without flags."""
         given = {"memory_gib": self.vram, "bandwidth_gbs": self.bandwidth, "tflops": self.tflops}
         given = {key: value for key, value in given.items() if value is not None}
@@ -75,7 +77,7 @@ class Question:
     @cached_property
     def device(self) -> Device | None:
         """Return all devices counted as one."""
-        return self.one and self.one.times(self.gpus or 1)
+        return self.single_device and self.single_device.times(self.gpus or 1)
 
     @property
     def memory(self) -> int | None:

@@ -71,8 +71,8 @@ def cache_bytes(path: Path, tokens: int, dtype: str) -> int | None:
     """Return the bytes of the KV cache of one sequence, from a checkpoint's headers; None if unknown. dtype:
     type of the cache's values, by `kv_types`."""
     try:
-        found = read(str(path))
-        caches = kv_cache.layer_caches(found.settings, found.parameters)
+        source = read(str(path))
+        caches = kv_cache.layer_caches(source.settings, source.parameters)
     except (QuantkitError, Unsupported):
         return None
     return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes)
@@ -96,13 +96,13 @@ def _of_headers(contents: Contents) -> Source:
         entries = quantized.entries(contents)
     else:
         untrusted.refuse_codes(contents.infos.values())
-    found, settings = parameters.from_headers(entries, settings)
-    if not (found.linears or found.fused_experts):
+    stored, settings = parameters.from_headers(entries, settings)
+    if not (stored.linears or stored.fused_experts):
         hint = "give a language model in safetensors or GGUF"
         raise QuantkitError(f"no tensor of {contents.source} is the weight of a linear", hint, UNSUPPORTED)
-    if not found.quantized:
-        return Source(contents.source, settings, found, basis)
-    return Source(contents.source, settings, found, basis, (QUANTIZED,), layout)
+    if not stored.quantized:
+        return Source(contents.source, settings, stored, basis)
+    return Source(contents.source, settings, stored, basis, (QUANTIZED,), layout)
 
 
 def _of_config(name: str, config: Mapping[str, Any]) -> Source:
@@ -131,8 +131,8 @@ def from_config(config: Mapping[str, Any]) -> tuple[Settings, Parameters]:
         raise QuantkitError(what, hint, UNSUPPORTED) from error
     element = DTYPE_BYTES[settings.stored_dtype]
     entries = [Tensor(name, shape, element * math.prod(shape)) for name, shape in shapes.items()]
-    found, settings = parameters.from_headers(entries, settings, exact=False)
-    return settings, found
+    derived, settings = parameters.from_headers(entries, settings, exact=False)
+    return settings, derived
 
 
 def parse_count(text: str) -> tuple[int, int]:
@@ -140,9 +140,9 @@ def parse_count(text: str) -> tuple[int, int]:
 
     Raises QuantkitError for other texts.
     """
-    parts = [re.fullmatch(NUMBER, part.strip().replace(",", "")) for part in text.upper().split("-A")]
-    counts = [round(float(found[1]) * UNITS[found[2]]) for found in parts if found]
-    if not len(counts) == len(parts) <= 2 or not 0 < counts[-1] <= counts[0] < 10**15:
+    numbers = [re.fullmatch(NUMBER, number.strip().replace(",", "")) for number in text.upper().split("-A")]
+    counts = [round(float(match[1]) * UNITS[match[2]]) for match in numbers if match]
+    if not len(counts) == len(numbers) <= 2 or not 0 < counts[-1] <= counts[0] < 10**15:
         hint = "for example 175B, 350M or 30B-A3B"
         raise QuantkitError(f"--params {text!r} is no number of parameters", hint, USAGE)
     if counts[0] < FEWEST:

@@ -16,8 +16,9 @@ from quantkit.models.machine.memory import Limit
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate.states import HERE, Place
-from quantkit.quantize.prepare.memory import COMFORT, FLOAT32, LOADED_LATER_BYTES, forward_memory
+from quantkit.quantize.prepare.memory import COMFORT, LOADED_LATER_BYTES, forward_memory
 from quantkit.quantize.prepare.plan import TENTH, check_disk, check_memory, shapes_of
+from quantkit.quantize.prepare.shapes import FLOAT32
 
 CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, per model
 CHUNKS = 5  # in memory: two models' logits and log-probabilities, and their difference

@@ -95,10 +95,10 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
                 written = _file_of(to, material, progress) if staging.one_file else Output()
                 stored_manifest = untrusted.parse((checkpoint.manifest() or "{}").encode())
                 manifest = {"schema": "quantkit.manifest/1"} | stored_manifest | {"converted": {"to": to}}
-                with staging.assemble() as place:
-                    written.write([Draft(written, material, place, manifest)], None, progress)
-                _compare(material, written, open_checkpoint(str(place)), progress)
-                _describe(material, to, place)
+                with staging.assemble() as path:
+                    written.write([Draft(written, material, path, manifest)], None, progress)
+                _compare(material, written, open_checkpoint(str(path)), progress)
+                _describe(material, to, path)
                 staging.publish()
         except QuantkitError as error:
             if error.exit_code == UNSUPPORTED:
@@ -110,7 +110,7 @@ def convert(source: str, to: str, output: Path | None, overwrite: bool, progress
         "output": str(output),
         "from": stored,
         "to": to,
-        "linears": len([row for row in material.specs if row.grid]),
+        "linears": len([spec for spec in material.specs if spec.grid]),
         "source_bytes": checkpoint.stored_bytes,
         "output_bytes": open_checkpoint(str(output)).stored_bytes,
     }
@@ -122,39 +122,39 @@ def _material(checkpoint: Checkpoint, to: str, staging: Staging, progress: Progr
     skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     skeleton.names.check_complete()
     packed = set(checkpoint.packed)
-    if packed - {row.name for row in linears(skeleton)} and not checkpoint.text_config.tie_word_embeddings:
+    if packed - {spec.name for spec in linears(skeleton)} and not checkpoint.text_config.tie_word_embeddings:
         skeleton.add_head()
-    rows, grids, zeros = linears(skeleton), {}, set()  # zeros: those that are not in the middle
-    outside = packed - {row.name for row in rows}
+    specs, grids, zeros = linears(skeleton), {}, set()  # zeros: zero points that are not in the middle
+    outside = packed - {spec.name for spec in specs}
     refused = {name: "no linear of a block and no head" for name in outside}
-    for done, row in enumerate(found := [row for row in rows if row.name in packed]):
-        progress.counting(READ, done, len(found))
-        weight = _weight(checkpoint, row)
+    for done, spec in enumerate(coded := [spec for spec in specs if spec.name in packed]):
+        progress.counting(READ, done, len(coded))
+        weight = _weight(checkpoint, spec)
         if not isinstance(weight.grid, AffineGrid):
-            refused[row.name] = "no integers with zero points"
+            refused[spec.name] = "no integers with zero points"
         elif weight.column_group is not None and to != "gptq":
-            refused[row.name] = "columns in another order"
+            refused[spec.name] = "columns in another order"
         else:
-            grids[row.name], zero = weight.grid, weight.params.zero
+            grids[spec.name], zero = weight.grid, weight.params.zero
             zeros |= set(zero.unique().tolist()) - {1 << weight.grid.bits - 1}
     grids = {name: replace(grid, symmetric=not zeros) for name, grid in grids.items()}
-    kept = {row.name: None if row.name in grids else "16 bit" for row in rows}
-    specs = [replace(row, grid=grids.get(row.name), kept=kept[row.name]) for row in rows]
-    layout = _layout(to, [row for row in specs if row.grid], 0 in zeros) if grids else None
-    for index, row in enumerate(row for row in specs if row.grid):
+    kept = {spec.name: None if spec.name in grids else "16 bit" for spec in specs}
+    specs = [replace(spec, grid=grids.get(spec.name), kept=kept[spec.name]) for spec in specs]
+    layout = _layout(to, [spec for spec in specs if spec.grid], 0 in zeros) if grids else None
+    for index, spec in enumerate(spec for spec in specs if spec.grid):
         progress.counting(PACKED, index, len(grids))
         if staging.is_done(index):
             continue
-        weight = _weight(checkpoint, row)
-        bare = row.head and "head" not in layout.outside
-        if reason := HEAD if bare else layout.check(replace(row, grid=_grid(to, row.grid))):
-            refused[row.name] = reason.partition(": ")[0]  # then comes advice about a job's options
+        weight = _weight(checkpoint, spec)
+        bare = spec.head and "head" not in layout.outside
+        if reason := HEAD if bare else layout.check(replace(spec, grid=_grid(to, spec.grid))):
+            refused[spec.name] = reason.partition(": ")[0]  # then comes advice about a job's options
             continue
-        parts = _encoded(layout.of_job([row]).at(row.name), to, weight)
-        if _same(weight, layout.of_job([row]).at(row.name).decode(parts)):
-            staging.save(index, {f"{row.name}.{part}": t.contiguous() for part, t in parts.items()}, [])
+        parts = _encoded(layout.of_job([spec]).at(spec.name), to, weight)
+        if _same(weight, layout.of_job([spec]).at(spec.name).decode(parts)):
+            staging.save(index, {f"{spec.name}.{part}": t.contiguous() for part, t in parts.items()}, [])
         else:
-            refused[row.name] = "its groups, scales or offsets do not fit"
+            refused[spec.name] = "its groups, scales or offsets do not fit"
     if refused:
         reasons = dict.fromkeys(refused[name] for name in sorted(refused))
         named = {why: name_all(sorted(n for n in refused if refused[n] == why)) for why in reasons}
@@ -191,10 +191,10 @@ def _layout(to: str, specs: Sequence[LinearSpec], has_zero: bool) -> Layout:
     return CompressedTensorsLayout(PackQuantized(bits, size, symmetric))
 
 
-def _weight(checkpoint: Checkpoint, row: LinearSpec) -> QuantizedWeight:
+def _weight(checkpoint: Checkpoint, spec: LinearSpec) -> QuantizedWeight:
     """Return a linear as stored, with the symmetry that the new layout has for all."""
-    weight = checkpoint.layout.at(row.name).decode(checkpoint.parts(f"{row.name}.weight"))
-    return replace(weight, grid=row.grid) if isinstance(row.grid, AffineGrid) else weight
+    weight = checkpoint.layout.at(spec.name).decode(checkpoint.parts(f"{spec.name}.weight"))
+    return replace(weight, grid=spec.grid) if isinstance(spec.grid, AffineGrid) else weight
 
 
 def _encoded(layout: Layout, to: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -229,47 +229,47 @@ def _file_of(to: str, material: Material, progress: Progress) -> GgufOutput:
     for note in method.notes:
         progress.warn(note)
     output, chosen = method.output, dict(method.output.chosen)
-    types = {f"{row.name}.weight": row.grid.name for row in material.specs if row.grid}
+    types = {f"{spec.name}.weight": spec.grid.name for spec in material.specs if spec.grid}
     for target in output.targets:
-        found = {types.get(name) or checkpoint.plain_dtype(name) for name in target.stored}
+        kinds = {types.get(name) or checkpoint.plain_dtype(name) for name in target.stored}
         if chosen[target.name] == "F16":  # a matrix
             what = f"llama.cpp stores {name_all(target.stored, 3)} in another way: as {target.name}"
-            whole = len(found) == 1 and not (target.part and found.intersection(types.values()))
+            whole = len(kinds) == 1 and not (target.part and kinds.intersection(types.values()))
             require(whole, what, ANEW, UNSUPPORTED)
-            (chosen[target.name],) = found
+            (chosen[target.name],) = kinds
     metadata = output.metadata | {"general.file_type": number(FILES[to])}
     return replace(output, chosen=chosen, metadata=metadata)
 
 
-def _describe(material: Material, to: str, place: Path) -> None:
+def _describe(material: Material, to: str, path: Path) -> None:
     """Write the model card: how to load the output, and base, licence, recipe and results of the source."""
     output, source = material.staging.output, material.checkpoint
     old, text = card.read(source.folder / card.CARD)
     base = old.get("base_model") or card.base_of(source.source, source.folder)
-    head = card.head(base, "gguf" if place.is_file() else to, source.folder)
+    head = card.head(base, "gguf" if path.is_file() else to, source.folder)
     ours = old.get("quantized_by") == "quantkit"
     head |= {key: old[key] for key in ("model-index",) if ours and key in old}
     rest = "".join(text.partition("## Load it")[1:]) if ours else "## Load it\n"
     rest = rest.replace(f"{source.name} --card {source.name}", f"{output.name} --card {output.name}")
     what = f"{source.name}, converted to {to} by quantkit {__version__}: all weights are equal."
-    load = clients.how_to_load(describe(open_contents(str(place)))["clients"], output.name)
+    load = clients.how_to_load(describe(open_contents(str(path)))["clients"], output.name)
     text = card.section(f"\n# {output.name}\n\n{what}\n\n{rest}", "load", load)
-    card.write_own(card.path_of(output) if place.is_file() else place / card.CARD, head, text)
+    card.write_own(card.path_of(output) if path.is_file() else path / card.CARD, head, text)
 
 
 def _compare(material: Material, output: Output, written: Checkpoint, progress: Progress) -> None:
     """Raise QuantkitError (exit code 6) unless the linears read back are the source's."""
-    found = {target.name: target.parameters for target in getattr(written, "targets", {}).values()}
-    targets = [target for target in getattr(output, "targets", ()) if target.name in found]
-    names = {a: b for one in targets for a, b in zip(one.stored, found[one.name], strict=False)}
-    packed = [row for row in material.specs if row.grid]
-    for done, row in enumerate(packed):
+    parameters = {target.name: target.parameters for target in getattr(written, "targets", {}).values()}
+    targets = [target for target in getattr(output, "targets", ()) if target.name in parameters]
+    names = {a: b for t in targets for a, b in zip(t.stored, parameters[t.name], strict=False)}
+    packed = [spec for spec in material.specs if spec.grid]
+    for done, spec in enumerate(packed):
         progress.counting(WRITTEN, done, len(packed))
-        name, weight = f"{row.name}.weight", _weight(material.checkpoint, row)
+        name, weight = f"{spec.name}.weight", _weight(material.checkpoint, spec)
         if names:  # of a GGUF file's tensors, by their names in the source
             values = written.read(names[name], torch.float32)
-            same = torch.equal(values.t() if row.conv1d else values, weight.values())
+            same = torch.equal(values.t() if spec.conv1d else values, weight.values())
         else:
-            same = _same(weight, written.layout.at(row.name).decode(written.parts(name)))
-        message = f"{row.name} reads back as other values"
+            same = _same(weight, written.layout.at(spec.name).decode(written.parts(name)))
+        message = f"{spec.name} reads back as other values"
         require(same, message, "the disk or memory may be faulty: add --overwrite", VERIFICATION)

@@ -60,20 +60,20 @@ class Material:
         """Names of unquantized modules that clients might take for quantized linears."""
         names = [name for module in self.outside for name in module.spellings]
         if self.layout.takes_matrices:
-            kept = (row["name"] for row in kept_parameters(self.skeleton) if len(row["shape"]) == 2)
+            kept = (kept["name"] for kept in kept_parameters(self.skeleton) if len(kept["shape"]) == 2)
             names += [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
         return names
 
     def untouched(self, block: int | None = None) -> dict[str, TensorInfo]:
         """Return the source's tensors that are not staged, of all blocks or of one."""
-        rows = (row for row in self.specs if block in (None, row.block))
-        names = (f"{row.name}.weight" for row in rows if row.grid or self.is_packed(row))
+        specs = (spec for spec in self.specs if block in (None, spec.block))
+        names = (f"{spec.name}.weight" for spec in specs if spec.grid or self.is_packed(spec))
         staged = {stored for name in names for stored in self.checkpoint.stored_as(name)}
         return {name: info for name, info in self.checkpoint.infos.items() if name not in staged}
 
-    def is_packed(self, row: LinearSpec) -> bool:
+    def is_packed(self, spec: LinearSpec) -> bool:
         """Return whether the source stores this linear as packed codes."""
-        return self.checkpoint.is_quantized(f"{row.name}.weight")
+        return self.checkpoint.is_quantized(f"{spec.name}.weight")
 
     def with_block(self, index: int) -> Checkpoint:
         """Return the checkpoint with block `index` as staged."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from quantkit.inspection.record import activations
 from quantkit.models.files import headers, untrusted
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine import distributed
+from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.machine.memory import mapped, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import walk
@@ -56,7 +57,7 @@ def finish(
         for job in jobs:
             assembled.enter_context(job.staging.assemble())
         drafts[0].output.write(drafts, imatrix, progress)
-    check_unchanged(jobs[0].checkpoint)  # the disk is not to be blamed for it
+    check_unchanged(jobs[0].checkpoint)  # before the disk is blamed
     reference = None if final_states is None else jobs[0].skeleton.logits(final_states[0, LAST])
     jobs[0].skeleton.model.to("meta")  # no second embedding next to the original's or the written one
     expected = None
@@ -83,12 +84,12 @@ def manifest(job: Job) -> dict:
     """Return the manifest. It does not depend on time or place."""
     by_name = {record["name"]: record for record in job.staging.records()}
     linears = []
-    for row in job.specs:
-        named = {"name": row.name, "shape": [row.out_features, row.in_features]}
-        if row.kept:
-            linears.append(named | {"kept": row.kept})
-        elif row.grid:
-            linears.append(named | {"grid": asdict(row.grid)} | by_name[row.name])
+    for spec in job.specs:
+        named = {"name": spec.name, "shape": [spec.out_features, spec.in_features]}
+        if spec.kept:
+            linears.append(named | {"kept": spec.kept})
+        elif spec.grid:
+            linears.append(named | {"grid": asdict(spec.grid)} | by_name[spec.name])
     several = {"ranks": distributed.count()} if distributed.count() > 1 else {}
     described = {
         "schema": "quantkit.manifest/1",
@@ -130,8 +131,8 @@ def _verify(
 def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place: Path) -> None:
     """Raise QuantkitError (exit code 6) if values computed from the files at `place` differ from the
     expected. pairs: name -> (computed, expected)."""
-    for what, (found, reference) in pairs.items():
-        difference = token_distances(found, reference).max().item()
+    for what, (computed, expected) in pairs.items():
+        difference = token_distances(computed, expected).max().item()
         if not difference <= VERIFY_TOLERANCE[dtype]:
             raise QuantkitError(
                 f"the checkpoint read back from {place} computes {what} that differ by {difference:.2g} "
@@ -141,18 +142,17 @@ def refuse_unlike(pairs: Mapping[str, tuple[Tensor, Tensor]], dtype: str, place:
             )
 
 
-def _reached(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
+def _expert_tokens(job: Job, records: Sequence[dict]) -> ExpertTokens | None:
     """Return how many tokens reached each expert; None without experts or calibration."""
-    widths = {row.name: row.in_features for row in job.specs}
-    rows = [row | {"expert": row["name"].rpartition(".")[0]} for row in records if "tokens" in row]
-    tokens = {row["expert"]: row["tokens"] for row in rows}
-    starved = {row["expert"] for row in rows if row["tokens"] < widths[row["name"]]}
+    widths = {spec.name: spec.in_features for spec in job.specs}
+    routed = [(expert_of(record["name"]), record) for record in records if "tokens" in record]
+    tokens = {expert: record["tokens"] for expert, record in routed}
+    starved = {expert for expert, record in routed if record["tokens"] < widths[record["name"]]}
     if not tokens:
         return None
     seen = sorted(tokens.values())
-    return ExpertTokens(
-        len(seen), seen[0], seen[len(seen) // 2], seen[-1], len(starved), job.request.run.experts
-    )
+    median = seen[len(seen) // 2]
+    return ExpertTokens(len(seen), seen[0], median, seen[-1], len(starved), job.request.run.experts)
 
 
 def of_finished(job: Job) -> Summary:
@@ -165,7 +165,9 @@ def of_finished(job: Job) -> Summary:
             timings = Timings(seconds=dict(seconds["seconds"]), notes=list(seconds["steps_down"]))
         manifest = headers.at(str(place), place).manifest
         measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
-        return summarize(job, timings, measured, [row for row in manifest["linears"] if "error" in row])
+        return summarize(
+            job, timings, measured, [linear for linear in manifest["linears"] if "error" in linear]
+        )
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"the manifest or the timings of {place} are damaged: {first_line(error)}"
         raise QuantkitError(what, "make it again with --overwrite") from error
@@ -177,7 +179,11 @@ def summarize(
     """Return the report of a job whose output is verified. measured: its loss. records: of its linears, if
     none is staged."""
     records = job.staging.records() if records is None else records
-    baselines = [row["rtn_error"] for row in records if row["rtn_error"] is not None]
+
+    def recorded(key: str) -> dict[str, Any]:
+        return {record["name"]: record[key] for record in records if key in record}
+
+    baselines = [record["rtn_error"] for record in records if record["rtn_error"] is not None]
     return Summary(
         source=job.request.source,
         output=str(job.method.output.paths(job.material)[0]),
@@ -186,20 +192,18 @@ def summarize(
         bits_per_weight=job.plan.bits_per_weight,
         bits_per_weight_model=job.plan.bits_per_weight_model,
         matrices=job.plan.matrices,
-        linears=len([row for row in job.specs if not row.kept]),
-        kept=len([row for row in job.specs if row.kept]),
-        error=sum(row["error"] for row in records) / len(records) if records else None,
+        linears=sum(not spec.kept for spec in job.specs),
+        kept=sum(bool(spec.kept) for spec in job.specs),
+        error=sum(record["error"] for record in records) / len(records) if records else None,
         rtn_error=sum(baselines) / len(baselines) if baselines else None,
-        fallbacks={row["name"]: row["fallback"] for row in records if row["fallback"]},
-        notes={row["name"]: row["notes"] for row in records if row["notes"]},
+        fallbacks={record["name"]: record["fallback"] for record in records if record["fallback"]},
+        notes={record["name"]: record["notes"] for record in records if record["notes"]},
         kept_parameters=job.kept_parameters,
         left_out=dict(job.method.output.left_out),
         copied=job.copied,
-        experts=_reached(job, records),
-        outlier_columns={row["name"]: row["outlier_columns"] for row in records if "outlier_columns" in row},
-        scaled={row["name"]: row["scaled"] for row in records if "scaled" in row}
-        if job.method.transform
-        else None,
+        experts=_expert_tokens(job, records),
+        outlier_columns=recorded("outlier_columns"),
+        scaled=recorded("scaled") if job.method.transform else None,
         seconds=dict(timings.seconds),
         steps_down=list(timings.notes),
         activations=activations(job.material.config),
@@ -212,7 +216,7 @@ def importance_of(jobs: Sequence[Job], timings: Timings, progress: Progress) -> 
     on calibration text."""
     from quantkit.quantize.calibrate import importance  # other jobs do without its libraries
 
-    job = next((one for one in jobs if one.method.output.gathers), jobs[0])
+    job = next((job for job in jobs if job.method.output.gathers), jobs[0])
     output = job.method.output
     if not output.gathers:
         return output.imatrix

@@ -47,14 +47,14 @@ class Output:
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
         """Return the exact sizes of the output, computed from shapes."""
-        rows = [spec for spec in specs if spec.grid]
-        rest = sum(checkpoint.plain(info).nbytes for info in _kept(checkpoint, specs))
-        quantized = sum(layout.nbytes(spec) for spec in rows)
-        return Sizes(rest + quantized, quantized, sum(spec.weights for spec in rows), len(rows))
+        coded = [spec for spec in specs if spec.grid]
+        rest = sum(checkpoint.plain(info).nbytes for info in _copied(checkpoint, specs))
+        nbytes = sum(map(layout.nbytes, coded))
+        return Sizes(rest + nbytes, nbytes, sum(spec.weights for spec in coded), len(coded))
 
     def growth(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> str:
         """Return a sentence on tensors that the source stores in fewer bits than the output; "" if none."""
-        pairs = [(info, checkpoint.plain(info)) for info in _kept(checkpoint, specs)]
+        pairs = [(info, checkpoint.plain(info)) for info in _copied(checkpoint, specs)]
         grown = [pair for pair in pairs if pair[1].nbytes > pair[0].nbytes]
         if not grown:
             return ""
@@ -77,17 +77,17 @@ class Output:
         """Return every linear of the blocks with its format, by the checkpoint's names."""
         return [
             Planned(
-                split(row.name)[1],
-                row.block,
-                (row.out_features, row.in_features),
-                row.grid.describe() if row.grid else f"16 bit ({row.kept})",
+                split(spec.name)[1],
+                spec.block,
+                (spec.out_features, spec.in_features),
+                spec.grid.describe() if spec.grid else f"16 bit ({spec.kept})",
             )
-            for row in specs
+            for spec in specs
         ]
 
     def copied(self, material: Material) -> dict[str, int]:
         """Return the bytes of each module outside the language model. These modules are copied unchanged."""
-        return {one.name: one.nbytes for one in material.outside}
+        return {module.name: module.nbytes for module in material.outside}
 
     def install_rest(
         self, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
@@ -129,10 +129,10 @@ class Output:
         card.write(draft.place / card.CARD, *made)
 
 
-def _kept(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:
+def _copied(checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[TensorInfo]:
     """Return the source's tensors that are copied."""
-    rows = [spec for spec in specs if spec.grid]
-    dense = {name for spec in rows for name in checkpoint.stored_as(f"{spec.name}.weight")}
+    coded = [spec for spec in specs if spec.grid]
+    dense = {name for spec in coded for name in checkpoint.stored_as(f"{spec.name}.weight")}
     return [info for info in checkpoint.infos.values() if info.name not in dense]
 
 
@@ -143,14 +143,14 @@ def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[
     for name, info in checkpoint.infos.items():
         if isinstance(info, Slice):
             layers.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.).*", "", name), []).append(name)
-    found, header = dict(infos), cache(safetensors_folder.read_header)
+    tensors, header = dict(infos), cache(safetensors_folder.read_header)
     for names in layers.values():
         if all(isinstance(infos.get(name), Slice) for name in names):
             for name in names:
-                info = found.pop(name)
-                if info.source not in found:
-                    found[info.source] = header(info.file)[info.source]
-    return found
+                info = tensors.pop(name)
+                if info.source not in tensors:
+                    tensors[info.source] = header(info.file)[info.source]
+    return tensors
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -189,13 +189,13 @@ def _recipe(manifest: dict) -> str:
     import yaml
 
     job, made = manifest["job"], manifest["job"]["calibration"]
-    found = {
+    recipe = {
         "method": manifest["method"],
         "quant": {key: value for key, value in job["options"].items() if key != "like"},  # the hash of a file
         "run": {key: job[key] for key in ("exclude", "override") if job[key]},
     }
     if made:
         names = ("samples", "seqlen", "seed")
-        own = {} if made["source"] == "shipped" else {"calibration": made["source"]}
-        found["calibration"] = own | {key: made[key] for key in names}
-    return yaml.safe_dump({key: value for key, value in found.items() if value}, sort_keys=False)
+        text = {} if made["source"] == "shipped" else {"calibration": made["source"]}
+        recipe["calibration"] = text | {key: made[key] for key in names}
+    return yaml.safe_dump({key: value for key, value in recipe.items() if value}, sort_keys=False)

@@ -82,8 +82,8 @@ class GgufOutput(Output):
 
     def types(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> dict[str, str]:
         """Return the type of each GGUF tensor: the chosen type, or 16 bit for kept linears."""
-        kept = {f"{row.name}.weight" for row in specs if row.kept}
-        found = dict(self.chosen)
+        kept = {f"{spec.name}.weight" for spec in specs if spec.kept}
+        types = dict(self.chosen)
         for target in self.targets:
             if kept.intersection(target.stored) and not stays_float(target.name, target.shape):
                 if others := sorted(set(target.stored) - kept):
@@ -94,8 +94,8 @@ class GgufOutput(Output):
                         USAGE,
                     )
                 info = checkpoint.infos.get(target.stored[0])
-                found[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
-        return found
+                types[target.name] = "BF16" if info and info.dtype == "BF16" else "F16"
+        return types
 
     def rounded(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> Checkpoint:
         """Return the source with tensors that the file holds in 16 bit rounded to their type."""
@@ -104,9 +104,9 @@ class GgufOutput(Output):
             for name in target.stored if types[target.name] in ("F16", "BF16") else ():
                 info, type = checkpoint.infos.get(name), types[target.name]
                 if info and info.dtype != type and target.part is None:
-                    place = type, info.shape, info.file, info.offset, info.nbytes
+                    stored = type, info.shape, info.file, info.offset, info.nbytes
                     values = partial(_narrow, target, type, checkpoint, name)
-                    infos[name] = Rewritten(name, *place, name, lambda exact, values=values: values())
+                    infos[name] = Rewritten(name, *stored, name, lambda exact, values=values: values())
         return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
@@ -128,13 +128,13 @@ class GgufOutput(Output):
 
     def encoding(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> int:
         """Return the bytes needed to encode the largest tensor or expert: its source and its codes twice."""
-        types, most = self.types(checkpoint, specs), 0
+        types, largest = self.types(checkpoint, specs), 0
         for target in self.targets:
             read = sum(checkpoint.infos[name].nbytes for name in target.stored if name in checkpoint.infos)
             read = 4 * math.prod(target.shape) if checkpoint.quantized else read  # decoded to float32
             codes = Entry(target.name, types[target.name], target.shape).nbytes
-            most = max(most, (read + 2 * codes) // max(1, len(target.parts)))
-        return most
+            largest = max(largest, (read + 2 * codes) // max(1, len(target.parts)))
+        return largest
 
     def parameters(self, skeleton: Skeleton) -> int:
         """Return the number of parameters of the language model."""
@@ -144,13 +144,13 @@ class GgufOutput(Output):
     def planned(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec]) -> list[Planned]:
         """Return every matrix with its type, by its name in the file."""
         types = self.types(checkpoint, specs)
-        rows = []
+        matrices = []
         for target in self.targets:
             if len(target.shape) >= 2:
                 block = re.fullmatch(r"blk\.(\d+)\.(.+)", target.name)
                 name, index = (block[2], int(block[1])) if block else (target.name, None)
-                rows.append(Planned(name, index, target.shape, types[target.name]))
-        return rows
+                matrices.append(Planned(name, index, target.shape, types[target.name]))
+        return matrices
 
     def copied(self, material: Material) -> dict[str, int]:
         """Return {}: the file holds only the language model."""
@@ -166,7 +166,7 @@ class GgufOutput(Output):
         rest = [t for t in self.targets if len(t.shape) == 2 and t.parameters and t.parameters[0] in outside]
         if not distributed.broadcast(lambda: bool(staged.rest())):
             coded = {t.name: self._encoded(t, checkpoint, [types[t.name]], None, progress) for t in rest}
-            blobs = {name: found[0][0] for name, found in coded.items()}
+            blobs = {name: encoded[0][0] for name, encoded in coded.items()}
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring inputs of the output matrix")
@@ -189,39 +189,41 @@ class GgufOutput(Output):
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
         material = drafts[0].material
-        types = [one.output.types(one.material.checkpoint, one.material.specs) for one in drafts]
+        types = [draft.output.types(draft.material.checkpoint, draft.material.specs) for draft in drafts]
         importance = imatrix.values() if imatrix else {}
         staged, source = self._staged(material), self._changed(material)
         staged_scales = self._staged(material, "ggml_scale")
         with ExitStack() as stack:
             writers = []
-            for one, chosen in zip(drafts, types, strict=True):
-                shards = in_shards(self._entries(chosen), one.material.shard_bytes)
-                metadata = one.output._metadata(one.manifest, imatrix)
+            for draft, chosen in zip(drafts, types, strict=True):
+                shards = in_shards(self._entries(chosen), draft.material.shard_bytes)
+                metadata = draft.output._metadata(draft.manifest, imatrix)
                 sums = {checksums.IN_SHARD if len(shards) > 1 else checksums.IN_FILE: checksums.BLANK}
-                writers.append(stack.enter_context(in_files(one.place, metadata, shards, sums)))
+                writers.append(stack.enter_context(in_files(draft.place, metadata, shards, sums)))
             for position, target in enumerate(self.targets):
                 progress.counting("writing tensors", position, len(self.targets))
                 chosen_types = [chosen[target.name] for chosen in types]
                 weights = _per_part(importance.get(target.name), len(target.parts))
                 scales: list[list[float]] = [[] for _ in writers]
-                for expert, part in enumerate(target.parts):
-                    if part.stored and part.stored[0] in staged:
-                        scale = staged_scales.get(part.stored[0])
-                        own = [] if scale is None else reading.tensor(scale).tolist()
-                        found = [(reading.tensor(staged[part.stored[0]]), own)]
+                for expert, matrix in enumerate(target.parts):
+                    if matrix.stored and matrix.stored[0] in staged:
+                        scale = staged_scales.get(matrix.stored[0])
+                        matrix_scales = [] if scale is None else reading.tensor(scale).tolist()
+                        encoded = [(reading.tensor(staged[matrix.stored[0]]), matrix_scales)]
                     else:
-                        found = self._encoded(part, source, chosen_types, weights[expert], progress)
-                    for write, (rows, own), several in zip(writers, found, scales, strict=True):
+                        encoded = self._encoded(matrix, source, chosen_types, weights[expert], progress)
+                    for write, (rows, matrix_scales), file_scales in zip(
+                        writers, encoded, scales, strict=True
+                    ):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         write(target.name, [moved.contiguous().numpy()])
-                        several += own
-                for write, type, several in zip(writers, chosen_types, scales, strict=True):
+                        file_scales += matrix_scales
+                for write, type, file_scales in zip(writers, chosen_types, scales, strict=True):
                     if scale := scale_of(target.name, type, target.shape):
-                        write(scale[0], [np.array(several, np.float32)])
+                        write(scale[0], [np.array(file_scales, np.float32)])
             progress.counting("writing tensors", len(self.targets), len(self.targets))
-        for one in drafts:
-            for path in gguf_shards.existing(one.place):
+        for draft in drafts:
+            for path in gguf_shards.existing(draft.place):
                 checksums.seal(path)
 
     def describe(self, draft: Draft, summary: Summary) -> None:
@@ -251,15 +253,15 @@ class GgufOutput(Output):
             values = target.to_gguf(values)
         matrices = values if values.ndim == 3 else [values if values.ndim == 2 else values[:, None]]
         weights = _per_part(importance, len(matrices))
-        found = []
+        encoded = []
         for name in types:
-            rows = [encode_rows(name, *both) for both in zip(matrices, weights, strict=True)]
-            lost = sum(_vanished(target, name, *both) for both in zip(matrices, rows, strict=True))
+            rows = [encode_rows(name, *pair) for pair in zip(matrices, weights, strict=True)]
+            lost = sum(_vanished(target, name, *pair) for pair in zip(matrices, rows, strict=True))
             if lost > (values.numel() * FEW if name in PLAIN else 0):
                 progress.warn(f"{target.name}: {count(lost, 'weight')} became 0, too small for {name}")
             scales = [separate_scale(name, matrix) for matrix in matrices]
-            found.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
-        return found
+            encoded.append((torch.cat(rows), [scale for scale in scales if scale is not None]))
+        return encoded
 
     def _metadata(self, manifest: dict, imatrix: Imatrix | None) -> dict[str, Any]:
         """Return the file's metadata including the manifest, without the sum of its tensors."""

@@ -70,7 +70,7 @@ class _Baseline:
 
     def __init__(self, job: Job, skeleton: Skeleton):
         self.job, self.skeleton = job, skeleton
-        self.outside = job.method.outside or any(row.embedding for row in job.specs)
+        self.outside = job.method.outside or any(spec.embedding for spec in job.specs)
         self._install()
         self.hidden = skeleton.embed(job.held_back.tokens)
 
@@ -78,7 +78,10 @@ class _Baseline:
     def of(job: Job, skeleton: Skeleton) -> _Baseline | None:
         """Return the baseline of a job with error feedback; None for other jobs, for a layout with stored
         scales of inputs, and if the head is a last block."""
-        method, head = job.method, any(row.block >= skeleton.depth for row in job.specs if not row.embedding)
+        method, head = (
+            job.method,
+            any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding),
+        )
         fits = "hessian" in method.needs and "peak" not in method.layout.needs and not head
         return _Baseline(job, skeleton) if fits else None
 
@@ -135,11 +138,11 @@ def warning(loss: Loss | None, options: Any, dtype: str) -> str | None:
 def _compared(expected: Tensor, skeleton: Skeleton, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the KL divergence of each token, and 1.0 where both models predict the same token, else 0.0."""
     kld, same, start = [], [], 0
-    for found in _log_probs(skeleton, hidden):
-        theirs = expected[start : start + len(found)]
-        kld.append(divergence.of_log_probs(theirs, found))
-        same.append((theirs.argmax(-1) == found.argmax(-1)).float())
-        start += len(found)
+    for log_probs in _log_probs(skeleton, hidden):
+        original = expected[start : start + len(log_probs)]
+        kld.append(divergence.of_log_probs(original, log_probs))
+        same.append((original.argmax(-1) == log_probs.argmax(-1)).float())
+        start += len(log_probs)
     return torch.cat(kld), torch.cat(same)
 
 
@@ -147,5 +150,5 @@ def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Iterator[Tensor]:
     """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens of one sequence at a time: a
     model may have no more positions."""
     size = max(1, LOSS_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
-    for part in (part for sequence in hidden for part in sequence.split(size)):
-        yield torch.log_softmax(skeleton.logits(part).float(), -1).cpu()
+    for states in (states for sequence in hidden for states in sequence.split(size)):
+        yield torch.log_softmax(skeleton.logits(states).float(), -1).cpu()

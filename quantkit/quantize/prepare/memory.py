@@ -1,140 +1,34 @@
 """Peak memory of a quantization job, estimated from shapes, for jobs and for `quantkit plan`.
 
-The loop (loop.py) keeps in memory: everything outside the blocks, one block (of streamed experts only two),
-and the hidden states of all calibration tokens. Added to these are a batch inside the block, statistics, and
-the solver's work on the largest linear. The last three never reach their peaks together, so their sum is an
-upper limit, less than twice the true peak. torch is not imported.
+The peak is what lies outside the blocks, plus the sum of what each stage takes while a block is quantized
+(`Stages`). Every stage states its own bytes and names the code that allocates them. Batches, statistics and
+solver never reach their peaks together, so the sum is an upper limit, less than twice the true peak. torch is
+not imported.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from functools import cached_property
 
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES, original_every
+from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
 
 MIB = 1 << 20
-COMFORT = 0.8  # of the free memory that a job may take where there is another way
-FLOAT32 = 4
-BATCH_TOKENS = 4096  # of one forward pass: matrix products run at full rate, activations stay small
-LOADED_LATER_BYTES = 80 * MIB  # what Python with torch for CPUs and transformers load on the way; measured
-PREDICTED_BYTES = 1 << 28  # log-probabilities of the original model, to measure the loss of an output by
+COMFORT = 0.8  # share of the free memory that a job may take if there is another way
+BATCH_TOKENS = 4096  # tokens of a forward pass: matrix products run at full rate, activations stay small
+LOADED_LATER_BYTES = 80 * MIB  # Python with torch for CPUs and transformers after a job has begun; measured
+PREDICTED_BYTES = 1 << 28  # limit for log-probabilities of the original model
 LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
-SEARCH_VALUES = 1 << 26  # of a range search's temporaries on an accelerator, see grids/parallel.py
-MARGIN = 1.1  # of an accelerator's memory: its allocator rounds up, and holes remain
-LOGITS = 5  # copies of the logits at a time: as they are, in float32, their softmax and its sums, gradients
+SEARCH_VALUES = 1 << 26  # limit for temporaries of a range search on an accelerator (grids/parallel.py)
+SEARCH = 11  # temporaries of a range search per weight
+ROUNDED = 18  # bytes per weight of a linear that is solved: in float32, its candidates and codes
+MARGIN = 1.1  # an accelerator's allocator rounds up and leaves holes
+LOGITS = 5  # copies of the logits at a time: as computed, in float32, their softmax and its sums, gradients
 TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, activations and products among them
-REPLAYED = 2 * 128 * 24  # of two groups of a row: what stays of each shape, see solvers/replay.py
-SEARCH = 11  # temporaries of a range search, for each weight that it looks at
-
-
-@dataclass(frozen=True)
-class Shapes:
-    """The shapes that decide peak memory.
-
-    linears: of one block, `(name in the block, out_features, in_features)`. rest: parameters outside the
-    blocks; largest: stored bytes of the largest of these. element: bytes per value in a forward pass. tokens:
-    of the calibration text; batch_tokens: per forward pass. width: of hidden states; None: the smallest
-    in_features. experts: names of the linears that are an expert's. streamed: experts are read when called.
-    active: experts per token. predicted: bytes of log-probabilities by which the loss of the output is
-    measured.
-    """
-
-    linears: Sequence[tuple[str, int, int]]
-    rest: int
-    largest: int
-    element: int
-    tokens: int
-    batch_tokens: int
-    width: int | None = None
-    experts: frozenset[str] = frozenset()
-    streamed: bool = False
-    active: int = 1
-    predicted: int = 0
-
-    @cached_property
-    def weights(self) -> int:
-        """Number of weights in one block's linears."""
-        return sum(out_features * in_features for _, out_features, in_features in self.linears)
-
-    @cached_property
-    def block(self) -> int:
-        """Number of one block's weights that are in memory at a time."""
-        routed = [row for row in self.linears if row[0] in self.experts]
-        if not self.streamed:
-            return self.weights
-        kept = expert_share.IN_MEMORY * expert_share.largest_expert(routed)
-        return self.weights - sum(o * i for _, o, i in routed) + kept
-
-    @property
-    def hidden(self) -> int:
-        return self.width or min(in_features for *_, in_features in self.linears)
-
-    @cached_property
-    def widest(self) -> int:
-        return max(in_features for *_, in_features in self.linears)
-
-    @cached_property
-    def largest_linear(self) -> int:
-        return max(out_features * in_features for _, out_features, in_features in self.linears)
-
-    @cached_property
-    def widths(self) -> list[int]:
-        """Input width of each site: equally wide linears of one module count as one site, and so do all
-        streamed experts of a layer."""
-        places = ((name.rpartition(".")[0], width) for name, _, width in self.linears)
-        return [w for _, w in {(re.sub(r"\.\d+", "", at) if self.streamed else at, w) for at, w in places}]
-
-    @property
-    def moments(self) -> int:
-        """Bytes of the second moments of an expert's site; 0 without experts."""
-        widths = [in_features for name, _, in_features in self.linears if name in self.experts]
-        return FLOAT32 * max(widths, default=0) ** 2
-
-    def each(self, accelerated: bool) -> int:
-        """Bytes of one more site of experts at a time: its second moments; on an accelerator, which solves it
-        together with the others, also copies of these, and of two linears with errors and codes."""
-        largest = max((out * width for name, out, width in self.linears if name in self.experts), default=0)
-        return 4 * self.moments + 26 * FLOAT32 * largest if accelerated else self.moments
-
-    @property
-    def states(self) -> int:
-        """Bytes of the hidden states of all tokens."""
-        return self.tokens * self.hidden * self.element
-
-    @property
-    def moving(self) -> int:
-        """Bytes in memory if hidden states are on host or disk: current, next and copied batch."""
-        return 3 * self.batch_tokens * self.hidden * self.element
-
-    @cached_property
-    def spread(self) -> int:
-        """Largest number of values per token: in the widest linear, or in all of the token's experts."""
-        inner = [row[2] for row in self.linears if row[0] in self.experts and row[1] == self.hidden]
-        return max(self.widest, self.active * max(inner, default=0))
-
-    @property
-    def flight(self) -> int:
-        """Bytes per token of a batch that waits inside the block."""
-        return (2 * self.hidden + self.spread) * self.element
-
-    @property
-    def waiting(self) -> int:
-        """Bytes of batches that wait while another runs, so that experts are read once for all."""
-        batches = min(expert_share.IN_STEP, -(-self.tokens // self.batch_tokens)) - 1 if self.streamed else 0
-        return batches * self.batch_tokens * self.flight
-
-    @property
-    def batch(self) -> int:
-        """Bytes of running a batch: residual, normed and projected states, four tensors as wide as the
-        widest, one of them in float32, and batches that wait."""
-        values = (3 * self.hidden + 4 * self.spread) * self.element
-        values += FLOAT32 * self.spread * (self.element < FLOAT32)
-        return self.batch_tokens * values + self.waiting
+REPLAYED = 2 * 128 * 24  # bytes per row that stay of two groups for each shape, see solvers/replay.py
 
 
 @dataclass(frozen=True)
@@ -150,90 +44,172 @@ class Peak:
         return self.device or self.host
 
 
-def peak_memory(
-    shapes: Shapes,
-    needs: Collection[str],
-    scaled: float = 0.0,
-    outside: bool = False,
-    suspend: bool = False,
-    states: str = "device",
-    accelerated: bool = False,
-    at_once: int = 1,
-) -> Peak:
-    """Return the peak bytes of a job.
+@dataclass(frozen=True)
+class Stages:
+    """The stages of quantizing a block. A property is the bytes that the code named in its text takes.
 
-    needs: statistics of calibration text; empty if data-free. scaled: share of the tokens whose statistics a
-    transform uses, for all sites at once; 0 without a transform; below 1 the solver needs its own statistics,
-    and float32 weights are kept next to the block's. outside: embedding and head are encoded before the first
-    block. suspend: every batch waits at a site until the site is solved. states: where hidden states are
-    kept: `device`, `host` or `disk`. at_once: how many sites of experts one repeated forward pass measures.
+    needs: statistics of calibration text; empty if data-free. sample: share of the tokens whose statistics a
+    transform uses, for all sites at once; 0 without a transform; below 1 the solver needs its own statistics.
+    outside: embedding and head are encoded before the first block. suspend: every batch waits at a site until
+    the site is solved, unless a transform sees all tokens. states: where hidden states are kept: `device`,
+    `host` or `disk`. at_once: how many sites of experts one repeated forward pass measures.
     """
-    element, away, largest = shapes.element, states != "device", shapes.largest_linear
-    copied = FLOAT32 * (element < FLOAT32)  # bytes of a weight in float32 next to the block's own
-    # a linear in float32 with its candidates and codes; a CPU searches ranges a cacheful at a time
-    solving = 18 * largest
-    if accelerated:
-        solving = max(solving, FLOAT32 * (min(SEARCH * largest, SEARCH_VALUES) + 3 * largest))
-    block, elsewhere = shapes.block * element, 0  # elsewhere: what waits on the host for an accelerator
-    if not needs:
-        kept = 0 if accelerated else min(KEPT_BYTES, FLOAT32 * shapes.weights)
-        job = block * (2 if copied else 1) + solving + kept + shapes.waiting
-    else:
-        whole = scaled == 1
-        suspend = suspend and not whole  # those batches hold the states they began with, wherever these are
-        running = shapes.states * (suspend or not away) + shapes.moving * away + shapes.batch
-        running += shapes.tokens * shapes.flight * suspend
-        together = FLOAT32 * sum(width**2 for width in shapes.widths) if scaled else 0
-        square = FLOAT32 * shapes.widest**2
-        moments = max(square * ("hessian" in needs), together)
-        moments += (at_once - 1) * shapes.each(accelerated) + 2 * shapes.moments
-        if "hessian" in needs and (accelerated or "drift" in needs or not whole):
-            # the factor of H, or a permuted copy, and for yaqa both; errors and codes of two linears
-            factors = square * (1 + ("curvature" in needs)) + 9 * FLOAT32 * largest
-            # before: H of the compared tokens, its factor and a quarter more, drifts, weights
-            aiming = square * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
-            solving = max(solving, factors + 2 * largest * copied, aiming * ("drift" in needs))
-        if "hessian" in needs and accelerated:
+
+    shapes: Shapes
+    needs: Collection[str]
+    sample: float = 0.0
+    outside: bool = False
+    suspend: bool = False
+    states: str = "device"
+    accelerated: bool = False
+    at_once: int = 1
+
+    def computing(self) -> dict[str, int]:
+        """Return the bytes of each stage on the device that computes. A job without calibration has the
+        stored and the decoded block, batches that wait for experts, a linear that is rounded, and freed pages
+        that a CPU keeps for the next linears (machine/memory.py)."""
+        shapes = self.shapes
+        if not self.needs:
+            return {
+                "block": shapes.block * shapes.element * (2 if shapes.narrow else 1),
+                "batches": shapes.waiting,
+                "solver": self.rounding,
+                "freed pages": 0 if self.accelerated else min(KEPT_BYTES, FLOAT32 * shapes.weights),
+            }
+        stages = {
+            "block": self.block,
+            "hidden states": self.hidden_states,
+            "batches": self.batches,
+            "statistics": self.capture,
+            "solver": self.solve,
+        }
+        return stages if self.offloads else stages | {"original": self.original, "experts": self.experts}
+
+    def waiting(self) -> int:
+        """Return the bytes that the host keeps for an accelerator: hidden states, twice because the allocator
+        of pinned memory hands out powers of two, and what is kept where the states are."""
+        states = 2 * self.shapes.states if self.states == "host" else 0
+        return states + self.original + self.experts if self.needs and self.offloads else 0
+
+    @property
+    def block(self) -> int:
+        """skeleton/loading.py: the loaded block. A transform that sees all tokens works on float32 weights,
+        one on a sample keeps them in addition. Embedding and head are encoded before a block is loaded."""
+        shapes = self.shapes
+        nbytes = shapes.block * (FLOAT32 if self.sees_all else shapes.element)
+        if self.sample and shapes.narrow and not self.sees_all:
+            nbytes += shapes.block * FLOAT32
+        return max(nbytes, shapes.largest) if self.outside else nbytes
+
+    @property
+    def hidden_states(self) -> int:
+        """calibrate/states.py: the inputs of the block. Suspended batches keep their inputs in memory, even
+        with --states disk."""
+        away = self.states != "device"
+        return self.shapes.states * (self.suspends or not away) + self.shapes.moving * away
+
+    @property
+    def batches(self) -> int:
+        """calibrate/forwards.py: the batch that runs through the block, and suspended batches."""
+        return self.shapes.batch + self.shapes.tokens * self.shapes.suspended * self.suspends
+
+    @property
+    def capture(self) -> int:
+        """calibrate/capture.py: the Hessian of the widest site, or those of all sites for a transform;
+        Hessians of experts. The encoded head is kept while its inputs are measured."""
+        shapes = self.shapes
+        hessians = max(shapes.hessian * ("hessian" in self.needs), shapes.hessians * (self.sample > 0))
+        experts = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
+        return hessians + experts + shapes.largest // 2 * self.outside
+
+    @property
+    def original(self) -> int:
+        """calibrate/original.py: inputs and outputs of the original's sites, for a sample of the batches."""
+        shapes = self.shapes
+        batches = -(-shapes.tokens // shapes.batch_tokens)
+        sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
+        values = (4 * shapes.hidden + sum(shapes.widths)) * sampled
+        return values * shapes.element * ("drift" in self.needs)
+
+    @property
+    def experts(self) -> int:
+        """transforms/expert_by_expert.py: the inputs of each layer of streamed experts."""
+        layers = {expert_share.expert_of(name).rpartition(".")[0] for name in self.shapes.experts}
+        return self.shapes.states * len(layers) if self.sample and self.shapes.streamed else 0
+
+    @property
+    def solve(self) -> int:
+        """solvers/: the largest linear while it is solved; CUDA graphs (replay.py); curvatures. A transform
+        that sees all tokens first scales the Hessians of all sites."""
+        solving, shapes, needs = self.rounding, self.shapes, self.needs
+        if "hessian" in needs and (self.accelerated or "drift" in needs or not self.sees_all):
+            solving = max(solving, self.error_feedback, self.retarget * ("drift" in needs))
+        if "hessian" in needs and self.accelerated:
             solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
-        if scaled and shapes.streamed:  # what enters each layer of experts, until all of them have come
-            experts = map(expert_share.expert_of, shapes.experts)
-            elsewhere = shapes.states * len({name.rpartition(".")[0] for name in experts})
-        if "drift" in needs:  # inputs and outputs of the original's sites
-            batches = -(-shapes.tokens // shapes.batch_tokens)
-            sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
-            elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * sampled * element
         if "curvature" in needs:
-            solving += _curvatures(shapes)
-        if whole:
-            block, solving = shapes.block * FLOAT32, max(solving, together)
-        elif scaled:
-            block += shapes.block * copied
-        if outside:  # codes wait while the head is measured, and are made of what is read once more
-            block, moments = max(block, shapes.largest), moments + shapes.largest // 2
-        job = block + running + moments + solving
-    if not (accelerated and away):
-        job, elsewhere = job + elsewhere, 0
-    working = shapes.rest * element + max(job, shapes.largest, loss_memory(shapes, accelerated))
+            solving += self.curvatures
+        return max(solving, shapes.hessians) if self.sees_all else solving
+
+    @property
+    def rounding(self) -> int:
+        """solvers/rtn.py: the largest linear in float32 with its candidates and codes. A CPU searches ranges
+        a cacheful at a time, an accelerator SEARCH_VALUES at a time."""
+        largest = self.shapes.largest_linear
+        searched = FLOAT32 * (min(SEARCH * largest, SEARCH_VALUES) + 3 * largest) * self.accelerated
+        return max(ROUNDED * largest, searched)
+
+    @property
+    def error_feedback(self) -> int:
+        """solvers/gptq.py: the factor of H, or a permuted copy, and for yaqa both; errors and codes of two
+        linears, which are converted to float32."""
+        factors = self.shapes.hessian * (1 + ("curvature" in self.needs))
+        return factors + (9 + 2 * self.shapes.narrow) * FLOAT32 * self.shapes.largest_linear
+
+    @property
+    def retarget(self) -> int:
+        """solvers/gptq.py: H, its factor, workspace and drift, of which --target original makes weights."""
+        shapes, largest = self.shapes, self.shapes.largest_linear
+        return shapes.hessian * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
+
+    @property
+    def curvatures(self) -> int:
+        """calibrate/curvature.py: output curvatures of a block's linears, the largest factorization, and
+        autograd's copies of a batch or the logits of some tokens."""
+        shapes = self.shapes
+        outs = [out for _, out, _ in shapes.linears]
+        routed = sum(out + width for name, out, width in shapes.linears if name in shapes.experts)
+        experts = len({expert_share.expert_of(name) for name in shapes.experts}) or 1
+        values = sum(out + width for _, out, width in shapes.linears)
+        values += shapes.active * routed // experts - routed
+        traced = shapes.batch_tokens * (TRACED * values * shapes.element + 8 * shapes.hidden * FLOAT32)
+        vocabulary = shapes.rest // shapes.hidden  # at most
+        logits = LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * vocabulary)
+        return FLOAT32 * (sum(out**2 for out in outs) + 5 * max(outs) ** 2) + max(traced, logits)
+
+    @property
+    def offloads(self) -> bool:
+        return self.accelerated and self.states != "device"
+
+    @property
+    def sees_all(self) -> bool:
+        return self.sample == 1
+
+    @property
+    def suspends(self) -> bool:
+        return self.suspend and not self.sees_all
+
+
+def peak_memory(stages: Stages) -> Peak:
+    """Return the peak bytes of a job: all outside the blocks, and the sum of the stages of a block, unless
+    reading the largest tensor or measuring the loss takes more."""
+    shapes, accelerated = stages.shapes, stages.accelerated
+    later = max(shapes.largest, loss_memory(shapes, accelerated))
+    computing = shapes.rest * shapes.element + max(sum(stages.computing().values()), later)
     if not accelerated:
-        return Peak(0, LOADED_LATER_BYTES + working)
-    if needs and states == "host":
-        elsewhere += 2 * shapes.states  # the allocator of pinned memory hands out powers of two
-    reading = max(shapes.largest, shapes.block * element) + 3 * largest
-    waiting = max(reading + elsewhere, shapes.predicted)
-    return Peak(int(MARGIN * working), LOADED_LATER_BYTES + waiting)
-
-
-def _curvatures(shapes: Shapes) -> int:
-    """Return the bytes of output curvatures of a block's linears, of the largest factorization, and of
-    autograd's copies of a batch (`curvature.py`) or the logits of some tokens."""
-    outs = [out for _, out, _ in shapes.linears]
-    routed = sum(out + width for name, out, width in shapes.linears if name in shapes.experts)
-    experts = len({expert_share.expert_of(name) for name in shapes.experts}) or 1
-    values = sum(out + width for _, out, width in shapes.linears) - routed + shapes.active * routed // experts
-    kept = shapes.batch_tokens * (TRACED * values * shapes.element + 8 * shapes.hidden * FLOAT32)
-    vocabulary = shapes.rest // shapes.hidden  # at most
-    logits = LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * vocabulary)
-    return FLOAT32 * (sum(out**2 for out in outs) + 5 * max(outs) ** 2) + max(kept, logits)
+        return Peak(0, LOADED_LATER_BYTES + computing)
+    reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear
+    host = max(reading + stages.waiting(), shapes.predicted)
+    return Peak(int(MARGIN * computing), LOADED_LATER_BYTES + host)
 
 
 def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
@@ -250,10 +226,10 @@ def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
 
 def loss_memory(shapes: Shapes, away: bool = False) -> int:
     """Return the peak bytes of measuring the loss of an output, besides all outside the blocks: a block, of
-    which one linear is rounded to nearest, and predictions. away: these are on the host."""
+    which one linear is rounded to nearest, and predictions. away: predictions are on the host."""
     if not shapes.predicted:
         return 0
-    block = shapes.block * shapes.element + 18 * shapes.largest_linear
+    block = shapes.block * shapes.element + ROUNDED * shapes.largest_linear
     return block + (0 if away else shapes.predicted) + LOGITS * min(LOSS_BYTES, shapes.predicted)
 
 
@@ -268,4 +244,4 @@ def sites_at_once(shapes: Shapes, free: int, need: Peak) -> int:
     one site at a time."""
     experts = len(set(map(expert_share.expert_of, shapes.experts)))
     spare = max(0, int(COMFORT * free) - need.computing)
-    return 1 + min(experts, spare // shapes.each(need.device > 0)) if experts else 1
+    return 1 + min(experts, spare // shapes.expert_site(need.device > 0)) if experts else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,13 +27,14 @@ from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
     Peak,
-    Shapes,
+    Stages,
     forward_memory,
     loss_memory,
     peak_memory,
     scratch_bytes,
     sites_at_once,
 )
+from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 from quantkit.tables import size
 
 ENCODING = 1 << 24  # temporaries of an encoder
@@ -94,39 +94,35 @@ def job_memory(
     """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
     batches = -(-samples // way.batch_size)
-    own = min(samples, way.batch_size * -(-batches // distributed.count()))  # of one rank, at most
-    batch_tokens = min(way.batch_size, own) * seqlen
-    shapes = replace(shapes, tokens=own * seqlen, batch_tokens=batch_tokens)
+    samples = min(samples, way.batch_size * -(-batches // distributed.count()))  # at most, on one rank
+    shapes = replace(shapes, tokens=samples * seqlen, batch_tokens=min(way.batch_size, samples) * seqlen)
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
-        most = max(encode, forward_memory(shapes, way.states == "disk") if method.needs else 0)
-        most = max(most, loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes))
-        return Peak(most, encode) if accelerated else Peak(0, most)
-    scaled = method.transform.sample if method.transform else 0
+        forward = forward_memory(shapes, way.states == "disk") if method.needs else 0
+        loss = loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes)
+        peak = max(encode, forward, loss)
+        return Peak(peak, encode) if accelerated else Peak(0, peak)
+    sample = method.transform.sample if method.transform else 0
     suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
-    return peak_memory(shapes, method.needs, scaled, outside, suspend, way.states, accelerated, way.at_once)
+    stages = shapes, method.needs, sample, outside, suspend, way.states, accelerated, way.at_once
+    return peak_memory(Stages(*stages))
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
-    """Return the shapes that decide memory: those of the block with the most weights."""
-    weights: Counter[int] = Counter()
-    for spec in specs:
-        if not spec.embedding:  # solved in parts
-            weights[spec.block] += spec.weights
-    index = max(sorted(weights), key=weights.__getitem__, default=0)
+    """Return the shapes that decide memory. The embedding is solved in parts, so it does not count."""
     config, inside = skeleton.checkpoint.text_config, f"{skeleton.names.blocks}."
     stored = re.compile(rf"(^|\.){re.escape(inside.split('.')[-2])}\.\d+\.")
     infos = skeleton.checkpoint.infos.values()
     parameters = skeleton.model.named_parameters()
-    return Shapes(
-        linears=[(one.local, one.out_features, one.in_features) for one in specs if one.block == index],
-        rest=sum(part.numel() for name, part in parameters if not name.startswith(inside)),
+    return of_largest_block(
+        ((s.block, (s.local, s.out_features, s.in_features)) for s in specs if not s.embedding),
+        lambda block: streamed(skeleton.blocks[block]),
+        rest=sum(parameter.numel() for name, parameter in parameters if not name.startswith(inside)),
         largest=max((info.nbytes for info in infos if not stored.search(info.name)), default=0),
         element=skeleton.dtype.itemsize,
         tokens=tokens,
         batch_tokens=batch_tokens,
         width=getattr(config, "hidden_size", None),
-        experts=frozenset(streamed(skeleton.blocks[index])),
         streamed=skeleton.streams,
         active=next((getattr(config, name) for name in ROUTED if getattr(config, name, None)), 1),
     )
@@ -152,9 +148,9 @@ class Rooms:
     @staticmethod
     def of(device: torch.device, limit: Limit | None) -> Rooms:
         """Return the smallest free memory over all ranks."""
-        own = [limit.left] if limit else []
-        host = distributed.least(min([host_memory(), *own]))
-        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else own)]))
+        limits = [limit.left] if limit else []
+        host = distributed.least(min([host_memory(), *limits]))
+        free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else limits)]))
         return Rooms(free, host, device, limit)
 
     def hold(self, peak: Peak, share: float = 1.0) -> bool:
@@ -184,10 +180,9 @@ def decide(
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see
-    Shapes. Chooses the fastest of
-    the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5) if the way with the
-    least memory does not fit.
+    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see Shapes.
+    Chooses the fastest of the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5)
+    if the way with the least memory does not fit.
     """
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)

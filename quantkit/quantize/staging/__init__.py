@@ -1,3 +1,3 @@
 """Finished blocks on disk: the staging folder of a running job, its blocks, and its lock."""
 
-PART_BYTES = 1 << 20  # of a block's codes that wait in memory before they are staged
+PART_BYTES = 1 << 20  # codes of a block in memory before they are staged

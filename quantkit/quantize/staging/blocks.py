@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -17,7 +19,7 @@ from torch import Tensor
 from quantkit.models.files import checksums, reading, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 
-RECORD_BYTES = 1 << 30  # of a block of any number of experts
+RECORD_BYTES = 1 << 30  # limit for the record of a block with many experts
 
 
 class StagedBlocks:
@@ -28,7 +30,7 @@ class StagedBlocks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._sums: dict[Path, str] = {}  # of the parts of a block that is being made
+        self._sums: dict[Path, str] = {}  # sha256 of the parts of a block in progress
         self._whole: set[int] = set()  # blocks known to be as they were written
 
     def path(self, index: int) -> Path:
@@ -54,14 +56,14 @@ class StagedBlocks:
         if path.is_file() and index not in self._whole:
             files = _files(_record(path))
             paths = [self.folder / name for name in files]
-            there = files and all(map(Path.is_file, paths))
-            if there and [checksums.of_file(file) for file in paths] == [*files.values()]:
+            exist = files and all(map(Path.is_file, paths))
+            if exist and [checksums.of_file(file) for file in paths] == [*files.values()]:
                 self._whole.add(index)
         return index in self._whole
 
     def records(self) -> list[dict]:
         """Return the records of the linears of all blocks."""
-        return [row for index in self.there() for row in (_record(self.path(index)) or {})["linears"]]
+        return [linear for index in self.there() for linear in (_record(self.path(index)) or {})["linears"]]
 
     def infos(self, index: int) -> dict[str, TensorInfo]:
         """Return file and offset of a block's tensors, by stored name."""
@@ -80,33 +82,38 @@ class StagedBlocks:
 
     def save_part(self, path: Path, tensors: dict[str, Tensor]) -> None:
         """Write a part of a block."""
-        temporary = _saved(path, tensors, self.lasting)
-        self._sums[path] = checksums.of_file(temporary)
-        _rename(temporary, path, self.lasting)
+        with replacing(path, self.lasting) as file:
+            save_file(tensors, file, metadata={"format": "pt"})
+            self._sums[path] = checksums.of_file(file)
 
     def save(self, index: int, tensors: dict[str, Tensor], record: list[dict]) -> None:
         """Write the remaining tensors and the record; the block is then staged."""
         path = self.path(index)
-        temporary = _saved(path, tensors, self.lasting)
-        files = {part.name: self._sums.pop(part) for part in self._parts(index)}
-        files[path.name] = checksums.of_file(temporary)
-        write_text(path.with_suffix(".json"), json.dumps({"files": files, "linears": record}), self.lasting)
-        _rename(temporary, path, self.lasting)
+        with replacing(path, self.lasting) as file:
+            save_file(tensors, file, metadata={"format": "pt"})
+            files = {part.name: self._sums.pop(part) for part in self._parts(index)}
+            files[path.name] = checksums.of_file(file)
+            with replacing(path.with_suffix(".json"), self.lasting) as stored:
+                stored.write_text(json.dumps({"files": files, "linears": record}))
         self._whole.add(index)
 
 
-def save(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> None:
+def save(path: Path, tensors: dict[str, Tensor]) -> None:
     """Write a file of tensors, completely or not at all."""
-    _rename(_saved(path, tensors, lasting), path, lasting)
+    with replacing(path) as file:
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
-def write_text(path: Path, text: str, lasting: bool = True) -> None:
-    """Write a text, completely or not at all."""
-    temporary = path.with_suffix(path.suffix + ".tmp")
-    temporary.write_text(text)
+@contextmanager
+def replacing(path: Path, lasting: bool = True) -> Iterator[Path]:
+    """Yield the path of a temporary file that replaces `path`. lasting: sync file and folder."""
+    temporary = path.with_suffix(f"{path.suffix}.tmp")
+    yield temporary
     if lasting:
         sync(temporary)
     os.replace(temporary, path)
+    if lasting:
+        sync(path.parent)
 
 
 def sync(path: Path) -> None:
@@ -118,28 +125,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _saved(path: Path, tensors: dict[str, Tensor], lasting: bool = True) -> Path:
-    """Write the temporary file of `path` and return its path."""
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    if lasting:
-        sync(temporary)
-    return temporary
-
-
-def _rename(temporary: Path, path: Path, lasting: bool = True) -> None:
-    os.replace(temporary, path)
-    if lasting:
-        sync(path.parent)
-
-
 def _record(path: Path) -> dict | None:
     """Return the record of the block at `path`; None if missing or damaged."""
     try:
-        found = untrusted.parse(untrusted.read(path.with_suffix(".json"), RECORD_BYTES))
+        record = untrusted.parse(untrusted.read(path.with_suffix(".json"), RECORD_BYTES))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("linears"), list) else None
+    return record if isinstance(record, dict) and isinstance(record.get("linears"), list) else None
 
 
 def _files(record: dict | None) -> dict[str, str]:

@@ -24,14 +24,14 @@ WORDS = {  # entries that are no option's value, in the words of a user
 
 def differences(stored: dict, requested: dict, prefix: str = "") -> list[str]:
     """Return a text with both values for each entry in which two fingerprints differ."""
-    found = []
+    different = []
     for key in sorted(stored.keys() | requested.keys()):
         left, right = stored.get(key), requested.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
-            found += differences(left, right, f"{prefix}{key}.")
+            different += differences(left, right, f"{prefix}{key}.")
         elif left != right:
-            found.append(f"{_words(prefix, key)} ({_value(left)} there, {_value(right)} here)")
-    return found
+            different.append(f"{_words(prefix, key)} ({_value(left)} there, {_value(right)} here)")
+    return different
 
 
 def _words(prefix: str, key: str) -> str:

@@ -35,12 +35,12 @@ from quantkit.errors import (
 from quantkit.models.files import gguf_shards, safetensors_folder, untrusted
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.blocks import StagedBlocks, save, sync, write_text
+from quantkit.quantize.staging.blocks import StagedBlocks, replacing, save, sync
 from quantkit.quantize.staging.fingerprint import differences
 
 REST = "rest.safetensors"
-GRADIENTS = "curvature"  # folder of what `calibrate/curvature.py` gathers
-MOST = 1 << 20  # sequences of a batch, or threads
+GRADIENTS = "curvature"  # folder of calibrate/curvature.py
+MOST = 1 << 20  # limit for sequences of a batch and for threads
 
 
 class Staging(StagedBlocks):
@@ -60,7 +60,7 @@ class Staging(StagedBlocks):
         self._signed: dict = {}
         self._writer = ThreadPoolExecutor(1, "staging")  # waits for the disk while the next block is made
         self._writing: Future[None] | None = None
-        self._made: tuple[int, int] | None = None  # what is to be renamed into place, whatever its name
+        self._made: tuple[int, int] | None = None  # identity of the output that is renamed into place
 
     def stored_fingerprint(self) -> dict | None:
         """Return the fingerprint of the staged job; None if it is absent or has no sha256 of the source."""
@@ -113,7 +113,7 @@ class Staging(StagedBlocks):
             yield
         except QuantkitError as error:
             self._writer.shutdown()
-            gathered = (self.folder / GRADIENTS).exists()  # gradients, which are most of the work
+            gathered = (self.folder / GRADIENTS).exists()  # gradients are most of the work
             if isinstance(error, DamagedError) or not (self.there() or self.rest() or gathered):
                 self.discard()  # nothing in it is worth keeping
             raise
@@ -130,13 +130,14 @@ class Staging(StagedBlocks):
         self.folder.mkdir(parents=True, exist_ok=True)
         self._acquire()
         if not stored:
-            _clear(self.folder)  # of what another job left
+            _clear(self.folder)  # files of another job
         self.sign(fingerprint)
 
     def sign(self, fingerprint: dict) -> None:
         """Write the job's fingerprint."""
         if fingerprint != self._signed and not self.follows:
-            write_text(self.folder / "fingerprint.json", json.dumps(fingerprint, indent=2))
+            with replacing(self.folder / "fingerprint.json") as file:
+                file.write_text(json.dumps(fingerprint, indent=2))
             self._signed = fingerprint
 
     def _acquire(self) -> None:
@@ -150,14 +151,14 @@ class Staging(StagedBlocks):
 
     def done(self, count: int, warn: Callable[[str], None]) -> list[bool]:
         """Return which of `count` blocks are staged. Warns of damaged blocks and removes them."""
-        found = [self.is_done(index) for index in range(count)]
-        damaged = [index for index in self.there() if index < count and not found[index]]
+        done = [self.is_done(index) for index in range(count)]
+        damaged = [index for index in self.there() if index < count and not done[index]]
         if damaged:
             numbers = name_all(str(index + 1) for index in damaged)
             warn(f"damaged staged blocks are quantized again: {numbers}")
             for index in damaged:
                 self.forget(index)
-        return found
+        return done
 
     def tensors(self) -> dict[str, TensorInfo]:
         """Return file and offset of all staged blocks' tensors, by stored name."""

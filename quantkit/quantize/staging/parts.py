@@ -11,7 +11,7 @@ from quantkit.models.machine.memory import return_freed_pages
 from quantkit.quantize.staging import PART_BYTES
 from quantkit.quantize.staging.folder import Staging
 
-HOLES = 32 << 20  # bytes that are staged before the heap gives its free pages back, each of which comes anew
+HOLES = 32 << 20  # bytes staged between heap trims; a trim costs page faults
 
 
 class BlockParts:
@@ -22,11 +22,11 @@ class BlockParts:
         staging.start(index)
         self._staging, self._index = staging, index
         self._waiting: dict[str, Tensor] = {}
-        self._begun: dict[str, Tensor] = {}  # on their way
+        self._begun: dict[str, Tensor] = {}  # tensors that are being written
         self._files: dict[str, Path] = {}
         self._linears: dict[str, list[str]] = {}
         self._count = 0
-        self._since = 0  # bytes, since pages were given back
+        self._since = 0  # bytes staged since the last trim
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors; stage them once PART_BYTES are in memory."""
@@ -52,9 +52,9 @@ class BlockParts:
 
     def tensor(self, name: str) -> Tensor:
         """Return an added tensor."""
-        for kept in (self._waiting, self._begun):
-            if name in kept:
-                return kept[name]
+        for tensors in (self._waiting, self._begun):
+            if name in tensors:
+                return tensors[name]
         return reading.tensor(safetensors_folder.read_header(self._files[name])[name])
 
     def finish(self, record: list[dict]) -> None:
