@@ -118,10 +118,10 @@ def column_groups(
 
     size, groups = spec.grid.group_size, -(-spec.in_features // spec.grid.group_size)
     trivial = torch.arange(spec.in_features, device=device) // size
-    found = trivial if stored is None else stored.long()
-    if found.shape != trivial.shape:
-        raise damaged(tensors, f"{part} is {list(found.shape)} instead of {list(trivial.shape)}")
-    least, most = int(found.min()), int(found.max())
+    group = trivial if stored is None else stored.long()
+    if group.shape != trivial.shape:
+        raise damaged(tensors, f"{part} is {list(group.shape)} instead of {list(trivial.shape)}")
+    least, most = int(group.min()), int(group.max())
     if least < 0 or most >= groups:
         raise damaged(tensors, f"{part} names groups {least} to {most}, there are {groups}")
-    return None if spec.in_features % size == 0 and torch.equal(found, trivial) else found
+    return None if spec.in_features % size == 0 and torch.equal(group, trivial) else group

@@ -34,7 +34,7 @@ class Fp8Layout(Renamed):
     suffixes = ("weight", "weight_scale_inv")
     floats = ("weight_scale_inv",)
     takes_matrices = False
-    own = {"weight_scale": "weight_scale_inv"}
+    renamed = {"weight_scale": "weight_scale_inv"}
     whole_blocks = ("out_features",)
 
     def module(
@@ -66,8 +66,8 @@ def detect(config: dict) -> Fp8Layout | None:
     block, scheme = config.get("weight_block_size"), config.get("activation_scheme", "dynamic")
     experts = config.get("expert_dtype", "fp8")
     square = isinstance(block, list) and len(block) == 2 and type(block[0]) is int and block[0] > 0
-    known = square and block[0] == block[1] and (scheme, experts) == ("dynamic", "fp8")
+    readable = square and block[0] == block[1] and (scheme, experts) == ("dynamic", "fp8")
     what = f"weight_block_size {block!r}, activation_scheme {scheme!r} and expert_dtype {experts!r}"
     hint = "quantkit reads square blocks with dynamic activations, as DeepSeek publishes them"
-    require(known, f"quantization 'fp8' with {what} is not supported", hint, UNSUPPORTED)
+    require(readable, f"quantization 'fp8' with {what} is not supported", hint, UNSUPPORTED)
     return Fp8Layout(FloatQuantized(block[0]))

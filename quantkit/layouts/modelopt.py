@@ -48,29 +48,29 @@ class ModelOptLayout(Renamed):
     suffixes = ("weight", "weight_scale", "weight_scale_2", "input_scale")
     optional = ("input_scale",)
     cache_scales = ("k_proj.k_scale", "v_proj.v_scale")
-    own = {"weight_packed": "weight"} | FACTORS
+    renamed = {"weight_packed": "weight"} | FACTORS
     whole_blocks = ("out_features", "in_features")
 
     def tensors(self, spec: LinearSpec) -> Table:
-        found = super().tensors(spec)
+        table = super().tensors(spec)
         if isinstance(self.form, FloatQuantized):
-            dtype, shape = found["weight_scale"]
-            found["weight_scale"] = dtype, (shape[0], 1, shape[1], 1) if self.form.block else shape[:1]
-        return {part: (dtype, () if shape == (1,) else shape) for part, (dtype, shape) in found.items()}
+            dtype, shape = table["weight_scale"]
+            table["weight_scale"] = dtype, (shape[0], 1, shape[1], 1) if self.form.block else shape[:1]
+        return {suffix: (dtype, () if shape == (1,) else shape) for suffix, (dtype, shape) in table.items()}
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        found = super().encode(weight)
-        factors = FACTORS.values() if "weight_scale_2" in found else ()
-        return {part: 1 / tensor if part in factors else tensor for part, tensor in found.items()}
+        tensors = super().encode(weight)
+        factors = FACTORS.values() if "weight_scale_2" in tensors else ()
+        return {suffix: 1 / tensor if suffix in factors else tensor for suffix, tensor in tensors.items()}
 
     def translated(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors as the form stores them. Raises QuantkitError unless factors are above 0."""
-        found = super().translated(tensors)
-        for part in found.keys() & FACTORS.keys():
-            if not 0 < found[part].item() < math.inf:
-                raise damaged(tensors, f"{FACTORS[part]} is {found[part].item():g}, not above 0")
-            found[part] = 1 / found[part].float()
-        return found
+        stored = super().translated(tensors)
+        for suffix in stored.keys() & FACTORS.keys():
+            if not 0 < stored[suffix].item() < math.inf:
+                raise damaged(tensors, f"{FACTORS[suffix]} is {stored[suffix].item():g}, not above 0")
+            stored[suffix] = 1 / stored[suffix].float()
+        return stored
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         """Invert `encode` exactly. If `weight_scale_2` is no power of two, as ModelOpt writes it, the scales
@@ -87,10 +87,10 @@ class ModelOptLayout(Renamed):
         entry = {key: weights[key] for key in (*FLOAT8_CACHE, "group_size") if weights[key] is not None}
         inputs = {"input_activations": entry} if self.form.activations() else {}
         groups = {"group_0": inputs | {"weights": entry, "targets": ["Linear"]}}
-        found = {"config_groups": groups} if stored["quant_algo"] in GROUPED else {}
-        found |= {"ignore": stored["exclude_modules"], "quant_algo": stored["quant_algo"]}
-        found |= {"kv_cache_scheme": FLOAT8_CACHE} if self.cache else {}
-        return found | {"producer": PRODUCER, "quant_method": NAME}
+        config = {"config_groups": groups} if stored["quant_algo"] in GROUPED else {}
+        config |= {"ignore": stored["exclude_modules"], "quant_algo": stored["quant_algo"]}
+        config |= {"kv_cache_scheme": FLOAT8_CACHE} if self.cache else {}
+        return config | {"producer": PRODUCER, "quant_method": NAME}
 
     def files(self, specs: Sequence[LinearSpec], outside: Sequence[str] = ()) -> dict[str, dict]:
         """Return hf_quant_config.json. Engines match `exclude_modules` as shells match names of files."""
@@ -109,11 +109,11 @@ def completed(config: dict, read: Callable[[str], dict | None]) -> dict:
     """Return config.json, with the contents of hf_quant_config.json if it has no `quantization_config`, as in
     older exports. read: returns the contents of a JSON file by name; None if it is absent."""
     stored = {} if "quantization_config" in config else read(FILE) or {}
-    told = stored.get("quantization", stored)
-    if not isinstance(told, dict) or not told.get("quant_algo"):  # none: at most the cache is quantized
+    quantization = stored.get("quantization", stored)
+    if not isinstance(quantization, dict) or not quantization.get("quant_algo"):  # at most the cache is
         return config
-    cache = {"kv_cache_scheme": told.get("kv_cache_quant_algo")}
-    return config | {"quantization_config": cache | told | {"quant_method": NAME}}
+    cache = {"kv_cache_scheme": quantization.get("kv_cache_quant_algo")}
+    return config | {"quantization_config": cache | quantization | {"quant_method": NAME}}
 
 
 def detect(config: dict) -> ModelOptLayout | None:
@@ -123,14 +123,18 @@ def detect(config: dict) -> ModelOptLayout | None:
     layers, algos = config.get("quantized_layers"), {"Linear": config.get("quant_algo")}
     if algos["Linear"] == "MIXED_PRECISION" and isinstance(layers, dict):  # experts by the module around them
         names = {name: rf"re:{re.escape(name)}\." if name.endswith("experts") else name for name in layers}
-        algos = {names[name]: row.get("quant_algo") for name, row in layers.items() if isinstance(row, dict)}
-    known, cache = {algo.upper(): form for algo, form in FORMS.items()}, config.get("kv_cache_scheme")
-    targets = {name: known.get(str(algo).upper()) for name, algo in algos.items()}
+        algos = {
+            names[name]: layer.get("quant_algo") for name, layer in layers.items() if isinstance(layer, dict)
+        }
+    forms, cache = {algo.upper(): form for algo, form in FORMS.items()}, config.get("kv_cache_scheme")
+    targets = {name: forms.get(str(algo).upper()) for name, algo in algos.items()}
     wrong = [f"quant_algo {algo!r}" for name, algo in algos.items() if not targets[name]]
     wrong += [f"KV cache {cache!r}"] * (cache not in (None, "FP8", FLOAT8_CACHE))
     what = f"ModelOpt's {(wrong or ['quantized_layers'])[0]} is not supported"
     hint = f"quantkit reads {', '.join(FORMS)}, and of caches 8-bit floats"
     require(targets and not wrong, what, hint, UNSUPPORTED)
-    inputs = {form: numbers("activations", told) for form in targets.values() if (told := form.activations())}
+    inputs = {
+        form: numbers("activations", entry) for form in targets.values() if (entry := form.activations())
+    }
     schemes = tuple((name, Scheme(form, inputs.get(form))) for name, form in targets.items())
     return ModelOptLayout([*inputs, *targets.values()][0], schemes)

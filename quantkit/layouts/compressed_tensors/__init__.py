@@ -125,9 +125,9 @@ class CompressedTensorsLayout(Layout):
         """Return the stored configuration's form; without a configuration, the form that the tensors show."""
         if self.scheme:
             return self.form
-        part, dtype = self.form.CODES
-        fits = set(tensors) <= {*self.form.SUFFIXES} and part in tensors
-        if fits and stored_as(tensors[part])[0] == dtype:
+        suffix, dtype = self.form.CODES
+        fits = set(tensors) <= {*self.form.SUFFIXES} and suffix in tensors
+        if fits and stored_as(tensors[suffix])[0] == dtype:
             return self.form.fitting(tensors)
         raise damaged(tensors, f"{', '.join(tensors)} are of another form than {self.form.NAME}")
 
@@ -144,10 +144,10 @@ class CompressedTensorsLayout(Layout):
 
         scale = None
         if not numbers.dynamic or numbers.strategy == "tensor_group":
-            part = "input_global_scale" if numbers.is_fp4 else "input_scale"
-            scale = tensors[part].float()
+            suffix = "input_global_scale" if numbers.is_fp4 else "input_scale"
+            scale = tensors[suffix].float()
             if scale.numel() != 1:
-                raise damaged(tensors, f"{part} is {list(scale.shape)} instead of one number")
+                raise damaged(tensors, f"{suffix} is {list(scale.shape)} instead of one number")
         weight = self.values(tensors) if values is None else values
         if numbers.group_size and weight.shape[1] % numbers.group_size:
             why = f"rows of {weight.shape[1]} are not divided by groups of {numbers.group_size} inputs"
@@ -166,7 +166,7 @@ class CompressedTensorsLayout(Layout):
             if form != self.form or name in heads:
                 groups.setdefault(form, []).append(name)
         for name, members in fusions(specs).items():
-            of_members = {forms.get(row.name) for row in members}
+            of_members = {forms.get(spec.name) for spec in members}
             form = of_members.pop()
             if not of_members and form not in (self.form, None):
                 groups[form].append(name)
@@ -193,7 +193,7 @@ class CompressedTensorsLayout(Layout):
 
 @dataclass(frozen=True)
 class Renamed(CompressedTensorsLayout):
-    """Base of layouts with other names and float32 scales. own: names that differ, by those of the form.
+    """Base of layouts with other names and float32 scales. renamed: names that differ, by those of the form.
     whole_blocks: sides of a matrix that have no partial blocks."""
 
     code_part = "weight"
@@ -207,17 +207,19 @@ class Renamed(CompressedTensorsLayout):
 
     def tensors(self, spec: LinearSpec) -> Table:
         table = self.form.tensors(spec).items()
-        return {self.own.get(part, part): (WIDE.get(dtype, dtype), shape) for part, (dtype, shape) in table}
+        return {
+            self.renamed.get(name, name): (WIDE.get(dtype, dtype), shape) for name, (dtype, shape) in table
+        }
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        found = {self.own.get(part, part): tensor for part, tensor in super().encode(weight).items()}
-        table = self.tensors(self.sizes(found))
-        return {part: tensor.view(table[part][1]) for part, tensor in found.items()}
+        tensors = {self.renamed.get(name, name): tensor for name, tensor in super().encode(weight).items()}
+        table = self.tensors(self.sizes(tensors))
+        return {suffix: tensor.view(table[suffix][1]) for suffix, tensor in tensors.items()}
 
     def translated(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors under the names and in the shapes of the form."""
         table = self.form.tensors(self.checked_spec(tensors)).items()
-        return {part: tensors[self.own.get(part, part)].reshape(shape) for part, (_, shape) in table}
+        return {name: tensors[self.renamed.get(name, name)].reshape(shape) for name, (_, shape) in table}
 
     def decode(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         return self.form.decode(self.translated(tensors), self.sizes(tensors))
@@ -238,14 +240,14 @@ class Renamed(CompressedTensorsLayout):
 
 def _outside(specs: Sequence[LinearSpec]) -> list[str]:
     """Return patterns for modules outside the blocks, such as a head with another name than lm_head."""
-    spec = specs[0]
-    container = spec.name.removesuffix(f".{spec.block}.{spec.local}")
-    heads = [name for row in specs if row.head for name in row.spellings]
-    found = [] if heads else ["lm_head"]
-    if container == spec.name:
-        return found
+    first = specs[0]
+    container = first.name.removesuffix(f".{first.block}.{first.local}")
+    heads = [name for spec in specs if spec.head for name in spec.spellings]
+    patterns = [] if heads else ["lm_head"]
+    if container == first.name:
+        return patterns
     but = "".join(f"|{re.escape(name)}$" for name in heads)
-    return [*found, rf"re:(?!(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\.{but})"]
+    return [*patterns, rf"re:(?!(.*\.)?{re.escape(container.rpartition('.')[2])}\.\d+\.{but})"]
 
 
 def detect(config: dict) -> CompressedTensorsLayout | None:

@@ -44,10 +44,10 @@ class FloatQuantized(Form):
     def like(cls, weights: Numbers, inputs: Numbers | None) -> FloatQuantized | None:
         """Return the form for 8-bit floats scaled per tensor, row or square block; None for other weights."""
         rows, columns = weights.block or (None, None)
-        known = (weights.bits, weights.kind, weights.symmetric) == (8, "float", True) and rows == columns
-        known = known and weights.strategy in ("tensor", "channel", "block")
+        matches = (weights.bits, weights.kind, weights.symmetric) == (8, "float", True) and rows == columns
+        matches = matches and weights.strategy in ("tensor", "channel", "block")
         static = bool(inputs) and not inputs.dynamic
-        return cls(rows, static, weights.strategy == "tensor") if known else None
+        return cls(rows, static, weights.strategy == "tensor") if matches else None
 
     @property
     def needs(self) -> frozenset[str]:

@@ -43,8 +43,9 @@ class PackQuantized(Form):
     @classmethod
     def like(cls, weights: Numbers, inputs: Numbers | None) -> PackQuantized | None:
         """Return the form for integers scaled per row or group; None for other weights."""
-        known = weights.kind == "int" and weights.bits in WIDTHS and weights.strategy in ("channel", "group")
-        return cls(weights.bits, weights.group_size or -1, weights.symmetric) if known else None
+        matches = weights.kind == "int" and weights.bits in WIDTHS
+        matches = matches and weights.strategy in ("channel", "group")
+        return cls(weights.bits, weights.group_size or -1, weights.symmetric) if matches else None
 
     def of(self, spec: LinearSpec) -> PackQuantized:
         """Return a copy with the bits and group size of one linear."""
@@ -137,8 +138,8 @@ class IntQuantized(Form):
     def like(cls, weights: Numbers, inputs: Numbers | None) -> IntQuantized | None:
         """Return the form for 8-bit integers scaled per row, unless inputs have stored scales; else None."""
         numbers = weights.bits, weights.kind, weights.symmetric, weights.strategy
-        known = numbers == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
-        return cls() if known else None
+        matches = numbers == (8, "int", True, "channel") and (inputs is None or inputs.dynamic)
+        return cls() if matches else None
 
     def check(self, spec: LinearSpec) -> str | None:
         """Return an error if rows have more than one group; else None."""

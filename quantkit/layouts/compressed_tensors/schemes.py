@@ -73,9 +73,9 @@ def find(targets: Targets, linear: str) -> Scheme:
     schemes = dict(targets)
     patterns = sorted(target for target in schemes if target.startswith(PATTERN))
     matching = [pattern for pattern in patterns if re.match(pattern.removeprefix(PATTERN), linear)]
-    found = next((schemes[target] for target in (linear, *matching, *CLASSES) if target in schemes), None)
-    _well(found, f"{linear} is quantized, but no target of config_groups matches it")
-    return found
+    scheme = next((schemes[target] for target in (linear, *matching, *CLASSES) if target in schemes), None)
+    _well(scheme, f"{linear} is quantized, but no target of config_groups matches it")
+    return scheme
 
 
 def _group(name: str, group: object, stored_format: object) -> tuple[list[str], Scheme]:
@@ -94,14 +94,14 @@ def _group(name: str, group: object, stored_format: object) -> tuple[list[str], 
             compiled(target.removeprefix(PATTERN), f"{MALFORMED}: target {target!r}", AGAIN, RUNTIME)
     weights, inputs = numbers("weights", group.get("weights")), group.get("input_activations")
     activations = numbers("activations", inputs) if inputs else None
-    if (found := FORMS[form].like(weights, activations)) is None:
+    if (parsed := FORMS[form].like(weights, activations)) is None:
         what = f"{weights.bits} bit {weights.kind} weights by {weights.strategy}"
         what = what if weights.symmetric else f"asymmetric {what}"
         if activations:
             scales = "" if activations.dynamic else " of stored scales"
             what += f" with {activations.bits} bit {activations.kind} inputs{scales}"
         raise _unread(f"{what} in {form}", PRESETS)
-    return targets, Scheme(found, activations)
+    return targets, Scheme(parsed, activations)
 
 
 def numbers(what: str, entry: object) -> Numbers:
@@ -115,7 +115,7 @@ def numbers(what: str, entry: object) -> Numbers:
     whole = all(type(side) is int and side > 0 for side in sides)
     _well(not square or whole, f"block_structure of {what} is {block!r}")
     dynamic = entry.get("dynamic", False)
-    found = Numbers(
+    parsed = Numbers(
         bits=entry.get("num_bits", 8),
         kind=entry.get("type", "int"),
         symmetric=bool(entry.get("symmetric", True)),
@@ -125,18 +125,18 @@ def numbers(what: str, entry: object) -> Numbers:
         dynamic=dynamic in (True, "local"),
         power_of_two=entry.get("scale_dtype") == MxFp4Packed.SCALE_DTYPE,
     )
-    if what == "activations" and not _computed(found):
-        when = f"dynamic {dynamic!r}" + ("" if found.symmetric else ", asymmetric")
-        raise _unread(f"activations of {found.bits} bit {found.kind} by {strategy}, {when}", PRESETS)
-    return found
+    if what == "activations" and not _computed(parsed):
+        when = f"dynamic {dynamic!r}" + ("" if parsed.symmetric else ", asymmetric")
+        raise _unread(f"activations of {parsed.bits} bit {parsed.kind} by {strategy}, {when}", PRESETS)
+    return parsed
 
 
 def _computed(inputs: Numbers) -> bool:
     """Return whether quantkit computes with such inputs: scaled at run time, or 8 bit by a stored scale."""
     if inputs.is_fp4:
         return (inputs.strategy, inputs.group_size) in (("tensor_group", 16), ("group", 32))
-    known = inputs.symmetric and inputs.bits == 8 and inputs.kind in ("int", "float")
-    return known and inputs.strategy in (("token", "group") if inputs.dynamic else ("tensor",))
+    plain = inputs.symmetric and inputs.bits == 8 and inputs.kind in ("int", "float")
+    return plain and inputs.strategy in (("token", "group") if inputs.dynamic else ("tensor",))
 
 
 def _unread(what: str, why: str) -> QuantkitError:

@@ -42,21 +42,21 @@ def row_bytes(type_name: str, in_features: int) -> int:
 def encode_rows(type_name: str, weight: Tensor, importance: Tensor | None = None) -> Tensor:
     """Return `weight [rows, in]` encoded as ggml's own encoder does, uint8 `[rows, row_bytes]`. importance:
     `[in]` or `[rows, in]`; see grids.ggml."""
-    rows, width = weight.shape
-    encoded = torch.empty(rows, row_bytes(type_name, width), dtype=torch.uint8, device=weight.device)
+    count, width = weight.shape
+    encoded = torch.empty(count, row_bytes(type_name, width), dtype=torch.uint8, device=weight.device)
     if importance is not None:
         importance = importance.expand_as(weight)
 
-    def plain(part: slice) -> None:
+    def plain(rows: slice) -> None:
         if type_name in PLAIN:
-            encoded[part] = weight[part].to(PLAIN[type_name]).contiguous().view(torch.uint8)
+            encoded[rows] = weight[rows].to(PLAIN[type_name]).contiguous().view(torch.uint8)
         else:  # for weights that were trained as -1, 0 and 1
-            values = weight[part].float().cpu().numpy()
-            encoded[part] = torch.from_numpy(gguf.quants.quantize(values, _type(type_name)))
+            values = weight[rows].float().cpu().numpy()
+            encoded[rows] = torch.from_numpy(gguf.quants.quantize(values, _type(type_name)))
 
-    def blocks(part: slice) -> None:
-        some = None if importance is None else importance[part].float()
-        encoded[part] = pack(grid, *grid.quantize(weight[part].float(), some))
+    def blocks(rows: slice) -> None:
+        weights = None if importance is None else importance[rows].float()
+        encoded[rows] = pack(grid, *grid.quantize(weight[rows].float(), weights))
 
     grid = named(type_name).together([weight]) if type_name in TYPES else None
     by_chunks(blocks if grid else plain, weight)
@@ -88,8 +88,8 @@ def vanished(type_name: str, weight: Tensor, encoded: Tensor) -> int:
     values = encoded.view(plain) if plain else decode_rows(type_name, encoded, weight.shape[1])
     what = f"weights up to {weight.abs().max():.3g} are too large for {type_name}"
     require(is_finite(values), what, "choose a type with more range, such as BF16", UNSUPPORTED)
-    zero, some = (part.unflatten(1, (-1, size)).any(2) for part in (values, weight))
-    return size * int((~zero & some).sum())
+    kept, present = (matrix.unflatten(1, (-1, size)).any(2) for matrix in (values, weight))
+    return size * int((~kept & present).sum())
 
 
 def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
@@ -102,10 +102,10 @@ def decode_rows(type_name: str, encoded: Tensor, in_features: int) -> Tensor:
     require(fits, what, "the file is damaged: fetch it again")
     values = torch.empty(len(encoded), in_features)
 
-    def decode(part: slice) -> None:
-        blocks = encoded[part].contiguous().cpu().numpy()
+    def decode(rows: slice) -> None:
+        blocks = encoded[rows].contiguous().cpu().numpy()
         with np.errstate(invalid="ignore"):  # infinite scales: callers look for values that are not finite
-            values[part] = torch.from_numpy(gguf.quants.dequantize(blocks, _type(type_name)))
+            values[rows] = torch.from_numpy(gguf.quants.dequantize(blocks, _type(type_name)))
 
     try:
         by_chunks(decode, values)
@@ -131,24 +131,24 @@ def pack(grid: BlockGrid, codes: Tensor, params: Any) -> Tensor:
 def unpack(grid: BlockGrid, encoded: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Any]:
     """Invert `pack`. scale: `[1]`, by which all values are multiplied; None for 1."""
     blocks = encoded.reshape(-1, row_bytes(grid.name, grid.group_size))
-    found: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for part, piece in zip(BLOCKS[grid.name], blocks.split(_widths(grid.name), 1), strict=True):
         for source, value in part.unpack(piece.contiguous()).items():
-            found[source] = value | found[source] if source in found else value
+            stored[source] = value | stored[source] if source in stored else value
     if isinstance(grid, CodeBookGrid):
-        found["codes"] = _codes(grid, found.pop("places").long(), found.pop("signs").long())
-    codes = found.pop("codes").view(len(encoded), -1)
+        stored["codes"] = _codes(grid, stored.pop("places").long(), stored.pop("signs").long())
+    codes = stored.pop("codes").view(len(encoded), -1)
     if isinstance(grid, Nvfp4Blocks):
-        divisor = torch.ones_like(found["scales"][:, 0])
+        divisor = torch.ones_like(stored["scales"][:, 0])
         divisor = divisor if scale is None else divisor / scale
-        return codes, matrix(E4m3Scales(found["scales"], divisor), len(encoded))
-    if "scales" in found:
-        found["scales"] = found["scales"].float() - SCALE_BIAS.get(grid.name, 0)
-    if "scales_and_mins" in found:
-        found["scales"], found["mins"] = found.pop("scales_and_mins").float().chunk(2, 1)
+        return codes, matrix(E4m3Scales(stored["scales"], divisor), len(encoded))
+    if "scales" in stored:
+        stored["scales"] = stored["scales"].float() - SCALE_BIAS.get(grid.name, 0)
+    if "scales_and_mins" in stored:
+        stored["scales"], stored["mins"] = stored.pop("scales_and_mins").float().chunk(2, 1)
     kinds = {frozenset(field.name for field in fields(kind)): kind for kind in PARAMS}
-    kind = SubHalves if isinstance(grid, CodeBookGrid) else kinds[frozenset(found)]
-    return codes, matrix(kind(**found), len(encoded))
+    kind = SubHalves if isinstance(grid, CodeBookGrid) else kinds[frozenset(stored)]
+    return codes, matrix(kind(**stored), len(encoded))
 
 
 @cache

@@ -99,21 +99,21 @@ class Words:
     integers: tuple[tuple[str, int, int, int], ...]
 
     def pack(self, values: Values) -> Tensor:
-        word, place = 0, 0
+        word, bit = 0, 0
         for source, low, bits, count in self.integers:
-            for part in values[source].unflatten(1, (-1, count)).unbind(2):
-                word = word | (part.long() >> low & 2**bits - 1) << place
-                place += bits
+            for integer in values[source].unflatten(1, (-1, count)).unbind(2):
+                word = word | (integer.long() >> low & 2**bits - 1) << bit
+                bit += bits
         return word[..., None].view(torch.uint8)[..., : self.nbytes].flatten(1)
 
     def unpack(self, packed: Tensor) -> dict[str, Tensor]:
-        parts = packed.long().unflatten(1, (-1, self.nbytes)).unbind(2)
-        word, place, found = sum(part << 8 * k for k, part in enumerate(parts)), 0, {}
+        chunks = packed.long().unflatten(1, (-1, self.nbytes)).unbind(2)
+        word, bit, integers = sum(chunk << 8 * k for k, chunk in enumerate(chunks)), 0, {}
         for source, low, bits, count in self.integers:
-            shifts = torch.arange(place, place + bits * count, bits, device=packed.device)
-            found[source] = ((word[..., None] >> shifts & 2**bits - 1) << low).flatten(1)
-            place += bits * count
-        return found
+            shifts = torch.arange(bit, bit + bits * count, bits, device=packed.device)
+            integers[source] = ((word[..., None] >> shifts & 2**bits - 1) << low).flatten(1)
+            bit += bits * count
+        return integers
 
 
 @dataclass(frozen=True)

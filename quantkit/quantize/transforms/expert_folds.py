@@ -18,22 +18,22 @@ from quantkit.quantize.transforms.probe import probing
 @dataclass(frozen=True)
 class Expert:
     """An expert and its view. prefix: of its linears' names in the block. sites: site of the block -> site of
-    `view`. known: producers found in an earlier expert of the layer; empty for the first expert."""
+    `view`. producers: those of an earlier expert of the layer; empty for the first expert."""
 
     prefix: str
     view: BlockView
     sites: Mapping[Site, Site]
-    known: list[list[Producer]]
+    producers: list[list[Producer]]
 
     def find_folds(self) -> list[Fold]:
         """Return the folds inside the expert. Experts of a layer have equal modules, so the folds of the
         first expert are the candidates for all others, and are proven there."""
         with probing(self.view) as probe:
-            if self.known:
-                return find_folds(probe, lambda *_: iter(self.known[0]))
-            found = find_folds(probe)
-        self.known.append([fold.producer for fold in found])
-        return found
+            if self.producers:
+                return find_folds(probe, lambda *_: iter(self.producers[0]))
+            folds = find_folds(probe)
+        self.producers.append([fold.producer for fold in folds])
+        return folds
 
     def merge(self, inner: Transformed, result: Transformed) -> None:
         """Add the changes inside the expert to the changes of the block."""

@@ -58,10 +58,10 @@ class Producer:
             weight = weight * factor[:, None]
         else:
             weight = (1 + weight) * factor - 1 if self.one_plus else weight * factor
-        found = {f"{self.name}.weight": weight}
+        parameters = {f"{self.name}.weight": weight}
         if getattr(module, "bias", None) is not None:
-            found[f"{self.name}.bias"] = module.bias.float() * factor
-        return found
+            parameters[f"{self.name}.bias"] = module.bias.float() * factor
+        return parameters
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ def find_folds(probe: Probe, candidates: Callable[..., Iterator[Producer]] | Non
 
     Folds of other blocks are not reused, because a resumed job would not know them.
     """
-    before, found = probe.run(), []
+    before, folds = probe.run(), []
     for place, (site, *_) in probe.readers.items():
-        if place not in before.inputs or any(site in fold.sites for fold in found):
+        if place not in before.inputs or any(site in fold.sites for fold in folds):
             continue
         for producer in (candidates or guesses)(probe, place, before):
             fold = prove(probe, producer, before)
             if fold is not None and site in fold.sites:
-                found.append(fold)
+                folds.append(fold)
                 break
-    return found
+    return folds
 
 
 def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]:
@@ -110,7 +110,7 @@ def guesses(probe: Probe, place: str, before: Observation) -> Iterator[Producer]
         if module.out_features == width:
             yield Producer(name, identity)
     followed = [Following(probe, place, name, before) for name, _ in linears]
-    # one look at each, before any is looked through: v and up are whole, q, k and gate take hundreds of looks
+    # probe each linear once before the costly search: v and up are whole; q, k and gate take hundreds of runs
     for following in sorted(followed, key=lambda each: not isinstance(each.whole, Tensor)):
         rows = following.rows()
         if rows is not None:
@@ -159,7 +159,7 @@ def _divided(after: Tensor | None, before: Tensor, scale: Tensor) -> bool:
 def _compensated(probe: Probe, before: Observation, after: Observation, scale: Tensor) -> list[str]:
     """Multiply the last axis of the matrices of a module with divided inputs. Returns their names if the
     module's outputs are then the same as before, else []. Modules with unchanged outputs are skipped."""
-    for name, leaves in probe.own.items():
+    for name, leaves in probe.matrices.items():
         entered = before.entered.get(name)
         if entered is None or not _divided(after.entered.get(name), entered, scale):
             continue
@@ -167,13 +167,13 @@ def _compensated(probe: Probe, before: Observation, after: Observation, scale: T
             continue
         names = [f"{name}.{leaf}" if name else leaf for leaf in leaves]
         kept = {full: probe.block.get_parameter(full) for full in names}
-        kept = {full: part for full, part in kept.items() if part.shape[-1] == len(scale)}
-        for full, part in kept.items():
-            assign(probe.block, full, part * scale)
+        kept = {full: tensor for full, tensor in kept.items() if tensor.shape[-1] == len(scale)}
+        for full, tensor in kept.items():
+            assign(probe.block, full, tensor * scale)
         if kept and _all_equal(probe.run().left[name], before.left[name]):
             return list(kept)
-        for full, part in kept.items():
-            assign(probe.block, full, part)
+        for full, tensor in kept.items():
+            assign(probe.block, full, tensor)
     return []
 
 

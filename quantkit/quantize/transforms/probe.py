@@ -36,7 +36,7 @@ class Probe:
     """A block in float32 for experiments; see `probing`.
 
     readers: by place, the sites that read there: one, or those of all experts of a layer. stand_ins: by place
-    of such a layer, the linear that replaces its experts. own: matrices that are not linears, by module, such
+    of such a layer, the linear that replaces its experts. matrices: names of the others, by module, such
     as a router's.
     """
 
@@ -49,11 +49,11 @@ class Probe:
         for site in view.sites:
             if site.calls:
                 self.readers.setdefault(site.pool or site.place, []).append(site)
-        self.own: dict[str, list[str]] = {}
+        self.matrices: dict[str, list[str]] = {}
         for name, module in self.modules().items():
             leaves = [leaf for leaf, part in module.named_parameters(recurse=False) if part.ndim > 1]
             if leaves and not isinstance(module, nn.Linear):
-                self.own[name] = leaves
+                self.matrices[name] = leaves
 
     def modules(self) -> dict[str, nn.Module]:
         """Return the block's modules except those inside experts."""
@@ -90,7 +90,7 @@ class Probe:
                     lambda module, args, place=place: inputs.update({place: args[0].float()})
                 )
                 stack.callback(handle.remove)
-            for name in self.own:
+            for name in self.matrices:
                 hook = self.block.get_submodule(name).register_forward_hook(keep(name), with_kwargs=True)
                 stack.callback(hook.remove)
             output = self._run().float()
