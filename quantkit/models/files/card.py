@@ -59,11 +59,11 @@ def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:
     return head | inherited(folder) | {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
 
 
-def check(head: dict[str, Any], place: Path, hint: str = "") -> None:
-    """Raise QuantkitError unless a card's head names base model and licence. place: of the card."""
+def check(head: dict[str, Any], path: Path, hint: str = "") -> None:
+    """Raise QuantkitError unless a card's head names base model and licence. path: of the card."""
     missing = {key: f"`{key}: {example}`" for key, example in NEEDED.items() if not head.get(key)}
     add = f"{hint}write {' and '.join(missing.values())} into its head, between the lines of ---"
-    require(not missing, f"{place} names no {' and no '.join(missing)}", add, USAGE)
+    require(not missing, f"{path} names no {' and no '.join(missing)}", add, USAGE)
 
 
 def inherited(folder: Path) -> dict[str, str | list[str]]:
@@ -74,7 +74,7 @@ def inherited(folder: Path) -> dict[str, str | list[str]]:
 
 def _is_text(value: Any) -> bool:
     if isinstance(value, list):
-        return 0 < len(value) <= 100 and all(isinstance(one, str) and _is_text(one) for one in value)
+        return 0 < len(value) <= 100 and all(isinstance(item, str) and _is_text(item) for item in value)
     return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
 
 

@@ -69,10 +69,10 @@ def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
     """
     steps = []
     for step in flat(pre_tokenizer):
-        found = _cut(step)
-        if found is None:
+        cut = _cut(step)
+        if cut is None:
             return None
-        steps += found
+        steps += cut
     return tuple(steps) if "bytes" in steps else None
 
 
