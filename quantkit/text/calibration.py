@@ -175,7 +175,7 @@ def _take(
 
     read_until(needed)
     used = template.sha256
-    with suppress(QuantkitError):  # a row that does not calibrate must not end the job: fewer are held back
+    with suppress(QuantkitError):  # a row after the calibration text must not end the job
         read_until(needed + held_back)
     return stream, used
 

@@ -23,7 +23,7 @@ SECONDS = 10.0
 WORKER_SECONDS = 300.0  # to import transformers on a busy machine
 MEMORY_BYTES = 256 << 20  # bytes that rendering may add to the worker's size
 LIMIT = 16 << 20  # maximum characters of the result
-TELLS_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none\b")  # a template that asks for null
+TELLS_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none\b")  # templates that test for null
 ANSWER = 6 * LIMIT + 1024  # maximum bytes of an answer: JSON takes up to six per common character
 
 
@@ -165,7 +165,7 @@ def _answer(render_template: Any, request: list[Any]) -> list[str]:
     resource.setrlimit(resource.RLIMIT_CPU, (spent + 2, resource.RLIM_INFINITY))  # if the parent has ended
     try:
         arguments = {"chat_template": template, "add_generation_prompt": answer, **tokens}
-        for message in messages:  # one that calls tools has no content; most templates expect a text
+        for message in messages:  # a message that calls tools has no content; most templates expect a text
             message.setdefault("content", None if TELLS_NULL.search(template) else "")
         text = render_template(conversations=[messages], tools=tools, **arguments)[0][0]
     except RecursionError:

@@ -13,13 +13,13 @@ from quantkit.models.files.atomic import replacing
 
 CARD, CARD_BYTES = "README.md", 1 << 20
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # to publish, with an example of each
+NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # required to publish; with an example
 HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 
 
 def path_of(output: Path) -> Path:
     """Return the path of a model's card: inside its folder, or next to its GGUF file."""
-    one_file = output.suffix == ".gguf" or not output.is_dir()  # a job's file is not there yet
+    one_file = output.suffix == ".gguf" or not output.is_dir()  # a job's file may not exist yet
     return output.with_name(f"{gguf_shards.whole(output).name}.md") if one_file else output / CARD
 
 

@@ -23,7 +23,7 @@ from quantkit.models.files import checksums, reading, safetensors_folder, tokeni
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 
-if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
+if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings are for developers of models
     transformers.logging.set_verbosity_error()
 State = tuple[int, int, int, int]  # a file's device, inode, bytes and modification time (ns)
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # patterns of a tokenizer's files

@@ -12,9 +12,7 @@ from pathlib import Path
 from quantkit.models.files import untrusted
 
 IN_FILE = "quantkit.tensors_sha256"  # sum of all bytes after the header of a GGUF file
-IN_SHARD = (
-    "quantkit.shard_sha256"  # the same for a shard; a merged file would inherit IN_FILE from the first
-)
+IN_SHARD = "quantkit.shard_sha256"  # the same for a shard; a merged file would inherit IN_FILE from the first
 BLANK = "0" * 64  # reserved for the sum
 PIECE = 1 << 22
 
@@ -61,7 +59,7 @@ def fill(path: Path, key: str, text: str) -> None:
         data = text.encode().ljust(room)
         assert len(data) == room, f"{key} has {room} bytes: {text}"
         with open(path, "r+b") as file:
-            file.seek(span[1] - room)  # a text ends its entry
+            file.seek(span[1] - room)  # the text is at the end of its entry
             file.write(data)
 
 

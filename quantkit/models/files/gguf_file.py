@@ -27,13 +27,13 @@ from quantkit.models.files import gguf_shards, untrusted
 from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo, broken
 
 MAGIC = b"GGUF"
-MAX_METADATA_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
+MAX_METADATA_BYTES = 1 << 28  # twenty times the metadata of a vocabulary of 262,144 tokens
 MAX_ITEMS = 1 << 22  # limit of all arrays together: sixteen vocabularies of 262,144 tokens
-MAX_ENTRIES = 1 << 16  # tensors, and keys of the metadata: twenty times those of the largest models
+MAX_ENTRIES = 1 << 16  # limit of tensors and of keys: twenty times the largest models'
 MAX_DIMENSIONS = 4
 SHARD, SHARDS, SHARDED_TENSORS = "split.no", "split.count", "split.tensors.count"  # shards count from 0
 MIXED = "shards must keep their names, NAME-00001-of-00003.gguf, and be of one model: download them again"
-NUMBERS = {  # GGUF value type -> how it lies in the file
+NUMBERS = {  # GGUF value type -> type in the file
     code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 TYPES = {type.value: type.name for type in GGMLQuantizationType}

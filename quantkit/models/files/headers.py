@@ -37,7 +37,7 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
 )
 LOSS_FIGURES = ("kld", "stderr", "top1", "tokens")
 TEXT = {"type": ["string", "null"]}
-MANIFEST_SCHEMA = {  # as far as it is read again
+MANIFEST_SCHEMA = {  # the keys that are read again
     "type": "object",
     "properties": {
         "source": {"type": ["object", "null"], "properties": dict.fromkeys(("name", "sha256"), TEXT)},
@@ -79,7 +79,7 @@ class Contents:
     config: dict[str, Any]
     infos: dict[str, TensorInfo]
     fetch: Callable[[str], Path | None]
-    path: Path | None = None  # None while it lies on the hub
+    path: Path | None = None  # None for a repository on the hub
     metadata: dict[str, Any] = field(default_factory=dict)  # a GGUF file's
     problems: list[str] = field(default_factory=list)
 

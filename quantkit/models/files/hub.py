@@ -89,7 +89,7 @@ def dataset_revision(repo: str, revision: str | None = None) -> str:
 
     with explained(repo, revision, kind="dataset"):
         api = HfApi()
-        api.auth_check(repo, repo_type="dataset")  # a gated repository describes itself to everyone
+        api.auth_check(repo, repo_type="dataset")  # dataset_info alone also works for gated repositories
         commit = api.dataset_info(repo, revision=revision, timeout=30).sha
     assert commit is not None
     return commit

@@ -18,7 +18,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, re
 from quantkit.models.files import gguf_shards, head, headers, hub, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint, State
 
-ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
+ATTENTION = (None, "eager", "sdpa")  # implementations in transformers itself
 EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 
 
@@ -35,7 +35,7 @@ def open_checkpoint(
     contents = headers.at(source, folder, strict=True)
     raw, infos = contents.config, contents.infos
     untrusted.refuse_config(raw, len(infos))
-    if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
+    if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # decoded when read
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = reading.of_mxfp4(infos)
     layout = layouts.detect(raw)

@@ -96,7 +96,7 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         require(fits and {blocks.dtype, scales.dtype} == {"U8"}, what, "download it again")
         experts, rows, groups, _ = blocks.shape
         shape = experts, groups * MX_BLOCK, rows
-        nbytes = 4 * blocks.nbytes  # two codes a byte, two bytes a value
+        nbytes = 4 * blocks.nbytes  # a byte has two codes, a decoded value two bytes
         decoded[base] = Mxfp4(base, "BF16", shape, blocks.file, blocks.offset, nbytes, blocks, scales)
     what = "config.json says mxfp4, and there are no tensors …_blocks"
     require(decoded != infos, what, "download it again", UNSUPPORTED)
@@ -153,4 +153,4 @@ def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]
     return tensors
 
 
-OTHERWISE = Slice, Mxfp4, Rewritten  # tensors that are not stored as they are read
+OTHERWISE = Slice, Mxfp4, Rewritten  # tensors that differ from what is stored

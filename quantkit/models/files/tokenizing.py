@@ -15,7 +15,7 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 
-PIECE_CHARACTERS = 1 << 16  # characters of a piece, and on to the next line end
+PIECE_CHARACTERS = 1 << 16  # characters of a piece, extended to the next line end
 LONGEST = 1 << 19  # characters of a piece in which no cut is possible
 AROUND = 64  # characters on either side that are tokenized to test a cut
 CUTS_TRIED = 16

@@ -18,14 +18,14 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, require
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 AGAIN = "download it again"
-SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
+SMALL_BYTES = 1 << 26  # limit of files that are parsed whole
 LARGE_BYTES = 1 << 28  # limit of files that transformers reads: eight times the largest tokenizer.json
 SIZELESS_BYTES = 1 << 16  # limit of files that report size 0, such as those under /proc
 VALUES = 8_000_000  # limit of values in a JSON text: each becomes an object of up to a hundred bytes
 DEEP = 64  # limit of nested lists and objects
 POINTER = b"version https://git-lfs"
 FETCHED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
-TEMPLATES = "additional_chat_templates"  # the one folder inside a model's folder that is read
+TEMPLATES = "additional_chat_templates"  # the only subfolder of a model's folder that is read
 NAMED_TEMPLATES = f"{TEMPLATES}/*.jinja"
 
 # ---- folders and files
@@ -224,7 +224,7 @@ def refuse_tokenizer_file(path: Path) -> None:
     if not path.is_file():
         return
     data = path.read_bytes()
-    if not SUSPICIOUS.search(data):  # parsing the largest of them takes a second
+    if not SUSPICIOUS.search(data):  # parsing the largest files takes a second
         return
     try:
         content = parse(data)
@@ -270,5 +270,5 @@ def _growth(normalizer: dict) -> float:
     pattern = normalizer.get("pattern") or {}
     if "String" in pattern:
         return factor * max(1.0, written / max(1, len(pattern["String"])))
-    prepended = len(normalizer.get("prepend") or "") / TEXT  # once a text
+    prepended = len(normalizer.get("prepend") or "") / TEXT  # added once per text
     return factor * max(1.0, (written + 1.0) if pattern else 1.0) + prepended

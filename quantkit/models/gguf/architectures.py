@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GATE = "expert_gating_func"
 Infos = Mapping[str, "TensorInfo"]
 Computed = Mapping[str, Callable[["PretrainedConfig"], Any]]
-DEFAULTS: Computed = {  # where the field is absent or None
+DEFAULTS: Computed = {  # for fields that are absent or None
     "context_length": lambda config: 2048,
     "feed_forward_length": lambda config: 4 * config.hidden_size,
     "attention.head_count_kv": kv_heads,
@@ -188,8 +188,8 @@ SCALING = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-FACTORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}  # may stand for the type
-PATTERN = "attention.sliding_window_pattern"  # every so many blocks attend to all, or a switch for each
+FACTORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}  # imply a scaling
+PATTERN = "attention.sliding_window_pattern"  # a period of full attention, or a flag per block
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 

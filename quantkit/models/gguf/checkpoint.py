@@ -32,7 +32,7 @@ from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
 
 PLAIN = ("F32", "F16", "BF16")
-NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
+NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # types of intermediate results
 INPUT_SCALE = ".input_scale"
 CHUNK = 1 << 20  # weights decoded at a time
 
@@ -201,7 +201,7 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     }
     config, targets = _described(source, metadata, stored, factors)
     scales = _scales(stored, targets)
-    unused = {name for name in stored if name.endswith(INPUT_SCALE)}  # engines that round inputs read them
+    unused = {name for name in stored if name.endswith(INPUT_SCALE)}  # for engines that round activations
     _check(path, stored, targets, {*factors, *(info.name for info in scales.values()), *unused})
     infos: dict[str, GgmlTensor] = {}
     pieces: dict[str, list[GgmlTensor]] = {}
@@ -254,7 +254,7 @@ def _described(
         return config, [target for target in tensors.of_config(config, source) if target.parameters]
     except QuantkitError:
         raise
-    except Exception as error:  # values that do not go together end in many kinds of errors
+    except Exception as error:  # inconsistent values raise many types
         what = f"the metadata of {source} describe no model: {first_line(error)}"
         raise QuantkitError(what, "download the file again") from error
 

@@ -113,14 +113,14 @@ def to_config(
     keys = {
         key.removeprefix(prefix): float(str(np.float32(value))) if isinstance(value, float) else value
         for key, value in metadata.items()
-    }  # the shortest decimal that means a float32 of the file: 1e-06, not 9.99999997e-07
+    }  # the shortest decimal of a float32: 1e-06, not 9.99999997e-07
     _check(arch, keys, infos)
     heads = keys["attention.head_count"]
     keys.setdefault("attention.head_count_kv", heads)
     keys.setdefault("attention.key_length", keys["embedding_length"] // heads)
     values = architectures.config_fields(arch, keys, infos)
     if not arch.free_head_dim:
-        values.pop("head_dim", None)  # it follows, and not every configuration has the field
+        values.pop("head_dim", None)  # derived from other fields; some configurations lack it
     values["vocab_size"] = infos["token_embd.weight"].shape[0]
     values["tie_word_embeddings"] = "output.weight" not in infos
     parameters = rope.parameters(arch, keys, keys["attention.key_length"], factors)
@@ -146,7 +146,7 @@ def _check(arch: Architecture, keys: Mapping[str, Any], infos: Mapping[str, Tens
     what = f"the GGUF file gives no single positive number for {name_all(wrong)}"
     require(not wrong, what, "quantkit reads models whose blocks are all equal", UNSUPPORTED)
     shape = infos["token_embd.weight"].shape
-    limits = {  # the model is built in memory, without its weights: what the tensors do not bear out is not
+    limits = {  # limits from the tensors, because the model is built in memory without its weights
         "block_count": len(infos),
         "embedding_length": shape[-1],
         "attention.head_count": shape[-1],

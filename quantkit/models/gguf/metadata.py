@@ -29,7 +29,7 @@ PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a m
 TOKEN_TYPE = "tokenizer.ggml.token_type"
 DEFAULT_EOS = {"gpt2": 11, "llama": 2}
 ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
-ENDS = frozenset(  # llama.cpp stops at these for their text alone
+ENDS = frozenset(  # texts of tokens at which llama.cpp stops
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
     "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
     "<｜end▁of▁sentence｜>".split()
@@ -52,7 +52,7 @@ def assemble(
         "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
         "general.size_label": model_weight_count_rounded_notation(weights),
     }
-    kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
+    kind = {  # last, as in llama-quantize, so that files can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
         "general.file_type": file_type and file_types.number(file_type),
     }
@@ -67,7 +67,7 @@ def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) ->
         return of_folder(checkpoint.folder, size, pre, warn)
     keys = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
     if (types := keys.get(TOKEN_TYPE)) is not None:
-        keys[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
+        keys[TOKEN_TYPE] = np.array(types, np.int32)  # llama.cpp reads int32
     return keys | ({"tokenizer.ggml.pre": pre} if pre else {})
 
 

@@ -227,7 +227,7 @@ class _Mixture:
         chosen, index = self.chosen, self.seen[kind]
         self.seen[kind] += 1
         if kind in (DOWN, UP, GATE) and self.model.experts > 1 and not chosen.sparing:
-            index = int(name.split(".")[1])  # one tensor per expert: only the name tells the block
+            index = int(name.split(".")[1])  # one tensor per expert: the number in the name is the block
         at = Place(index, self.count.get(kind, 0), self.model, self.has_imatrix)
         eight = self.model.experts == 8 and not chosen.sparing
         if eight and kind in (VALUES, KEYS):
@@ -249,7 +249,7 @@ def _kind(name: str) -> str | None:
 def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str | None = None) -> Choice:
     """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
     ignores its scale."""
-    columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is a column
+    columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is one column
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type
         return Choice(name, type, first_choice, unscaled, nbytes(type, shape) - nbytes(first_choice, shape))

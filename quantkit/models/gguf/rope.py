@@ -25,9 +25,9 @@ from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # all models so far, except Llama 4
-LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
+LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # no blend between short and long waves
 LLAMA3_CONTEXTS = 8192, *(1 << k for k in range(6, 21))  # all models so far have the first
-YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
+YARN = {"beta_fast": 32, "beta_slow": 1}  # llama.cpp's constants
 
 
 def metadata(arch: Architecture, config: PretrainedConfig) -> dict[str, Any]:

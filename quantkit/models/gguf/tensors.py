@@ -30,8 +30,8 @@ from quantkit.models.skeleton.names import refuse_absent
 if TYPE_CHECKING:
     from quantkit.models.files.checkpoint import Checkpoint
 
-STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # one norm a head, one tensor in the file
-BUFFERS = re.compile(  # what older checkpoints hold next to parameters; all of it is computed today
+STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # the file stacks the norms of all heads
+BUFFERS = re.compile(  # buffers in older checkpoints, which transformers computes today
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
@@ -254,7 +254,7 @@ def _experts(model: nn.Module) -> dict[str, str]:
 
 def _named(names: gguf.TensorNameMap, prefix: str, name: str) -> str | None:
     """Return llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
-    if name == "lm_head.weight":  # the map has none for those whose head is always tied
+    if name == "lm_head.weight":  # absent from the map of families whose head is always tied
         return HEAD
     name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
     spellings = (name, name.removeprefix(prefix), name.replace(".router.", ".router.layer."))

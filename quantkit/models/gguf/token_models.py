@@ -25,7 +25,7 @@ from quantkit.models.files.safetensors_folder import read_json
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 
-Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as gguf.TokenType, without gguf
+Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as in gguf.TokenType
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # role -> its name in the keys
 SPACE = "▁"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -223,7 +223,7 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
             case {"type": "Prepend", "prepend": "▁"}:
                 prefix = True
                 loose = [entry["content"] for _, entry in files.added_tokens() if entry.get("normalized")]
-                if loose:  # they are normalized, too, and get a space
+                if loose:  # normalization puts a space before these
                     warn(f"llama.cpp finds {name_all(loose)} also where no space stands before")
             case {"type": "Replace", "pattern": {"Regex": pattern}} if pattern in COLLAPSE:
                 collapse = True
@@ -244,7 +244,7 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
                 if split and any(SPACE in text[1:] for text in normal):
                     warn("llama.cpp also makes tokens that hold a space after their first character")
             case {"type": "Split", "pattern": {"String": " "}}:
-                pass  # no space is left when it comes to that
+                pass  # the normalizer has replaced all spaces
             case _:
                 raise _refused(files, f"which cuts text with {step}")
     if collapse:

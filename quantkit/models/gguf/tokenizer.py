@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Tokens = dict[int, tuple[str, int]]  # id -> text and type
 Special = dict[str, tuple[int, str]]  # role -> id and text
-ADDED = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)  # tokens that are looked for before a text is cut
+ADDED = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)  # found before a text is split into words
 DEFAULT_IDS = {"bos": 1, "eos": 2, "unk": 0}  # llama.cpp's defaults for SentencePiece
 PREFIX = "tokenizer.ggml."
 MAX_TOKEN_CHARS = 1024  # limit for merged tokens: finding their halves is quadratic
@@ -70,7 +70,7 @@ def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     default = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates", [])
     for name in names if isinstance(names, list) else [names]:
-        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # each becomes a file
+        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # the name becomes a file's
             raise _damaged(f"a chat template is named {name!r:.80}")
     named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
     templates = {name: text for name, text in ({"default": default} | named).items() if isinstance(text, str)}

@@ -54,7 +54,7 @@ def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
     )
     sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
     rules: dict = {}
-    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
+    if tokenizer.is_fast:  # slow tokenizers do not give their merges; SAMPLE stands for them
         rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size)
     return vocabulary, sample, rules
 

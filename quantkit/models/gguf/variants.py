@@ -19,7 +19,7 @@ Keys = Mapping[str, Any]
 SHARED_LENGTH = "expert_shared_feed_forward_length"
 ROPE_SECTIONS = "rope.dimension_sections"  # sections of a head for time, height and width
 DELTA = "full_attention", "linear_attention"
-UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a model with so many
+UNNORMED = 128  # experts of Llama 4 Maverick, in which llama.cpp does not norm queries
 
 
 def kv_heads(config: PretrainedConfig) -> int:

@@ -51,7 +51,7 @@ class Experts(nn.Module):
 
     def __init__(self, fused: nn.Module, form: Form, names: tuple[str, str, str]):
         super().__init__()
-        self.__dict__["fused"] = fused  # not a child: its parameters are those of the linears now
+        self.__dict__["fused"] = fused  # not a child: the linears hold its parameters
         self.form = form
         for name, child in fused.named_children():
             self.add_module(name, child)

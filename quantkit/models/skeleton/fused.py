@@ -98,7 +98,7 @@ class Fused:
         directory, _, last = stored.rpartition(".")
         if last.startswith((GATE_UP, UP, DOWN)):
             return directory
-        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE has them next to it, not inside
+        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE's are not inside this module
         above = re.split(r"\.\d+\.", self.path, maxsplit=1)[0]
         return head + self.path.removeprefix(above)
 
@@ -111,7 +111,7 @@ class Fused:
         expected = tuple(self.module.get_parameter(parameter).shape)
         matrices = len(expected) == 3
         transposed = matrices and self.form.transposed
-        if info.shape != expected:  # some families were stored either way: transformers looks, too
+        if info.shape != expected:  # some families are stored in both orientations
             if not matrices or info.shape != (expected[0], *expected[:0:-1]):
                 what = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
                 if info.shape[1:] == expected[1:]:

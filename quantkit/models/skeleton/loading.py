@@ -151,7 +151,7 @@ class Installer:
 def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
     """Return parameters and buffers by name, or only `names`, because all take long in a mixture."""
     if names is None:
-        return block.state_dict(keep_vars=True)  # not a view of any is made: this is the reading thread
+        return block.state_dict(keep_vars=True)  # no views: this may be the reading thread
     split = ((name, *name.rpartition(".")[::2]) for name in names)
     return {name: getattr(block.get_submodule(owner), leaf) for name, owner, leaf in split}
 

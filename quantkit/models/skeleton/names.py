@@ -112,7 +112,7 @@ class StandIn(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.__dict__["whole"] = whole  # not a child: its weights are not the model's to move
+        self.__dict__["whole"] = whole  # not a child: the model must not move its weights
 
     def __getattr__(self, name: str):
         try:

@@ -21,11 +21,11 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton.flow import Flow, Part
 from quantkit.models.skeleton.names import StandIn
 
-RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple that ends so
-UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # a model's, for outputs of others
+RETURNS = (None, (), (None,), (None, None))  # a block returns a tensor, or a tuple that ends with these
+UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # if a block returns another type
 MIXED = re.compile("same dtype|expected scalar type")  # torch's errors for a product of two precisions
 SHAPES = 8  # size of the LRU cache of arguments: a job has three shapes, tasks one per length of text
-Call = tuple[tuple, dict]  # arguments of one block for hidden states of one shape, those left out
+Call = tuple[tuple, dict]  # args and kwargs of a block, without the hidden states
 Record = Callable[[Tensor, Call], None]
 
 
@@ -45,7 +45,7 @@ class Recorder:
     def __init__(self, model: nn.Module, container: nn.ModuleList, dtype: torch.dtype, device: torch.device):
         self._model, self._kind = model, type(model).__name__
         self._dtype, self._device = dtype, device
-        self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], the last used at the end
+        self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], in order of last use
         self._flow = Flow()
         self._passed: list[int] = []  # indices of extra outputs that the next block reads
         self._stubs = [_Stub(block) for block in container]
@@ -191,7 +191,7 @@ class Recorder:
                 raise
             except UNFIT as error:
                 wrong = error if returns in RETURNS[:2] else wrong
-        if wrong:  # no way works: the model's own error says most
+        if wrong:  # the model's own error explains best why nothing works
             raise _unsupported(f"{self._kind} does not run on text alone: {first_line(wrong)}") from wrong
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 

@@ -72,8 +72,8 @@ class Keeper:
         self._names = {module: local for local, module in linears.items()}
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
         self.capacity = expert_share.IN_MEMORY * expert_share.largest_expert(shapes)  # weights
-        self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
-        self._given_up = 0  # bytes, since pages were given back
+        self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # in order of last use
+        self._given_up = 0  # bytes released since the last heap trim
         self._installed: dict[str, tuple[Layout, str, Callable[[], Parts]]] = {}  # replace stored weights
         self._changed: dict[str, Callable[[], Tensor]] = {}  # replace other stored parameters
         self._lent: list[str] = []
