@@ -224,7 +224,8 @@ def test_a_file_written_from_the_file_is_the_same(case, tmp_path):
     again = gguf_files.export(path, tmp_path / path.name)
     (metadata, infos), (expected, places) = read_header(again), read_header(path)
     assert metadata == expected and list(infos) == list(places)
-    targets = {target.name: target for target in open_checkpoint(str(path)).targets.values()}
+    stored = open_checkpoint(str(path)).infos.values()
+    targets = {info.target.name: info.target for info in stored}
     for name, info in infos.items():
         found, wanted = (
             np.fromfile(i.file, "<f4", i.nbytes // 4, offset=i.offset) for i in (info, places[name])

@@ -20,7 +20,7 @@ from quantkit.text.sources import Document, held_out, open_source
 
 SHIPPED_SEQLEN = 512
 DEFAULT_SEQLEN = 2048
-HELD_BACK = 128  # tokens of a held-back sequence, at most
+HELD_BACK = 128  # maximum of tokens in a held-back sequence
 HELD_OUT = 8  # one of eight sequences is held out
 MOST_HELD_OUT = 32  # maximum of held-out sequences
 
@@ -104,11 +104,11 @@ def load(
     provenance = Provenance(
         source.name, len(tokens), seqlen, options.seed, bos, digest, chat_template, source.dataset
     )
-    left = None
+    kept = None
     if held_back:
-        more = _held_back(checkpoint, stream[calibrating:], held_back, seqlen, bos_token)
-        left = HeldBack(more, source.name) if len(more) else None
-    return CalibrationSet(tokens, provenance, warning, left)
+        rest = _held_back(checkpoint, stream[calibrating:], held_back, seqlen, bos_token)
+        kept = HeldBack(rest, source.name) if len(rest) else None
+    return CalibrationSet(tokens, provenance, warning, kept)
 
 
 def shipped_held_out(checkpoint: Checkpoint, count: int) -> HeldBack | None:
@@ -168,14 +168,14 @@ def _take(
     def read_until(enough: int) -> None:
         for document in documents if len(stream) < enough else ():
             text = document if isinstance(document, str) else template.render(document)
-            found = tokenizing.encode(tokenizer, text, needed + held_back - len(stream) + bos)
-            stream.extend(found[1:] if bos and found[:1] == [tokenizer.bos_token_id] else found)
+            ids = tokenizing.encode(tokenizer, text, needed + held_back - len(stream) + bos)
+            stream.extend(ids[1:] if bos and ids[:1] == [tokenizer.bos_token_id] else ids)
             if len(stream) >= enough:
                 break
 
     read_until(needed)
     used = template.sha256
-    with suppress(QuantkitError):  # a row that does not calibrate must not end the job: fewer are held back
+    with suppress(QuantkitError):  # a row after the calibration text must not end the job
         read_until(needed + held_back)
     return stream, used
 

@@ -85,7 +85,7 @@ def _at_a_fixed_date(template: str, today: datetime.date) -> str:
 def _message(message: Any, where: str) -> Mapping[str, Any]:
     if isinstance(message, Mapping):
         if "role" in message and message.keys() & {"content", "tool_calls", "function_call"}:
-            return message  # one that calls tools needs no content
+            return message  # a message that calls tools needs no content
         if "from" in message and "value" in message:
             role = message["from"]
             return {"role": SHAREGPT_ROLES.get(role, role), "content": message["value"]}

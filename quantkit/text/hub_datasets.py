@@ -42,15 +42,13 @@ class Dataset:
 def parse(text: str) -> Dataset | None:
     """Parse an alias or hub id of a dataset; None if the text does not have this form."""
     match = ID.fullmatch(ALIASES.get(text, text))
-    if match is None:
-        return None
-    return Dataset(match["repo"], match["config"], match["split"] or "train", match["column"])
+    return match and Dataset(match["repo"], match["config"], match["split"] or "train", match["column"])
 
 
 def open_rows(
     parsed: Dataset, column: str, revision: str | None, seed: int | None, offline: bool
 ) -> tuple[Dataset, Iterator[tuple[str, Any]]]:
-    """Open a dataset; return it with all parts filled in, and an iterator over its rows: (place, values by
+    """Open a dataset; return it with all parts filled in, and an iterator over its rows: (where, values by
     column). Rows are downloaded while they are read.
 
     column: used if `parsed` names none. seed: order of the files; None: as listed. Raises
@@ -72,15 +70,16 @@ def open_rows(
             builder = datasets.load_dataset_builder(parsed.repo, parsed.config, revision=commit)
         stream = builder.as_streaming_dataset(parsed.split)
         names = stream.column_names or list(next(iter(stream.take(1)), {}))
-    found = column_of(names, parsed.column or column)
-    what = f"dataset {parsed.repo} has no column {parsed.column or column!r} (it has: {name_all(names)})"
-    require(found is not None, what, f"name one: {parsed.repo}:{parsed.split}:COLUMN", USAGE)
-    opened = replace(parsed, config=builder.config.name, column=found, revision=commit)
+    requested = parsed.column or column
+    column = column_of(names, requested)
+    what = f"dataset {parsed.repo} has no column {requested!r} (it has: {name_all(names)})"
+    require(column is not None, what, f"name one: {parsed.repo}:{parsed.split}:COLUMN", USAGE)
+    opened = replace(parsed, config=builder.config.name, column=column, revision=commit)
     return opened, _rows(stream, opened, seed)
 
 
 def _rows(stream: Any, dataset: Dataset, seed: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield (place, values by column) of all rows, file by file in an order given by the seed. The order of
+    """Yield (where, values by column) of all rows, file by file in an order given by the seed. The order of
     datasets' own shuffle depends on its version."""
     files = list(range(stream.num_shards))
     if seed is not None:
@@ -99,17 +98,12 @@ def _cached(repo: str, revision: str | None) -> Path:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        found = snapshot_download(  # a part of the files will do, so the card alone must be there
-            repo,
-            repo_type="dataset",
-            revision=revision,
-            local_files_only=True,
-            allow_patterns=["README.md"],
-        )
+        card = ["README.md"]  # the data files may be there only in part
+        options = {"repo_type": "dataset", "local_files_only": True, "allow_patterns": card}
+        return Path(snapshot_download(repo, revision=revision, **options))
     except (LocalEntryNotFoundError, FileNotFoundError) as error:
         hint = f"fetch it once with a connection: hf download {repo} --repo-type dataset"
         raise QuantkitError(f"dataset {repo} is not in the local cache", hint, NOT_FOUND) from error
-    return Path(found)
 
 
 @contextmanager

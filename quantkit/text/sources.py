@@ -26,8 +26,8 @@ BUFFER = 1024  # documents in the buffer that shuffles parquet and hub datasets
 JSON = (".jsonl", ".json", ".ndjson")
 CSV = {".csv": "excel", ".tsv": "excel-tab"}  # dialects of the csv module
 TABLES = (".parquet", *CSV, *JSON)  # files with columns
-LONGEST_FIELD = 1 << 27  # characters of a CSV file's field; the csv module's own limit is 131,072
-DATASET_CHARS = 2_000_000  # of a dataset to evaluate on: all of wikitext2's test split
+LONGEST_FIELD = 1 << 27  # characters of a CSV file's field; the csv module's default is 131,072
+DATASET_CHARS = 2_000_000  # characters of a dataset to evaluate on: all of wikitext2's test split
 HELD_OUT = {  # splits that no calibration reads
     "wikitext2": "Salesforce/wikitext@wikitext-2-raw-v1:test:text",
     "c4": "allenai/c4@en:validation:text",
@@ -39,7 +39,7 @@ ELSEWHERE = (
 )
 
 Document = str | Conversation
-Row = tuple[str, Any]  # place of a row, for errors, and its values by column
+Row = tuple[str, Any]  # where a row is, for errors, and its values by column
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,8 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
     named, column, revision = options.calibration, options.text_column, options.calibration_revision
     is_file = not named or Path(named).exists() or named.endswith(FILES)
     reference = None if is_file else hub_datasets.parse(named)
-    if revision is not None and reference is None:
-        raise QuantkitError("--calibration-revision is for datasets of the hub", "leave it out", USAGE)
+    what = "--calibration-revision is for datasets of the hub"
+    require(revision is None or reference, what, "leave it out", USAGE)
     if reference is not None:
         dataset, rows = hub_datasets.open_rows(reference, column, revision, options.seed, offline)
         documents = _pieces(_documents(rows, dataset.column))
@@ -92,8 +92,8 @@ def held_out(
     """
     is_file = named is None or Path(named).exists() or str(named).endswith(FILES)
     limit, glue = math.inf, "\n\n"
-    if not is_file and (found := hub_datasets.parse(HELD_OUT.get(str(named), str(named)))):
-        dataset, rows = hub_datasets.open_rows(found, column, None, None, offline)
+    if not is_file and (reference := hub_datasets.parse(HELD_OUT.get(str(named), str(named)))):
+        dataset, rows = hub_datasets.open_rows(reference, column, None, None, offline)
         name, column, limit = str(dataset), str(dataset.column), DATASET_CHARS
         glue = "" if dataset.repo in hub_datasets.LINES else glue
     else:
@@ -104,13 +104,13 @@ def held_out(
         if rows is None:
             with opened(path, *about) as file:
                 return name, file.read()
-    parts, size = [], 0
+    texts, size = [], 0
     for document in _documents(rows, column):
-        parts.append(document if isinstance(document, str) else render(document))
-        size += len(parts[-1])
+        texts.append(document if isinstance(document, str) else render(document))
+        size += len(texts[-1])
         if size >= limit:
-            return name, glue.join(parts)[: int(limit)]
-    return name, glue.join(parts)
+            return name, glue.join(texts)[: int(limit)]
+    return name, glue.join(texts)
 
 
 def check_column(named: Path | str | None, column: str) -> None:
@@ -142,10 +142,8 @@ def opened(path: Path, what: str = "calibration text", hint: str = ELSEWHERE) ->
     except UnicodeDecodeError as error:
         why, hint = f"not UTF-8 text: {error}", "convert it, or give another file"
         if bytes(error.object[:2]) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            why, hint = (
-                "UTF-16, not UTF-8 text",
-                f"convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW",
-            )
+            why = "UTF-16, not UTF-8 text"
+            hint = f"convert it to UTF-8: iconv -f UTF-16 -t UTF-8 {path} > NEW"
         raise QuantkitError(f"{path} is {why}", hint, USAGE) from error
     except OSError as error:
         raise unreadable(f"{what} {path}", error, hint) from error
@@ -253,12 +251,13 @@ def _documents(rows: Iterable[Row], requested: str) -> Iterator[Document]:
 
 def _tools(value: Any, where: str) -> list[Mapping[str, Any]]:
     """Return the tools of a row: JSON schemas of functions, or such schemas as JSON text."""
-    found = _parsed(value, f"{TOOLS} of {where}") if isinstance(value, str) and value.strip() else value or []
-    listed = [found] if isinstance(found, Mapping) else found
-    if isinstance(listed, list):
-        listed = [_parsed(one, f"{TOOLS} of {where}") if isinstance(one, str) else one for one in listed]
-        if all(isinstance(one, Mapping) for one in listed):
-            return listed
+    source = f"{TOOLS} of {where}"
+    tools = _parsed(value, source) if isinstance(value, str) and value.strip() else value or []
+    tools = [tools] if isinstance(tools, Mapping) else tools
+    if isinstance(tools, list):
+        tools = [_parsed(tool, source) if isinstance(tool, str) else tool for tool in tools]
+        if all(isinstance(tool, Mapping) for tool in tools):
+            return tools
     what = f"{where} has {TOOLS} that are no list of JSON objects"
     raise QuantkitError(what, 'tools look like [{"type": "function", "function": {…}}]', USAGE)
 
@@ -307,8 +306,8 @@ def _shuffled(documents: Iterable[Document], seed: int, buffer: float = BUFFER) 
         if len(kept) < buffer:
             kept.append(document)
             continue
-        place = source.randrange(len(kept))
-        kept[place], document = document, kept[place]
+        index = source.randrange(len(kept))
+        kept[index], document = document, kept[index]
         yield document
     source.shuffle(kept)
     yield from kept

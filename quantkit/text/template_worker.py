@@ -23,7 +23,7 @@ SECONDS = 10.0
 WORKER_SECONDS = 300.0  # to import transformers on a busy machine
 MEMORY_BYTES = 256 << 20  # bytes that rendering may add to the worker's size
 LIMIT = 16 << 20  # maximum characters of the result
-TELLS_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none\b")  # a template that asks for null
+TELLS_NULL = re.compile(r"content\W{0,3}\s+is\s+(not\s+)?none\b")  # templates that test for null
 ANSWER = 6 * LIMIT + 1024  # maximum bytes of an answer: JSON takes up to six per common character
 
 
@@ -40,8 +40,8 @@ class Worker:
 
     def __init__(self) -> None:
         self._running: tuple[subprocess.Popen, Connection] | None = None
-        self._owner = 0  # a fork of this process must not talk to its parent's worker
-        self._one = threading.Lock()
+        self._owner = 0  # process id: a fork of this process must not use its parent's worker
+        self._lock = threading.Lock()
         atexit.register(self.stop)
 
     def render(
@@ -61,7 +61,7 @@ class Worker:
             request = json.dumps([template, messages, tokens, answer, tools], default=_plain)
         except RecursionError as error:
             raise Failed("the messages are nested too deeply") from error
-        with self._one:
+        with self._lock:
             try:
                 if self._running is None or self._owner != os.getpid():
                     self._start()
@@ -139,7 +139,7 @@ def _serve(pipe: Connection) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     except (OSError, ValueError):  # a system without /proc: time and output are limited all the same
         pass
-    # made while there is memory; sent after the error, whose traceback holds the memory
+    # allocated now: after a MemoryError there may be no memory for it
     full = json.dumps(["runaway", f"it took more than {MEMORY_BYTES >> 20} MiB of memory"]).encode()
     pipe.send_bytes(b"ready")
     while request := _received(pipe):
@@ -164,10 +164,10 @@ def _answer(render_template: Any, request: list[Any]) -> list[str]:
     spent = int(used.ru_utime + used.ru_stime + SECONDS)
     resource.setrlimit(resource.RLIMIT_CPU, (spent + 2, resource.RLIM_INFINITY))  # if the parent has ended
     try:
-        given = {"chat_template": template, "add_generation_prompt": answer, **tokens}
-        for message in messages:  # one that calls tools has no content; most templates expect a text
+        arguments = {"chat_template": template, "add_generation_prompt": answer, **tokens}
+        for message in messages:  # a message that calls tools has no content; most templates expect a text
             message.setdefault("content", None if TELLS_NULL.search(template) else "")
-        text = render_template(conversations=[messages], tools=tools, **given)[0][0]
+        text = render_template(conversations=[messages], tools=tools, **arguments)[0][0]
     except RecursionError:
         return ["runaway", "it calls itself without end"]
     except MemoryError:

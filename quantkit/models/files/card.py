@@ -13,13 +13,13 @@ from quantkit.models.files.atomic import replacing
 
 CARD, CARD_BYTES = "README.md", 1 << 20
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # to publish, with an example of each
+NEEDED = {"base_model": "ORG/NAME", "license": "apache-2.0"}  # required to publish; with an example
 HEAD = re.compile(r"\A---\r?\n(.*?)^---\r?$\n?", re.DOTALL | re.MULTILINE)
 
 
 def path_of(output: Path) -> Path:
     """Return the path of a model's card: inside its folder, or next to its GGUF file."""
-    one_file = output.suffix == ".gguf" or not output.is_dir()  # a job's file is not there yet
+    one_file = output.suffix == ".gguf" or not output.is_dir()  # a job's file may not exist yet
     return output.with_name(f"{gguf_shards.whole(output).name}.md") if one_file else output / CARD
 
 
@@ -59,11 +59,11 @@ def head(base: str | None, layout: str, folder: Path) -> dict[str, Any]:
     return head | inherited(folder) | {"quantized_by": "quantkit", "tags": ["quantkit", layout]}
 
 
-def check(head: dict[str, Any], place: Path, hint: str = "") -> None:
-    """Raise QuantkitError unless a card's head names base model and licence. place: of the card."""
+def check(head: dict[str, Any], path: Path, hint: str = "") -> None:
+    """Raise QuantkitError unless a card's head names base model and licence. path: of the card."""
     missing = {key: f"`{key}: {example}`" for key, example in NEEDED.items() if not head.get(key)}
     add = f"{hint}write {' and '.join(missing.values())} into its head, between the lines of ---"
-    require(not missing, f"{place} names no {' and no '.join(missing)}", add, USAGE)
+    require(not missing, f"{path} names no {' and no '.join(missing)}", add, USAGE)
 
 
 def inherited(folder: Path) -> dict[str, str | list[str]]:
@@ -74,7 +74,7 @@ def inherited(folder: Path) -> dict[str, str | list[str]]:
 
 def _is_text(value: Any) -> bool:
     if isinstance(value, list):
-        return 0 < len(value) <= 100 and all(isinstance(one, str) and _is_text(one) for one in value)
+        return 0 < len(value) <= 100 and all(isinstance(item, str) and _is_text(item) for item in value)
     return isinstance(value, str) and 0 < len(value) <= 200 and value.isprintable()
 
 

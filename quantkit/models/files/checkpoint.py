@@ -23,10 +23,10 @@ from quantkit.models.files import checksums, reading, safetensors_folder, tokeni
 from quantkit.models.files.headers import COMPANIONS, MANIFEST
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 
-if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings speak to people who wrote the forward pass
+if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings are for developers of models
     transformers.logging.set_verbosity_error()
-State = tuple[int, int, int, int]  # of a file: device, inode, bytes, and when it was last written (ns)
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # files of one
+State = tuple[int, int, int, int]  # a file's device, inode, bytes and modification time (ns)
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # patterns of a tokenizer's files
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Checkpoint:
 
     def files(self) -> set[Path]:
         """Return the paths of all files and folders that are read for this checkpoint."""
-        own = {self.folder, self.folder / CONFIG, self.folder / INDEX}
-        return own | {info.file for info in self.infos.values()} | set(self.companions())
+        files = {self.folder, self.folder / CONFIG, self.folder / INDEX, *self.companions()}
+        return files | {info.file for info in self.infos.values()}
 
     def with_tensors(self, infos: dict[str, TensorInfo], layout: layouts.Layout) -> Checkpoint:
         """Return the same model with other tensors, such as a staged block before the output exists."""
@@ -68,17 +68,15 @@ class Checkpoint:
     @cached_property
     def names(self) -> list[str]:
         """Return the names of all tensors as in a plain checkpoint: `X.weight` for packed `X.*`."""
-        packed = {name for parts in self._quantized.values() for name in parts.values()}
-        return [name for name in self.infos if name not in packed] + [
-            f"{linear}.weight" for linear in self._quantized
-        ]
+        parts = {name for parts in self._quantized.values() for name in parts.values()}
+        plain = [name for name in self.infos if name not in parts]
+        return plain + [f"{linear}.weight" for linear in self._quantized]
 
     @property
     def name(self) -> str:
         """Return the model's name: the last part of its source."""
-        return (
-            self.source.rpartition("/")[2] if not Path(self.source).exists() else self.folder.resolve().name
-        )
+        is_local = Path(self.source).exists()
+        return self.folder.resolve().name if is_local else self.source.rpartition("/")[2]
 
     @property
     def quantized(self) -> bool:
@@ -184,25 +182,25 @@ class Checkpoint:
     def context(self) -> int | None:
         """Return the model's maximum context length in tokens; None without a limit."""
         length = getattr(self.text_config, "max_position_embeddings", None)
-        return length if length and length > 0 else None  # -1 is XLNet's way to say so
+        return length if length and length > 0 else None  # -1 in XLNet
 
     def companions(self) -> list[Path]:
         """Return the files that clients expect next to weights: tokenizer, generation config, chat template,
         licence."""
         patterns = (*COMPANIONS, "*.py") if self.trust_remote_code else COMPANIONS
-        found = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
-        return sorted(path for path in found if path.suffix != ".safetensors")
+        paths = {path for pattern in patterns for path in self.folder.glob(pattern) if path.is_file()}
+        return sorted(path for path in paths if path.suffix != ".safetensors")
 
-    def write_companions(self, place: Path) -> None:
-        """Copy the companions into the folder `place`."""
-        self.copy(self.companions(), place)
+    def write_companions(self, target: Path) -> None:
+        """Copy the companions into the folder `target`."""
+        self.copy(self.companions(), target)
 
-    def copy(self, paths: Iterable[Path], place: Path) -> None:
-        """Copy files of the folder into the folder `place`, named chat templates into their own."""
+    def copy(self, paths: Iterable[Path], target: Path) -> None:
+        """Copy files of the folder into the folder `target`, named chat templates into their own."""
         for path in paths:
-            to = place / path.relative_to(self.folder)
-            to.parent.mkdir(exist_ok=True)
-            shutil.copyfile(path, to)
+            copied = target / path.relative_to(self.folder)
+            copied.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copied)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Return one hash of config.json and of all weight files with their names."""
@@ -220,12 +218,12 @@ def load_tokenizer(
     untrusted.refuse_tokenizer_file(folder / "tokenizer.json")
     try:
         with tokenizing.explained():
-            found = transformers.AutoTokenizer.from_pretrained(
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=trust_remote_code, local_files_only=True
             )
-        if not isinstance(found, transformers.PreTrainedTokenizerBase):
-            raise TypeError(f"{type(found).__name__} is no tokenizer of a single model")
-    except Exception as error:  # the library raises many kinds here; all mean the same to a user
+        if not isinstance(tokenizer, transformers.PreTrainedTokenizerBase):
+            raise TypeError(f"{type(tokenizer).__name__} is no tokenizer of a single model")
+    except Exception as error:  # the library raises many types here
         error = error.__cause__ or error
         present = any(path for pattern in TOKENIZERS for path in folder.glob(pattern))
         why = first_line(error) if present else "there are no files of one"
@@ -235,8 +233,8 @@ def load_tokenizer(
             "tokenizer.model alone needs pip install sentencepiece",
             exit_code=NOT_FOUND,
         ) from error
-    untrusted.refuse_growth(found)
-    return found
+    untrusted.refuse_growth(tokenizer)
+    return tokenizer
 
 
 class _Parts(dict[str, torch.Tensor]):

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from quantkit.models.files import untrusted
 
-IN_FILE = "quantkit.tensors_sha256"  # of everything after the header of a GGUF file
-IN_SHARD = "quantkit.shard_sha256"  # of a shard: llama-gguf-split copies the metadata of the first one
-BLANK = "0" * 64  # where it will stand
+IN_FILE = "quantkit.tensors_sha256"  # sum of all bytes after the header of a GGUF file
+IN_SHARD = "quantkit.shard_sha256"  # the same for a shard; a merged file would inherit IN_FILE from the first
+BLANK = "0" * 64  # reserved for the sum
 PIECE = 1 << 22
 
 
@@ -54,12 +54,12 @@ def fill(path: Path, key: str, text: str) -> None:
     from quantkit.models.files import gguf_file
 
     header = gguf_file.read_whole_header(path)
-    if place := header.places.get(key):
+    if span := header.places.get(key):
         room = len(header.metadata[key])
         data = text.encode().ljust(room)
         assert len(data) == room, f"{key} has {room} bytes: {text}"
         with open(path, "r+b") as file:
-            file.seek(place[1] - room)  # a text ends its entry
+            file.seek(span[1] - room)  # the text is at the end of its entry
             file.write(data)
 
 

@@ -14,6 +14,7 @@ import os
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,23 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGUF_DEFAULT_ALIGNMENT, GGMLQuantizationType
 from gguf import GGUFValueType as Kind
 
-from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, name_all, require, unreadable
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, name_all, require, unreadable
 from quantkit.models.files import gguf_shards, untrusted
 from quantkit.models.files.safetensors_folder import LONGEST_TENSOR, TensorInfo, broken
 
 MAGIC = b"GGUF"
-MAX_METADATA_BYTES = 1 << 28  # twenty times that of a vocabulary of 262,144 tokens
-MAX_ITEMS = 1 << 22  # of all arrays together: sixteen vocabularies of 262,144 tokens
-MAX_ENTRIES = 1 << 16  # tensors, and keys of the metadata: twenty times those of the largest models
+MAX_METADATA_BYTES = 1 << 28  # twenty times the metadata of a vocabulary of 262,144 tokens
+MAX_ITEMS = 1 << 22  # limit of all arrays together: sixteen vocabularies of 262,144 tokens
+MAX_ENTRIES = 1 << 16  # limit of tensors and of keys: twenty times the largest models'
 MAX_DIMENSIONS = 4
 SHARD, SHARDS, SHARDED_TENSORS = "split.no", "split.count", "split.tensors.count"  # shards count from 0
 MIXED = "shards must keep their names, NAME-00001-of-00003.gguf, and be of one model: download them again"
-NUMBERS = {  # GGUF value type -> how it lies in the file
+NUMBERS = {  # GGUF value type -> type in the file
     code: np.dtype(kind) for code, kind in enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"))
 } | {10: np.dtype("<u8"), 11: np.dtype("<i8"), 12: np.dtype("<f8")}
 TYPES = {type.value: type.name for type in GGMLQuantizationType}
 Metadata = dict[str, Any]  # key -> str, bool, int, float, or a list or numpy array of those
+_broken = partial(broken, form="GGUF")
 
 
 def tensor_bytes(type: str, shape: Sequence[int]) -> int:
@@ -75,12 +77,13 @@ def read_header(path: Path) -> tuple[Metadata, dict[str, TensorInfo]]:
     fetch = f"hf download REPO --include '{gguf_shards.whole(path).stem}-*-of-*.gguf' --local-dir ."
     count = len(shards)
     for index, file in enumerate(shards):
-        there, what = count == 1 or file.is_file(), f"{file} is missing, one of {count} shards"
-        require(there, what, f"put all shards into one folder: {fetch}", NOT_FOUND)
+        what = f"{file} is missing, one of {count} shards"
+        hint = f"put all shards into one folder: {fetch}"
+        require(count == 1 or file.is_file(), what, hint, NOT_FOUND)
         header = read_whole_header(file)
-        found = header.metadata.get(SHARD, 0), header.metadata.get(SHARDS, 0)
-        what = f"{file} has {SHARD} {found[0]} and {SHARDS} {found[1]}, its name says {index} and {count}"
-        require(found == (index, count) or (count == 1 and found[1] in (0, 1)), what, MIXED)
+        number, total = header.metadata.get(SHARD, 0), header.metadata.get(SHARDS, 0)
+        what = f"{file} has {SHARD} {number} and {SHARDS} {total}, its name says {index} and {count}"
+        require((number, total) == (index, count) or (count == 1 and total in (0, 1)), what, MIXED)
         twice = name_all(infos.keys() & header.infos.keys())
         require(not twice, f"{file} holds tensors of another shard: {twice}", MIXED)
         metadata, infos = metadata or header.metadata, infos | header.infos
@@ -101,13 +104,11 @@ def read_whole_header(path: Path) -> Header:
             raise _broken(path, "it is empty")
         with open(path, "rb") as file:
             file_bytes = os.fstat(file.fileno()).st_size
-            # at most as much as a header takes: under `ulimit -v` a larger model could not be mapped
-            most = min(file_bytes, MAX_METADATA_BYTES)
-            with (
-                mmap.mmap(file.fileno(), most, access=mmap.ACCESS_READ) as mapped,
-                memoryview(mapped) as data,
-            ):
-                return _parse(_Cursor(path, data, file_bytes))
+            # not the whole file: under `ulimit -v` a large model could not be mapped
+            length = min(file_bytes, MAX_METADATA_BYTES)
+            with mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) as mapped:
+                with memoryview(mapped) as data:
+                    return _parse(_Cursor(path, data, file_bytes))
     except OSError as error:
         raise unreadable(path, error, "check the path") from error
 
@@ -119,17 +120,17 @@ class _Cursor:
     path: Path
     data: memoryview
     file_bytes: int
-    place: int = 0
+    position: int = 0
     items: int = 0
 
     def take(self, nbytes: int) -> int:
         """Return the current position and move it by `nbytes`."""
-        start = self.place
+        start = self.position
         if nbytes > len(self.data) - start:
             if start + nbytes > self.file_bytes:
                 raise _broken(self.path, f"its header is longer than its {self.file_bytes} bytes")
             raise _broken(self.path, f"its header is longer than {MAX_METADATA_BYTES} bytes")
-        self.place += nbytes
+        self.position += nbytes
         return start
 
     def unpack(self, form: str) -> tuple:
@@ -143,9 +144,9 @@ class _Cursor:
     def numbers(self, code: int, count: int) -> np.ndarray:
         dtype = NUMBERS.get(code)
         if dtype is None:
-            raise _broken(self.path, f"value type {code} at byte {self.place} is unknown")
+            raise _broken(self.path, f"value type {code} at byte {self.position} is unknown")
         start = self.take(count * dtype.itemsize)
-        return np.frombuffer(bytes(self.data[start : self.place]), dtype)
+        return np.frombuffer(bytes(self.data[start : self.position]), dtype)
 
     def value(self) -> Any:
         (code,) = self.unpack("<I")
@@ -154,10 +155,10 @@ class _Cursor:
         if code != Kind.ARRAY:
             return self.numbers(code, 1)[0].item()
         code, count = self.unpack("<IQ")
-        if code == Kind.STRING and count > (len(self.data) - self.place) // 8:
-            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.place}")
+        if code == Kind.STRING and count > (len(self.data) - self.position) // 8:
+            raise _broken(self.path, f"it cannot hold {count} strings after byte {self.position}")
         self.items += count
-        if self.items > MAX_ITEMS and count <= len(self.data) - self.place:
+        if self.items > MAX_ITEMS and count <= len(self.data) - self.position:
             raise _broken(self.path, f"its arrays have {self.items:,} items")
         if code != Kind.STRING:
             return self.numbers(code, count).tolist()
@@ -179,16 +180,16 @@ def _parse(cursor: _Cursor) -> Header:
     metadata: Metadata = {}
     places = {}
     for _ in range(pairs):
-        start, key = cursor.place, cursor.text()
+        start, key = cursor.position, cursor.text()
         if key in metadata:
             raise _broken(path, f"the key {key} comes twice")
         metadata[key] = cursor.value()
-        places[key] = start, cursor.place
+        places[key] = start, cursor.position
     infos = [_info(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
     if type(alignment) is not int or not 1 <= alignment <= 1 << 20 or alignment & (alignment - 1):
         raise _broken(path, f"its alignment is {alignment}")
-    header = Header(metadata, {}, places, cursor.place, alignment)
+    header = Header(metadata, {}, places, cursor.position, alignment)
     header.infos.update(_placed(cursor, infos, header))
     return header
 
@@ -232,7 +233,3 @@ def _placed(cursor: _Cursor, infos: list[TensorInfo], header: Header) -> dict[st
             raise _broken(path, f"the tensor {info.name} comes twice")
         placed[info.name] = TensorInfo(info.name, info.dtype, info.shape, path, start, info.nbytes)
     return {info.name: placed[info.name] for info in infos}
-
-
-def _broken(path: Path, why: str) -> QuantkitError:
-    return broken(path, why, "GGUF")

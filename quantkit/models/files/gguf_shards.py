@@ -24,16 +24,16 @@ def whole(path: Path) -> Path:
 
 def of(path: Path) -> list[Path]:
     """Return the paths of all shards of the file to which a path, by its name, belongs."""
-    found = NAME.fullmatch(path.name)
-    return paths(whole(path), int(found[3]) if found else 1)
+    match = NAME.fullmatch(path.name)
+    return paths(whole(path), int(match[3]) if match else 1)
 
 
 def existing(output: Path) -> list[Path]:
     """Return the files that count as the output `NAME.gguf`: itself, and its shards, however many."""
-    found = [output] if os.path.lexists(output) else []
+    files = [output] if os.path.lexists(output) else []
     if output.suffix == ".gguf" and output.parent.is_dir():
-        found += sorted(path for path in output.parent.iterdir() if output == whole(path) != path)
-    return found
+        files += sorted(path for path in output.parent.iterdir() if output == whole(path) != path)
+    return files
 
 
 def first(path: Path) -> Path:

@@ -23,7 +23,7 @@ from gguf import GGUFValueType as Kind
 from quantkit.models.files import gguf_file, gguf_shards
 from quantkit.models.files.gguf_file import MAGIC, NUMBERS, SHARD, SHARDED_TENSORS, SHARDS, tensor_bytes
 
-MAX_NAME_BYTES = 63  # of a tensor; ggml's buffer holds 64 with the terminator
+MAX_NAME_BYTES = 63  # limit of a tensor's name; ggml's buffer has 64 bytes with the terminator
 CODES = {dtype: code for code, dtype in NUMBERS.items()}
 
 
@@ -59,7 +59,7 @@ class GgufWriter:
         self._header = _header(metadata, self._entries)
 
     def __enter__(self) -> GgufWriter:
-        self._partial.unlink(missing_ok=True)  # of a job that was killed; a link is never written through
+        self._partial.unlink(missing_ok=True)  # left by a killed job; a link is not written through
         self._file = open(self._partial, "xb")
         try:
             self._file.write(self._header)
@@ -119,21 +119,21 @@ def in_files(
     metadata: of the first shard. repeated: of every shard."""
     with ExitStack() as stack:
         writers: dict[str, GgufWriter] = {}
-        whole = {SHARDS: np.uint16(len(shards)), SHARDED_TENSORS: np.int32(sum(map(len, shards)))}
+        total = {SHARDS: np.uint16(len(shards)), SHARDED_TENSORS: np.int32(sum(map(len, shards)))}
         for index, file in enumerate(gguf_shards.paths(path, len(shards))):
-            own = {SHARD: np.uint16(index), **whole} if len(shards) > 1 else {}
-            kept = {**(metadata if index == 0 else {}), **repeated, **own}
-            writer = stack.enter_context(GgufWriter(file, kept, shards[index]))
+            split = {SHARD: np.uint16(index), **total} if len(shards) > 1 else {}
+            keys = {**(metadata if index == 0 else {}), **repeated, **split}
+            writer = stack.enter_context(GgufWriter(file, keys, shards[index]))
             writers |= {entry.name: writer for entry in shards[index]}
         yield lambda name, chunks: writers[name].write(name, chunks)
 
 
-def with_text(source: Path, place: Path, key: str, text: str) -> int:
+def with_text(source: Path, target: Path, key: str, text: str) -> int:
     """Copy a GGUF file and set `key` of its metadata to `text`. All other metadata and the tensors keep their
     bytes. Returns by how many bytes the tensors move."""
     header = gguf_file.read_whole_header(source)
     entry, places = _packed(key) + _value(text), header.places
-    with open(source, "rb") as old, open(place, "wb") as new:
+    with open(source, "rb") as old, open(target, "wb") as new:
         head = old.read(header.end)
         if key in places:
             start, stop = places[key]

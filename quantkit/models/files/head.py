@@ -56,12 +56,12 @@ class Head:
     def settle(self, infos: Infos, embedding: str = "model.embed_tokens") -> dict[str, TensorInfo]:
         """Return a checkpoint's tensors, in which a tied matrix is stored once, under the embedding's name.
         embedding: this name, if the files do not have it."""
-        own = {info.name for info in self.infos} if self.tied else set()
-        found = {name: info for name, info in infos.items() if name not in own}
+        removed = {info.name for info in self.infos} if self.tied else set()
+        settled = {name: info for name, info in infos.items() if name not in removed}
         if self.kind == "alone":
-            moved = ((embedding + info.name.removeprefix(self.module), info) for info in self.infos)
-            found |= {name: replace(info, name=name) for name, info in moved}
-        return found
+            renamed = ((embedding + info.name.removeprefix(self.module), info) for info in self.infos)
+            settled |= {name: replace(info, name=name) for name, info in renamed}
+        return settled
 
 
 def decide(infos: Infos, ties: Callable[[], bool], stored: bool = True) -> Head:
@@ -73,25 +73,24 @@ def decide(infos: Infos, ties: Callable[[], bool], stored: bool = True) -> Head:
     heads = _modules(infos, HEADS)
     if not heads:
         return Head("tied")
-    (module, parts), *more = heads.items()
-    if more or not ties():
-        return Head("own", module, tuple(parts.values()))
-    embeddings = _modules(infos, EMBEDDINGS) or _of_shape(infos, parts)
-    if len(embeddings) > 1:
-        return Head("own", module, tuple(parts.values()))
-    kind = "alone"
-    for embedding in embeddings.values():
-        kind = "copy" if _equal(parts, embedding, stored) else "unlike"
+    module, parts = next(iter(heads.items()))
+    kind, tied = "own", len(heads) == 1 and ties()
+    if tied:
+        embeddings = list((_modules(infos, EMBEDDINGS) or _of_shape(infos, parts)).values())
+        if not embeddings:
+            kind = "alone"
+        elif len(embeddings) == 1:
+            kind = "copy" if _equal(parts, embeddings[0], stored) else "unlike"
     return Head(kind, module, tuple(parts.values()))
 
 
 def _modules(infos: Infos, modules: str) -> dict[str, dict[str, TensorInfo]]:
     """Return the tensors of weights outside the blocks: {module: {suffix: tensor}}."""
-    pattern, found = re.compile(rf"({modules})\.(?!bias$)(.+)"), {}
+    pattern, tensors = re.compile(rf"({modules})\.(?!bias$)(.+)"), {}
     for name, info in infos.items():
         if not IN_BLOCK.search(name) and (match := pattern.fullmatch(name)):
-            found.setdefault(match[1], {})[match[2]] = info
-    return found
+            tensors.setdefault(match[1], {})[match[2]] = info
+    return tensors
 
 
 def _of_shape(infos: Infos, head: Mapping[str, TensorInfo]) -> dict[str, dict[str, TensorInfo]]:
@@ -102,9 +101,9 @@ def _of_shape(infos: Infos, head: Mapping[str, TensorInfo]) -> dict[str, dict[st
     return {info.name: {"weight": info} for info in others if info.name not in names}
 
 
-def _equal(one: Mapping[str, TensorInfo], other: Mapping[str, TensorInfo], stored: bool) -> bool:
+def _equal(head: Mapping[str, TensorInfo], embedding: Mapping[str, TensorInfo], stored: bool) -> bool:
     """Return whether two weights have the same tensors, byte for byte if they are on this disk."""
-    forms = [{part: (info.dtype, info.shape) for part, info in side.items()} for side in (one, other)]
+    forms = [{name: (info.dtype, info.shape) for name, info in side.items()} for side in (head, embedding)]
     if forms[0] != forms[1] or not stored:
         return forms[0] == forms[1]
-    return all(a == b for part in one for a, b in zip(raw(one[part]), raw(other[part]), strict=True))
+    return all(a == b for name in head for a, b in zip(raw(head[name]), raw(embedding[name]), strict=True))

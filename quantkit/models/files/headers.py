@@ -17,7 +17,7 @@ from quantkit.models.files.safetensors_folder import CONFIG, INDEX, SINGLE, Tens
 from quantkit.models.files.untrusted import SMALL_BYTES
 
 MANIFEST = "quantkit.json"
-ADAPTER = "adapter_config.json"  # of PEFT
+ADAPTER = "adapter_config.json"  # PEFT's
 LOSS = "quantkit.loss"  # the manifest's `loss` in a GGUF file, which is measured after the file is written
 COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "tokenizer*",
@@ -37,7 +37,7 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
 )
 LOSS_FIGURES = ("kld", "stderr", "top1", "tokens")
 TEXT = {"type": ["string", "null"]}
-MANIFEST_SCHEMA = {  # as far as it is read again
+MANIFEST_SCHEMA = {  # the keys that are read again
     "type": "object",
     "properties": {
         "source": {"type": ["object", "null"], "properties": dict.fromkeys(("name", "sha256"), TEXT)},
@@ -57,11 +57,11 @@ MANIFEST_SCHEMA = {  # as far as it is read again
         },
     },
 }
-HUB_FILES = (  # what is fetched of a repository besides the headers; tokenizer.json can be tens of megabytes
+HUB_FILES = (  # fetched from a repository besides headers; not tokenizer.json, which can be tens of megabytes
     CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
     INDEX, MANIFEST, modelopt.FILE,
 )  # fmt: skip
-HUB_SECONDS = 30.0  # for the hub to answer in
+HUB_SECONDS = 30.0  # timeout of a request
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Contents:
     config: dict[str, Any]
     infos: dict[str, TensorInfo]
     fetch: Callable[[str], Path | None]
-    path: Path | None = None  # None while it lies on the hub
-    metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file
+    path: Path | None = None  # None for a repository on the hub
+    metadata: dict[str, Any] = field(default_factory=dict)  # a GGUF file's
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -168,24 +168,24 @@ def open_contents(
     Raises QuantkitError if the source does not exist or no header can be read; with `strict`, for any
     problem. bare: a config.json without weights is accepted.
     """
-    place = hub.local(source)
-    if place is None and not offline:
+    path = hub.local(source)
+    if path is None and not offline:
         return _of_repository(source, revision, strict, bare)
-    return at(source, place or hub.resolve(source, revision, offline), strict, bare)
+    return at(source, path or hub.resolve(source, revision, offline), strict, bare)
 
 
-def at(source: str, place: Path, strict: bool = False, bare: bool = False) -> Contents:
-    """Return the contents of `place`, a folder or a GGUF file."""
-    if not place.is_file():
-        return _of_folder(source, place, strict, bare)
+def at(source: str, path: Path, strict: bool = False, bare: bool = False) -> Contents:
+    """Return the contents of a folder or a GGUF file."""
+    if not path.is_file():
+        return _of_folder(source, path, strict, bare)
     from quantkit.models.files.gguf_file import read_header  # `gguf` takes a while to import
     from quantkit.models.gguf.architectures import config_of, refuse_other
 
-    metadata, infos = read_header(place)
+    metadata, infos = read_header(path)
     refuse_other(source, metadata)
-    files = {path.name: path.stat().st_size for path in gguf_shards.of(place)}
+    files = {shard.name: shard.stat().st_size for shard in gguf_shards.of(path)}
     config = config_of(metadata, infos)
-    return Contents(source, "gguf", files, config, infos, lambda name: None, place, metadata)
+    return Contents(source, "gguf", files, config, infos, lambda name: None, path, metadata)
 
 
 # ---- folders
@@ -205,15 +205,15 @@ def _of_folder(source: str, folder: Path, strict: bool, bare: bool) -> Contents:
     paths = sorted(path for path in untrusted.entries(folder) if path.is_file())
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
     _refuse_adapter(source, files, folder)
-    found = Contents(source, "safetensors", files, {}, {}, folder.joinpath, folder)
+    contents = Contents(source, "safetensors", files, {}, {}, folder.joinpath, folder)
     errors: list[QuantkitError] = []
-    config = read_json(folder / CONFIG) if strict or CONFIG not in files else found.json(CONFIG) or {}
+    config = read_json(folder / CONFIG) if strict or CONFIG not in files else contents.json(CONFIG) or {}
     stored = not bare or any(name in files for name in (SINGLE, INDEX))
     infos = safetensors_folder.read_folder(folder, None if strict else errors) if stored else {}
     if errors and not infos:
         raise errors[0]
-    found.problems.extend(error.message for error in errors)
-    return replace(found, config=modelopt.completed(config, found.json), infos=infos)
+    contents.problems.extend(error.message for error in errors)
+    return replace(contents, config=modelopt.completed(config, contents.json), infos=infos)
 
 
 # ---- the hub
@@ -223,10 +223,10 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
     from huggingface_hub import HfApi, hf_hub_download
 
     with hub.explained(repo, revision):
-        found = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=HUB_SECONDS)
-    sizes = {file.rfilename: file.size for file in found.siblings or ()}
-    own = (name for name in sizes if "/" not in name or fnmatch(name, untrusted.NAMED_TEMPLATES))
-    files = {name: sizes[name] for name in own if sizes[name] is not None}
+        model = HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=HUB_SECONDS)
+    sizes = {file.rfilename: file.size for file in model.siblings or () if file.size is not None}
+    templates = untrusted.NAMED_TEMPLATES
+    files = {name: sizes[name] for name in sizes if "/" not in name or fnmatch(name, templates)}
     _refuse_adapter(repo, files)
     require(CONFIG in files, f"{repo} holds no {CONFIG}", "give the id of a language model", NOT_FOUND)
 
@@ -240,13 +240,14 @@ def _of_repository(repo: str, revision: str | None, strict: bool, bare: bool) ->
         others = sorted(name for name in files if name.endswith((".gguf", ".bin", ".pt", ".pth")))
         named = f", but {name_all(others, 3)}" if others else ""
         gguf = next((name for name in others if name.endswith(".gguf")), None)
-        shards = gguf and gguf_shards.NAME.sub(r"--include '\1-*-of-\3.gguf'", gguf)
-        download = f"fetch one and inspect it: hf download {repo} {shards} --local-dir ." if gguf else ""
-        hint = download or "choose a repository that does"
+        hint = "choose a repository that does"
+        if gguf:
+            shards = gguf_shards.NAME.sub(r"--include '\1-*-of-\3.gguf'", gguf)
+            hint = f"fetch one and inspect it: hf download {repo} {shards} --local-dir ."
         raise QuantkitError(f"{repo} holds no safetensors{named}", hint, UNSUPPORTED)
-    found = Contents(repo, "safetensors", files, {}, infos or {}, fetch)
-    config = read_json(fetch(CONFIG)) if strict else found.json(CONFIG) or {}
-    return replace(found, config=modelopt.completed(config, found.json))
+    contents = Contents(repo, "safetensors", files, {}, infos or {}, fetch)
+    config = read_json(fetch(CONFIG)) if strict else contents.json(CONFIG) or {}
+    return replace(contents, config=modelopt.completed(config, contents.json))
 
 
 def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict[str, TensorInfo] | None:
@@ -259,18 +260,18 @@ def _hub_tensors(repo: str, revision: str | None, files: dict[str, int]) -> dict
 
     with hub.explained(repo, revision):
         try:
-            found = get_safetensors_metadata(repo, revision=revision).files_metadata
+            headers = get_safetensors_metadata(repo, revision=revision).files_metadata
         except NotASafetensorsRepoError:
             return None
         except (SafetensorsParsingError, AttributeError, TypeError) as error:
             what = f"{repo} holds no safetensors: {first_line(error)}"
             raise QuantkitError(what, "tell its owner") from error
     infos: dict[str, TensorInfo] = {}
-    for name, file in found.items():
+    for name, file in headers.items():
         header = {key: vars(entry) for key, entry in file.tensors.items()}
-        filled = safetensors_folder.check_header(Path(name), header)
-        size, end = files.get(name), max((one.offset + one.nbytes for one in filled.values()), default=0)
+        tensors = safetensors_folder.check_header(Path(name), header)
+        size, end = files.get(name), sum(info.nbytes for info in tensors.values())  # there are no holes
         if size is not None and size < end + 8:
             raise QuantkitError(f"{name} of {repo} has {size:,} bytes, its tensors {end:,}", "tell its owner")
-        infos |= filled
+        infos |= tensors
     return infos

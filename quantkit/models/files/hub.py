@@ -67,20 +67,17 @@ def local(source: str) -> Path | None:
     if path.is_dir():
         untrusted.refuse_folder(path)
         return path
-    if path.is_file() and is_gguf(path):
-        return path
+    if path.is_file():
+        with open(path, "rb") as file:
+            is_gguf = file.read(4) == b"GGUF" or path.suffix == ".gguf"
+        if is_gguf:
+            return path
     what = f"{source} is a file"
     require(not path.exists(), what, "give the folder that holds config.json, or a GGUF file", NOT_FOUND)
     require(not source.endswith(".gguf"), f"no such file: {source}", "check the path", NOT_FOUND)
     hint = "give a local checkpoint folder, or a hub id of the form OWNER/NAME"
     require(is_id(source), f"no such folder: {source}", hint, NOT_FOUND)
     return None
-
-
-def is_gguf(path: Path) -> bool:
-    """Return whether a file begins with GGUF's magic bytes, or has the suffix `.gguf`."""
-    with open(path, "rb") as file:
-        return file.read(4) == b"GGUF" or path.suffix == ".gguf"
 
 
 def dataset_revision(repo: str, revision: str | None = None) -> str:
@@ -92,7 +89,7 @@ def dataset_revision(repo: str, revision: str | None = None) -> str:
 
     with explained(repo, revision, kind="dataset"):
         api = HfApi()
-        api.auth_check(repo, repo_type="dataset")  # a gated repository describes itself to everyone
+        api.auth_check(repo, repo_type="dataset")  # dataset_info alone also works for gated repositories
         commit = api.dataset_info(repo, revision=revision, timeout=30).sha
     assert commit is not None
     return commit
@@ -105,9 +102,9 @@ def explained(
     """Turn huggingface_hub's errors about a repository into QuantkitError (exit code 3) with a hint."""
     from huggingface_hub import errors as hub
 
-    noun, local, option = (
-        ("", "folder", "") if kind == "model" else ("dataset ", "file", " --repo-type dataset")
-    )
+    noun, local, option = "", "folder", ""
+    if kind == "dataset":
+        noun, local, option = "dataset ", "file", " --repo-type dataset"
     try:
         yield
     except hub.GatedRepoError as error:

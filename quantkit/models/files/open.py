@@ -18,7 +18,7 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, name_all, re
 from quantkit.models.files import gguf_shards, head, headers, hub, reading, untrusted
 from quantkit.models.files.checkpoint import Checkpoint, State
 
-ATTENTION = (None, "eager", "sdpa")  # transformers' own code, without another package
+ATTENTION = (None, "eager", "sdpa")  # implementations in transformers itself
 EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
 
 
@@ -32,10 +32,10 @@ def open_checkpoint(
         from quantkit.models.gguf.checkpoint import open_file  # `gguf` takes a while to import
 
         return replace(open_file(source, folder), seen=seen)
-    found = headers.at(source, folder, strict=True)
-    raw, infos = found.config, found.infos
+    contents = headers.at(source, folder, strict=True)
+    raw, infos = contents.config, contents.infos
     untrusted.refuse_config(raw, len(infos))
-    if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # read as the values they stand for
+    if layouts.quantization_of(raw).get("quant_method") == "mxfp4":  # decoded when read
         raw = {key: value for key, value in raw.items() if key != "quantization_config"}
         infos = reading.of_mxfp4(infos)
     layout = layouts.detect(raw)
@@ -43,10 +43,7 @@ def open_checkpoint(
     tied = head.decide(infos, lambda: bool(getattr(config, "tie_word_embeddings", False)))
     if tied.kind == "unlike":
         raw = _untied(raw, config)
-    if tied.kind == "alone":
-        infos = tied.settle(infos, _embedding(config, tied.module))
-    else:
-        infos = tied.settle(infos)
+    infos = tied.settle(infos, _embedding(config, tied.module) if tied.kind == "alone" else "")
     if layout is not None:
         infos = layout.unstacked(infos)
     else:
@@ -70,7 +67,7 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
         config = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=trust_remote_code, local_files_only=True
         )
-    except Exception as error:  # ValueError, KeyError, OSError, validation errors: all "not this config"
+    except Exception as error:  # ValueError, KeyError, OSError, errors of validation
         raise QuantkitError(
             f"transformers {transformers.__version__} cannot read {folder / 'config.json'}: "
             + first_line(error),
@@ -80,15 +77,15 @@ def _build_config(folder: Path, trust_remote_code: bool) -> transformers.Pretrai
         ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # the skeleton is the plain model; layouts decode
-    for part in _parts(config):
-        _choose_code(part)
+    for inner in _parts(config):
+        _choose_code(inner)
     return config
 
 
 def _untied(raw: dict, config: transformers.PretrainedConfig) -> dict:
     """Return config.json without tied embeddings; the same in `config`, in place."""
-    for part in _parts(config):
-        part.tie_word_embeddings = False
+    for inner in _parts(config):
+        inner.tie_word_embeddings = False
     inner = raw.get("text_config")
     inner = {"text_config": inner | {"tie_word_embeddings": False}} if isinstance(inner, dict) else {}
     return raw | inner | {"tie_word_embeddings": False}
@@ -124,21 +121,21 @@ def _choose_code(config: transformers.PretrainedConfig) -> None:
 
 def _states(paths: Iterable[Path]) -> dict[Path, State]:
     """Return device, inode, size and modification time of each path that is a file."""
-    found = ((path, path.stat()) for path in paths if path.is_file())
-    return {path: (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns) for path, now in found}
+    stats = ((path, path.stat()) for path in paths if path.is_file())
+    return {path: (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for path, stat in stats}
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
     """Raise QuantkitError naming the files that changed since the checkpoint was opened: a job reads them for
     hours, and a mixture of two models would be useless."""
     now = _states(checkpoint.seen)
-    wrong = [
+    changed = [
         f"{path.name} {'changed' if path in now else 'gone'}"
         for path, state in sorted(checkpoint.seen.items())
         if now.get(path) != state
     ]
-    what = f"{checkpoint.source} was changed while it was read: {name_all(wrong)}"
-    require(not wrong, what, "restore it and continue with --resume, or start again with --overwrite")
+    what = f"{checkpoint.source} was changed while it was read: {name_all(changed)}"
+    require(not changed, what, "restore it and continue with --resume, or start again with --overwrite")
 
 
 @contextmanager

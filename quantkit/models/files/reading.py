@@ -21,7 +21,7 @@ from quantkit.errors import UNSUPPORTED, require
 from quantkit.grids.fp4 import MX_BLOCK, decode_mxfp4
 from quantkit.models.files.safetensors_folder import TensorInfo
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, known) for known, name in layouts.DTYPES.items()}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype) for dtype, name in layouts.DTYPES.items()}
 Index = tuple[int | slice, ...]
 
 
@@ -86,21 +86,21 @@ class Mxfp4(TensorInfo):
 def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Return a checkpoint's tensors with a decoded `X` for each pair of `X_blocks` and `X_scales`. Raises
     QuantkitError if the shapes do not fit, or if there is no pair."""
-    found = dict(infos)
+    decoded = dict(infos)
     for name in [name for name in infos if name.endswith("_blocks")]:
         base = name.removesuffix("_blocks")
-        blocks, scales = found.pop(name), found.pop(f"{base}_scales", None)
+        blocks, scales = decoded.pop(name), decoded.pop(f"{base}_scales", None)
         fits = scales and len(blocks.shape) == 4 and blocks.shape == (*scales.shape, MX_BLOCK // 2)
         shape = list(scales.shape) if scales else "absent"
         what = f"{name} is {blocks.dtype} {list(blocks.shape)}, {base}_scales {shape}"
         require(fits and {blocks.dtype, scales.dtype} == {"U8"}, what, "download it again")
         experts, rows, groups, _ = blocks.shape
         shape = experts, groups * MX_BLOCK, rows
-        nbytes = 4 * blocks.nbytes  # two codes a byte, two bytes a value
-        found[base] = Mxfp4(base, "BF16", shape, blocks.file, blocks.offset, nbytes, blocks, scales)
+        nbytes = 4 * blocks.nbytes  # a byte has two codes, a decoded value two bytes
+        decoded[base] = Mxfp4(base, "BF16", shape, blocks.file, blocks.offset, nbytes, blocks, scales)
     what = "config.json says mxfp4, and there are no tensors …_blocks"
-    require(found != infos, what, "download it again", UNSUPPORTED)
-    return found
+    require(decoded != infos, what, "download it again", UNSUPPORTED)
+    return decoded
 
 
 @dataclass(frozen=True)
@@ -144,13 +144,13 @@ def read(info: TensorInfo) -> Tensor:
 
 def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]) -> dict[str, TensorInfo]:
     """Return the tensors with each of the stacks in place of its parts, by name."""
-    found = dict(infos)
+    tensors = dict(infos)
     for name, parts in stacks.items():
-        each = [found.pop(part) for part in parts]
-        like, shape = each[0], (len(each), *each[0].shape)
+        each = [tensors.pop(part) for part in parts]
+        first, shape, nbytes = each[0], (len(each), *each[0].shape), len(each) * each[0].nbytes
         values = partial(lambda each, exact: torch.stack(list(map(read, each))), each)
-        found[name] = Rewritten(name, like.dtype, shape, like.file, 0, len(each) * like.nbytes, name, values)
-    return found
+        tensors[name] = Rewritten(name, first.dtype, shape, first.file, 0, nbytes, name, values)
+    return tensors
 
 
-OTHERWISE = Slice, Mxfp4, Rewritten  # kinds of tensors that `read` reads
+OTHERWISE = Slice, Mxfp4, Rewritten  # tensors that differ from what is stored

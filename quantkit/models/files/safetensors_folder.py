@@ -22,12 +22,12 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 1 << 25  # a third of the safetensors library's limit
-MAX_TENSORS = 1 << 18  # of one file; those of Kimi K2 are 208,000 in 62 files
-TENSOR_VALUES = 12  # of a header's JSON for a tensor: brackets and commas, of up to five dimensions
-MAX_DIMENSIONS = 64  # as many as torch has
-LONGEST_NAME = 255  # bytes of the name of a file
-LONGEST_TENSOR = 1024  # characters of the name of a tensor; a number in it may have as many digits
-COPY_BYTES = 1024 * 1024  # at a time: stays in the cache between read and write
+MAX_TENSORS = 1 << 18  # in a file; Kimi K2 has 208,000 in 62 files
+TENSOR_VALUES = 12  # brackets and commas of a header's entry with up to five dimensions
+MAX_DIMENSIONS = 64  # torch's limit
+LONGEST_NAME = 255  # bytes of a file's name
+LONGEST_TENSOR = 1024  # characters of a tensor's name
+COPY_BYTES = 1024 * 1024  # a piece stays in the processor's cache between read and write
 
 
 @dataclass(frozen=True)
@@ -155,17 +155,17 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
     weight_map = read_index(path)
     names = sorted(set(weight_map.values()))
     absent = [name for name in names if not (folder / name).is_file()]
-    found = []
+    problems = []
     if absent:
         what = f"{len(absent)} of {len(names)} shards named in {path} are absent: {name_all(absent)}"
-        found.append(QuantkitError(what, "download the missing files", NOT_FOUND))
+        problems.append(QuantkitError(what, "download the missing files", NOT_FOUND))
     infos: dict[str, TensorInfo] = {}
     for name in names:
         try:
             infos |= {} if name in absent else read_header(folder / name)
         except QuantkitError as error:
             absent.append(name)
-            found.append(error)
+            problems.append(error)
     lost = [
         key
         for key, name in weight_map.items()
@@ -173,11 +173,12 @@ def _read_sharded(folder: Path, errors: list[QuantkitError] | None) -> dict[str,
     ]
     if lost:
         what = f"{path} places tensors in shards that do not hold them: {name_all(lost)}"
-        found.append(QuantkitError(what, "index and shards belong to different downloads; fetch both again"))
-    if errors is None and found:
-        raise found[0]
+        hint = "index and shards belong to different downloads; fetch both again"
+        problems.append(QuantkitError(what, hint))
     if errors is not None:
-        errors += found
+        errors += problems
+    elif problems:
+        raise problems[0]
     return infos
 
 
@@ -258,7 +259,7 @@ def write_folder(folder: Path, infos: Iterable[TensorInfo], shard_bytes: int, da
         max_shard_size=shard_bytes,
     )
     for name, group in split.filename_to_tensors.items():
-        write_file(folder / name, [by_name[one] for one in group], data)
+        write_file(folder / name, [by_name[tensor] for tensor in group], data)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

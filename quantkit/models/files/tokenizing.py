@@ -15,9 +15,9 @@ from typing import Any
 
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 
-PIECE_CHARACTERS = 1 << 16  # characters of a piece, and on to the next line end
-LONGEST = 1 << 19  # of a piece without a place to cut it
-AROUND = 64  # characters on either side of a cut that are tokenized to see whether it is one
+PIECE_CHARACTERS = 1 << 16  # characters of a piece, extended to the next line end
+LONGEST = 1 << 19  # characters of a piece in which no cut is possible
+AROUND = 64  # characters on either side that are tokenized to test a cut
 CUTS_TRIED = 16
 LEAD = "a\n"
 
@@ -44,8 +44,8 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 def _after(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of a text as a continuation of another text."""
-    lead, found = _ids(tokenizer, LEAD), _ids(tokenizer, LEAD + text)
-    return found[len(lead) :] if found[: len(lead)] == lead else _ids(tokenizer, text)
+    lead, ids = _ids(tokenizer, LEAD), _ids(tokenizer, LEAD + text)
+    return ids[len(lead) :] if ids[: len(lead)] == lead else _ids(tokenizer, text)
 
 
 def _end(tokenizer: Any, text: str, start: int) -> int:
@@ -75,7 +75,7 @@ def _may_cut(tokenizer: Any, text: str, at: int) -> bool:
     """Return whether a cut at `at` leaves the ids around it unchanged."""
     left, right = text[max(0, at - AROUND) : at], text[at : at + AROUND]
     if not (left.strip() and right.strip()):
-        return False  # what matters may lie further away
+        return False  # the nearest visible characters are further away
     apart = _after(tokenizer, left) + _after(tokenizer, right)
     return _after(tokenizer, left + right) == apart
 
@@ -88,7 +88,7 @@ def explained() -> Iterator[None]:
     except QuantkitError:
         raise
     except BaseException as error:
-        panicked = type(error).__name__ == "PanicException"  # of Rust: no Exception
+        panicked = type(error).__name__ == "PanicException"  # raised by Rust code; not an Exception
         if not panicked and (not isinstance(error, Exception) or isinstance(error, MemoryError)):
             raise
         hint = "its tokenizer.json is damaged or not to be trusted: download it again"

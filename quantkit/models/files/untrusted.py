@@ -18,14 +18,14 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, require
 from quantkit.models.machine.expert_share import EXPERTS, ROUTED
 
 AGAIN = "download it again"
-SMALL_BYTES = 1 << 26  # no file that is parsed whole may be larger
-LARGE_BYTES = 1 << 28  # of files that transformers reads whole: eight times the largest tokenizer.json
-UNSAID = 1 << 16  # bytes of files that say they have none, as those under /proc
-VALUES = 8_000_000  # of JSON: each becomes an object of up to a hundred bytes
-DEEP = 64  # lists and objects inside one another
+SMALL_BYTES = 1 << 26  # limit of files that are parsed whole
+LARGE_BYTES = 1 << 28  # limit of files that transformers reads: eight times the largest tokenizer.json
+SIZELESS_BYTES = 1 << 16  # limit of files that report size 0, such as those under /proc
+VALUES = 8_000_000  # limit of values in a JSON text: each becomes an object of up to a hundred bytes
+DEEP = 64  # limit of nested lists and objects
 POINTER = b"version https://git-lfs"
 FETCHED = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py", "LICENSE*", "NOTICE*")
-TEMPLATES = "additional_chat_templates"  # the one folder inside a model's folder that is read
+TEMPLATES = "additional_chat_templates"  # the only subfolder of a model's folder that is read
 NAMED_TEMPLATES = f"{TEMPLATES}/*.jinja"
 
 # ---- folders and files
@@ -45,12 +45,12 @@ def refuse_folder(folder: Path) -> None:
     blobs are allowed.
     """
     inside = folder.resolve()
-    caches = [place.parent for place in inside.parents if place.name == "snapshots"]
+    caches = [above.parent for above in inside.parents if above.name == "snapshots"]
     allowed = [inside, *((cache / "blobs").resolve() for cache in caches)]
     leading_out = sorted(
         str(path.relative_to(folder))
         for path in entries(folder)
-        if path.is_symlink() and not any(path.resolve().is_relative_to(place) for place in allowed)
+        if path.is_symlink() and not any(map(path.resolve().is_relative_to, allowed))
     )
     what = f"{folder} holds links that lead out of it: {name_all(leading_out)}"
     hint = "replace the links by the files themselves if you trust them"
@@ -87,7 +87,7 @@ def read(path: Path, limit: int = SMALL_BYTES) -> bytes:
     """Return the bytes of a file. Raises QuantkitError if it is not a plain file or too large, OSError if it
     cannot be read."""
     refuse_irregular(path)
-    size = max(path.stat().st_size, UNSAID)
+    size = max(path.stat().st_size, SIZELESS_BYTES)
     with open(path, "rb") as file:
         data = file.read(min(limit, size) + 1)
     what = f"{path} is larger than {limit / 2**20:g} MiB: not read"
@@ -105,11 +105,11 @@ def parse(data: bytes, values: int = VALUES) -> Any:
     if data.startswith(codecs.BOM_UTF8):
         raise ValueError("it begins with a byte order mark: save it as UTF-8 without one")
     try:
-        found = json.loads(data.decode("utf-8"))
+        tree = json.loads(data.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    _check_depth(found)
-    return found
+    _check_depth(tree)
+    return tree
 
 
 def parse_object(data: bytes, name: object) -> dict[str, Any]:
@@ -125,21 +125,18 @@ def parse_object(data: bytes, name: object) -> dict[str, Any]:
 
 def _check_depth(tree: Any) -> None:
     """Raise ValueError if lists and objects are nested more deeply than recursive code can handle."""
-    inside = [tree]
+    level = [tree]
     for _ in range(DEEP):
-        inside = [
-            value
-            for node in inside
-            if isinstance(node, (dict, list))
-            for value in (node.values() if isinstance(node, dict) else node)
-        ]
-        if not inside:
+        nodes = (node for node in level if isinstance(node, (dict, list)))
+        children = (node.values() if isinstance(node, dict) else node for node in nodes)
+        level = [value for values in children for value in values]
+        if not level:
             return
     raise ValueError("it is nested too deeply")
 
 
 def check_schema(
-    found: Any, schema: dict[str, Any], name: str, hint: str, exit_code: int = UNSUPPORTED
+    tree: Any, schema: dict[str, Any], name: str, hint: str, exit_code: int = UNSUPPORTED
 ) -> None:
     """Raise QuantkitError if parsed JSON does not match a JSON schema.
 
@@ -147,7 +144,7 @@ def check_schema(
     """
     import jsonschema
 
-    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(found))
+    error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(tree))
     if error is not None:
         raise QuantkitError(f"{name}: {error.json_path}: {error.message}", hint, exit_code)
 
@@ -158,27 +155,27 @@ LAYERS = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers", "num_encoder_layers",
     "decoder_layers", "encoder_layers", "depth",
 }  # fmt: skip
-FEW_LAYERS = 512  # layers that are built, whatever the headers say: of a second each
+FEW_LAYERS = 512  # layers that are built even with fewer stored tensors; each takes up to a second
 COUNTED = dict.fromkeys(("num_labels", *EXPERTS), 1 << 16)
-SIZES = 1 << 40  # of anything else
-MOST_NESTED = 8  # configurations inside one another
+SIZES = 1 << 40  # limit of all other numbers
+MOST_NESTED = 8  # limit of nested configurations
 
 
 def refuse_config(config: Mapping[str, Any], tensors: int = 0) -> None:
     """Raise QuantkitError naming impossible numbers. tensors: how many are stored, a limit for layers."""
-    most = COUNTED | dict.fromkeys(LAYERS, max(tensors, FEW_LAYERS))
-    odd = [f"{name} {value:,}" for name, value in _numbers(config) if value > most.get(name, SIZES)]
-    odd += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
-    odd += _routed(config)
+    limits = COUNTED | dict.fromkeys(LAYERS, max(tensors, FEW_LAYERS))
+    wrong = [f"{name} {value:,}" for name, value in _numbers(config) if value > limits.get(name, SIZES)]
+    wrong += [f"{name} {value:,}" for name, value in _numbers(config) if name in LAYERS and value < 0]
+    wrong += _routed(config)
     stored = f", and {tensors:,} tensors are stored" if tensors else ""
-    require(not odd, f"config.json says {name_all(odd, 3)}{stored}", AGAIN, UNSUPPORTED)
+    require(not wrong, f"config.json says {name_all(wrong, 3)}{stored}", AGAIN, UNSUPPORTED)
 
 
 def _routed(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message if more experts per token are configured than a layer has, in a configuration or one
     inside it."""
-    for part in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        numbers = {name: part[name] for name in (*EXPERTS, *ROUTED) if type(part.get(name)) is int}
+    for inner in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        numbers = {name: inner[name] for name in (*EXPERTS, *ROUTED) if type(inner.get(name)) is int}
         most = max((numbers[name] for name in EXPERTS if name in numbers), default=0)
         routed = ((name, numbers[name]) for name in ROUTED if name in numbers)
         yield from (f"{name} {value:,} of {most:,} experts" for name, value in routed if value > most > 0)
@@ -194,7 +191,7 @@ def _numbers(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, i
 
 
 INTEGERS = ("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64")
-CODED = (*INTEGERS, "F8_E4M3", "F8_E5M2", "F8_E8M0")  # types of which nothing is a weight without a scale
+CODED = (*INTEGERS, "F8_E4M3", "F8_E5M2", "F8_E8M0")  # types that need a scale to be weights
 WEIGHTS = re.compile(r"weight(_packed)?$")
 UNDESCRIBED = (
     "config.json has no quantization_config that says how: download it again, or start from the original "
@@ -207,17 +204,17 @@ def refuse_codes(infos: Iterable[Any]) -> None:
 
     infos: `TensorInfo` of a whole checkpoint. Read as plain weights, codes would be nonsense.
     """
-    coded = (info for info in infos if info.dtype in CODED and len(info.shape) > 1)
-    if found := [info.name for info in coded if WEIGHTS.search(info.name)]:
-        raise QuantkitError(f"weights are stored as codes: {name_all(found, 3)}", UNDESCRIBED, UNSUPPORTED)
+    matrices = (info for info in infos if info.dtype in CODED and len(info.shape) > 1)
+    names = [info.name for info in matrices if WEIGHTS.search(info.name)]
+    require(not names, f"weights are stored as codes: {name_all(names, 3)}", UNDESCRIBED, UNSUPPORTED)
 
 
 # ---- tokenizers
 
-LARGEST_ID = 1 << 24  # of a token: sixty times that of the largest vocabulary
+LARGEST_ID = 1 << 24  # limit of token ids: sixty times that of the largest vocabulary
 SUSPICIOUS = re.compile(rb'"continuing_subword_prefix"\s*:\s*"[^"]|[:,\[]\s*\d{8,}\s*[,}\]]')
-GROWTH = 64  # characters that a normalizer may make of one; NFKC makes 18 of the worst
-TEXT = 1 << 16  # characters of a text that something is put before
+GROWTH = 64  # characters that a normalizer may make of a single one; NFKC makes up to 18
+TEXT = 1 << 16  # characters of a text; a prefix is added once per text
 
 
 def refuse_tokenizer_file(path: Path) -> None:
@@ -227,7 +224,7 @@ def refuse_tokenizer_file(path: Path) -> None:
     if not path.is_file():
         return
     data = path.read_bytes()
-    if not SUSPICIOUS.search(data):  # parsing the largest of them takes a second
+    if not SUSPICIOUS.search(data):  # parsing the largest files takes a second
         return
     try:
         content = parse(data)
@@ -267,11 +264,11 @@ def refuse_growth(tokenizer: Any) -> None:
 def _growth(normalizer: dict) -> float:
     """Return an upper limit of the characters that a normalizer makes of one character."""
     factor = 1.0
-    for part in normalizer.get("normalizers") or ():
-        factor *= _growth(part)
+    for step in normalizer.get("normalizers") or ():
+        factor *= _growth(step)
     written = len(normalizer.get("content") or "")
     pattern = normalizer.get("pattern") or {}
     if "String" in pattern:
         return factor * max(1.0, written / max(1, len(pattern["String"])))
-    prepended = len(normalizer.get("prepend") or "") / TEXT  # once a text
+    prepended = len(normalizer.get("prepend") or "") / TEXT  # added once per text
     return factor * max(1.0, (written + 1.0) if pattern else 1.0) + prepended

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GATE = "expert_gating_func"
 Infos = Mapping[str, "TensorInfo"]
 Computed = Mapping[str, Callable[["PretrainedConfig"], Any]]
-DEFAULTS: Computed = {  # where the field is absent or None
+DEFAULTS: Computed = {  # for fields that are absent or None
     "context_length": lambda config: 2048,
     "feed_forward_length": lambda config: 4 * config.hidden_size,
     "attention.head_count_kv": kv_heads,
@@ -36,7 +36,7 @@ DEFAULTS: Computed = {  # where the field is absent or None
     "full_attention_interval": lambda config: config.layer_types.index("full_attention") + 1,
     ROPE_SECTIONS: variants.rope_sections,
 }
-LATENT: Computed = {  # of multi-head latent attention: of a token's vector, whatever the heads
+LATENT: Computed = {  # multi-head latent attention: sizes of a token's vector, for any number of heads
     "attention.key_length": lambda config: config.kv_lora_rank + config.qk_rope_head_dim,
     "attention.value_length": lambda config: config.kv_lora_rank,
     "attention.head_count_kv": lambda config: 1,
@@ -90,6 +90,10 @@ class Architecture:
         sliding attention. A key of the file may override it."""
         return self.window if self.window_depth in (None, blocks) else 1
 
+    def score_scalar(self, blocks: int, hidden: int, heads: int, head_dim: int) -> int:
+        """Return n if llama.cpp divides attention scores by the square root of n."""
+        return hidden // heads if blocks == self.wide_blocks else head_dim
+
     @property
     def hybrid(self) -> bool:
         """Return whether some blocks have a recurrent state instead of attention."""
@@ -113,18 +117,18 @@ SAME_RESULT = "quantkit writes models that llama.cpp computes as transformers do
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 
 
-def _whole(part: Any) -> Any:
-    """Return a part of a row with names of groups replaced by their content; in a list later mappings win."""
-    part = _stored["groups"].get(part) if isinstance(part, str) else part
-    if not isinstance(part, list):
-        return part
-    return {key: value for one in part for key, value in _whole(one).items()}
+def _expanded(entry: Any) -> Any:
+    """Return an entry with names of groups replaced by their content; in a list later mappings win."""
+    entry = _stored["groups"].get(entry) if isinstance(entry, str) else entry
+    if not isinstance(entry, list):
+        return entry
+    return {key: value for inner in entry for key, value in _expanded(inner).items()}
 
 
 MAPPINGS = ("fields", "fixed", "flags", "rows", "constants")
-COMMON = _whole("common")
+COMMON = _expanded("common")
 TABLE = tuple(
-    Architecture(**row | {key: _whole(row[key]) for key in MAPPINGS if key in row})
+    Architecture(**row | {key: _expanded(row[key]) for key in MAPPINGS if key in row})
     for row in _stored["architectures"]
 )
 
@@ -132,30 +136,29 @@ TABLE = tuple(
 def of_config(config: PretrainedConfig) -> Architecture:
     """Return the row for a configuration's model_type. Raises QuantkitError (exit code 4) without one."""
     kind = config.model_type
-    for row in TABLE:
-        if kind in row.model_types:
-            return row
-    if otherwise := _stored["unlike"].get(kind):
-        what = f"GGUF of {kind} is not supported: llama.cpp computes {otherwise}"
-        raise QuantkitError(what, SAME_RESULT, UNSUPPORTED)
-    known = sorted(kind for row in TABLE for kind in row.model_types)
+    for arch in TABLE:
+        if kind in arch.model_types:
+            return arch
     what = f"GGUF of {kind} is not supported"
-    raise QuantkitError(what, f"quantkit knows what llama.cpp expects of: {', '.join(known)}", UNSUPPORTED)
+    if difference := _stored["unlike"].get(kind):
+        raise QuantkitError(f"{what}: llama.cpp computes {difference}", SAME_RESULT, UNSUPPORTED)
+    supported = ", ".join(sorted(kind for arch in TABLE for kind in arch.model_types))
+    raise QuantkitError(what, f"quantkit knows what llama.cpp expects of: {supported}", UNSUPPORTED)
 
 
 def of_file(metadata: Mapping[str, Any]) -> Architecture:
     """Return the row for a file's `general.architecture`. Raises QuantkitError if there is none."""
     name = metadata.get("general.architecture")
     keys = {key.removeprefix(f"{name}."): value for key, value in metadata.items()}
-    if row := named(str(name), keys):
-        return row
+    if arch := named(str(name), keys):
+        return arch
     if named(str(name), {}):
         what = f"the GGUF file holds a mixture of {keys['expert_count']} experts"
-        known = f"mixtures of: {', '.join(row.name for row in TABLE if row.mixture)}"
+        supported = f"mixtures of: {', '.join(arch.name for arch in TABLE if arch.mixture)}"
     else:
         what = f"GGUF files of {name or 'no architecture'} are not read"
-        known = ", ".join(sorted({row.name for row in TABLE}))
-    raise QuantkitError(what, f"quantkit reads {known}", UNSUPPORTED)
+        supported = ", ".join(sorted({arch.name for arch in TABLE}))
+    raise QuantkitError(what, f"quantkit reads {supported}", UNSUPPORTED)
 
 
 def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
@@ -163,9 +166,9 @@ def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
 
     If two mixtures have the name, the router's function in `keys` decides; without it, the first is returned.
     """
-    rows = [row for row in TABLE if row.name == name and row.mixture == bool(keys.get("expert_count"))]
-    gate = keys.get(GATE)
-    return next((row for row in rows if row.constants.get(GATE) == gate), rows[0] if rows else None)
+    mixture, gate = bool(keys.get("expert_count")), keys.get(GATE)
+    archs = [arch for arch in TABLE if arch.name == name and arch.mixture == mixture]
+    return next((arch for arch in archs if arch.constants.get(GATE) == gate), archs[0] if archs else None)
 
 
 # ---- the metadata of a file as a config.json: transformers' names for what llama.cpp calls otherwise
@@ -174,8 +177,6 @@ def named(name: str, keys: Mapping[str, Any]) -> Architecture | None:
 # architecture without a row keeps the keys of its metadata, so that what is unusual about it shows.
 # `configuration.to_config` builds on `config_fields`.
 
-# Architectures that are no row of the table, whose caches are those of a family that is known.
-FURTHER = {"gemma": "gemma"}
 PLAIN = {key: name for key, name in COMMON.items() if key != "attention.value_length"} | {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
@@ -187,8 +188,8 @@ SCALING = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
 }
-FACTORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}  # may stand for the type
-PATTERN = "attention.sliding_window_pattern"  # every so many blocks attend to all, or a switch for each
+FACTORS = {"rope_freqs.weight": "llama3", "rope_factors_long.weight": "longrope"}  # imply a scaling
+PATTERN = "attention.sliding_window_pattern"  # a period of full attention, or a flag per block
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -204,18 +205,18 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
     """Return the contents of config.json that a GGUF file of any architecture describes."""
     name = str(metadata.get("general.architecture", "unknown"))
     prefix = f"{name}."
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    config = {field: own[key] for key, field in PLAIN.items() if key in own}
-    row = named(name, own)
-    if row:
-        config |= {"model_type": row.model_types[0]} | config_fields(row, own, infos)
-    else:
-        config = own | config | {"model_type": FURTHER.get(name, f"{name} (GGUF)")}
+    keys = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    config = {field: keys[key] for key, field in PLAIN.items() if key in keys}
+    arch = named(name, keys)
+    if arch:
+        config |= {"model_type": arch.model_types[0]} | config_fields(arch, keys, infos)
+    else:  # gemma is no row of the table, but `plan` knows the family's cache
+        config = keys | config | {"model_type": name if name == "gemma" else f"{name} (GGUF)"}
     if not config.get("sliding_window"):  # 0: none
         config["sliding_window"] = None
-    elif row and (kinds := layer_types(row, own, len(infos))):
+    elif arch and (kinds := layer_types(arch, keys, len(infos))):
         config["layer_types"] = kinds
-    scaling = {field: own[key] for key, field in SCALING.items() if key in own}
+    scaling = {field: keys[key] for key, field in SCALING.items() if key in keys}
     for tensor, kind in FACTORS.items():
         if tensor in infos:
             scaling.setdefault("rope_type", kind)
@@ -226,30 +227,29 @@ def config_of(metadata: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
     return _uniform(config) | {"tie_word_embeddings": "output.weight" not in infos, "dtype": dtype(infos)}
 
 
-def config_fields(row: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
-    """Return the fields of the configuration that keys and tensor names give by the row."""
-    found: dict[str, Any] = {
+def config_fields(arch: Architecture, keys: Mapping[str, Any], infos: Infos) -> dict[str, Any]:
+    """Return the fields of the configuration that follow from keys and tensor names."""
+    fields: dict[str, Any] = {
         names if isinstance(names, str) else names[-1]: keys[key]
-        for key, names in row.fields.items()
+        for key, names in arch.fields.items()
         if names is not None and keys.get(key) is not None
     }
-    for name, tensor in row.flags.items():
-        found[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
-    if row.restore:
-        found |= getattr(variants, row.restore)(keys, infos.keys())
-    return found
+    for name, tensor in arch.flags.items():
+        fields[name] = (tensor.removeprefix("not ") in infos) != tensor.startswith("not ")
+    if arch.restore:
+        fields |= getattr(variants, arch.restore)(keys, infos.keys())
+    return fields
 
 
-def layer_types(row: Architecture, keys: Mapping[str, Any], most: int) -> list[str] | None:
-    """Return the kind of attention of every block; None if it is not given, or for more than `most`
-    blocks."""
+def layer_types(arch: Architecture, keys: Mapping[str, Any], limit: int) -> list[str] | None:
+    """Return the kind of attention of each block; None if it is unknown, or for more than `limit` blocks."""
     blocks = keys.get("block_count")
-    period = keys.get(PATTERN, row.period(blocks))
+    period = keys.get(PATTERN, arch.period(blocks))
     if isinstance(period, list):
         return [SLIDING if slides else FULL for slides in period] if len(period) == blocks else None
-    if type(period) is not int or type(blocks) is not int or period < 1 or blocks > most:
+    if type(period) is not int or type(blocks) is not int or period < 1 or blocks > limit:
         return None
-    return variants.every(period, blocks, FULL, SLIDING)
+    return variants.periodic(period, blocks, FULL, SLIDING)
 
 
 def dtype(infos: Infos) -> str:
@@ -259,8 +259,7 @@ def dtype(infos: Infos) -> str:
 
 
 def _uniform(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with one number in place of a list of equal numbers; other lists are
-    dropped."""
+    """Return the configuration with one number in place of a list of equal numbers, without other lists."""
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "head_dim"):
         if isinstance(config.get(key), list):
             values = set(config.pop(key))
@@ -268,6 +267,6 @@ def _uniform(config: dict[str, Any]) -> dict[str, Any]:
                 config[key] = values.pop()
             elif key != "intermediate_size":
                 config["num_attention_heads"] = None
-    # what llama.cpp takes where its file says nothing, which is not what transformers would fill in
+    # llama.cpp's default, which differs from transformers'
     config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
     return {"head_dim": None} | config

@@ -32,24 +32,67 @@ from quantkit.models.gguf.mixtures import scale_of
 from quantkit.models.gguf.tensors import Target
 
 PLAIN = ("F32", "F16", "BF16")
-NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # ggml computes with these, it stores none
+NO_WEIGHTS = ("F64", "I8", "I16", "I32", "I64", "Q8_1", "Q8_K")  # types of intermediate results
 INPUT_SCALE = ".input_scale"
 CHUNK = 1 << 20  # weights decoded at a time
 
 
 @dataclass(frozen=True)
-class GgufCheckpoint(Checkpoint):
-    """An open GGUF file: the header is read and checked, and the factors of rotary embeddings are loaded.
+class GgmlTensor(TensorInfo):
+    """One of transformers' tensors, with its name and shape, in a GGUF file, with its ggml type as dtype.
 
-    infos: transformers' names and shapes, ggml's dtype, and file and offset. targets: how the file stores
-    each tensor (Target), by transformers' name. pieces: for a tensor stored in several pieces, all of them;
-    `infos` has the first. scales: factors of a tensor's matrices, by the tensor's name in the file.
+    target: how the file stores it. scale: one factor per matrix; None for types without scales. pieces: set
+    for a tensor that is stored in several pieces, each with its own target.
     """
 
+    target: Target = field(compare=False, repr=False)
+    scale: Tensor | None = field(default=None, compare=False, repr=False)
+    pieces: tuple[GgmlTensor, ...] = field(default=(), compare=False, repr=False)
+
+    def values(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the values in the order and orientation of transformers. dtype: by default float16 or
+        bfloat16 if the file stores this type, else float32."""
+        if self.pieces:
+            parts = [piece._decoded(dtype) for piece in self.pieces]
+            whole = torch.empty(self.shape, dtype=parts[0].dtype)
+            for piece, values in zip(self.pieces, parts, strict=True):
+                piece.target.part.of(whole).copy_(values)
+            return whole
+        values, target = self._decoded(dtype), self.target
+        if target.changed:
+            values = target.to_hf(values).to(dtype or torch.float32)
+        if target.single:
+            values = values[:, None]
+        return values.t().contiguous() if target.conv1d else values
+
+    def _decoded(self, dtype: torch.dtype | None) -> Tensor:
+        """Return the stored values in `target.shape`. Rows are put into the model's order before they are
+        decoded."""
+        shape = self.target.shape
+        encoded = reading.octets(self.file, self.offset, self.nbytes, self.name)
+        if self.target.index is not None:
+            encoded = self.target.to_hf(encoded.view(shape[0], -1))
+        encoded = encoded.view(math.prod(shape[:-1]), -1)
+        if self.dtype in PLAIN:
+            values = encoded.view(DTYPES[self.dtype])
+            return values.to(dtype or values.dtype).view(shape)
+        values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
+        step = max(1, CHUNK // shape[-1])
+        for start in range(0, len(encoded), step):
+            chunk = slice(start, start + step)
+            rows = decode_rows(self.dtype, encoded[chunk], shape[-1])
+            if self.scale is not None:
+                rows *= self.scale.repeat_interleave(len(encoded) // len(self.scale))[chunk, None]
+            values[chunk] = rows
+        return values.view(shape)
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint(Checkpoint):
+    """An open GGUF file: the header is read and checked, and factors and scales are loaded. infos: a
+    GgmlTensor for each tensor of the file, by transformers' name."""
+
     metadata: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    targets: Mapping[str, Target] = field(default_factory=dict, repr=False)
-    pieces: Mapping[str, list[tuple[Target, TensorInfo]]] = field(default_factory=dict, repr=False)
-    scales: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def name(self) -> str:
@@ -64,17 +107,13 @@ class GgufCheckpoint(Checkpoint):
 
     def coded_bytes(self) -> dict[str, int]:
         """Return the bytes of every tensor that is stored in quantized ggml blocks."""
-        stored = {name: info for name, info in self.infos.items() if self._is_own(info)}
+        stored = {name: info for name, info in self.infos.items() if isinstance(info, GgmlTensor)}
         return {name: info.nbytes for name, info in stored.items() if info.dtype not in PLAIN}
-
-    def _is_own(self, info: TensorInfo) -> bool:
-        """Return whether a tensor is stored in this file and read without changes."""
-        return info.file in gguf_shards.of(self.folder) and not isinstance(info, reading.OTHERWISE)
 
     def manifest(self) -> str | None:
         """Return the manifest that quantkit wrote into the file."""
-        found = self.metadata.get("quantkit.manifest")
-        return found if isinstance(found, str) else None
+        manifest = self.metadata.get("quantkit.manifest")
+        return manifest if isinstance(manifest, str) else None
 
     def coded(self, linears: Collection[str]) -> GgufCheckpoint:
         """Return a copy in which these linears are packed linears of GgmlLayout. Types without a grid, types
@@ -83,27 +122,27 @@ class GgufCheckpoint(Checkpoint):
         packed = {
             name: {GgmlLayout.marker: info.name}
             for name, info in infos.items()
-            if info and info.dtype in TYPES and info.dtype not in SCALED and info.name not in self.pieces
+            if info and info.dtype in TYPES and info.dtype not in SCALED and not info.pieces
         }
         return replace(self, layout=GgmlLayout(), _quantized=packed)
 
     def parts(self, name: str) -> dict[str, Tensor]:
         """Return the ggml blocks `[out, row_bytes]` of a packed linear (`X.weight`), rows in the model's
         order, and the number of their type."""
-        info, target = self.infos[name], self.targets[name]
+        info = self.infos[name]
         raw = reading.octets(info.file, info.offset, info.nbytes, info.name)
-        rows = target.to_hf(raw.view(target.shape[-2], -1))
+        rows = info.target.to_hf(raw.view(info.target.shape[-2], -1))
         number = torch.tensor(GGMLQuantizationType[info.dtype].value, dtype=torch.int32)
         return {"ggml": rows.contiguous(), "ggml_type": number}
 
     def placed(self, name: str, tensor: Tensor) -> tuple[int, bytes]:
         """Return the offset of a tensor in the file and its new bytes. tensor: ggml blocks as `parts` returns
         them, or the values of a vector."""
-        info, target = self.infos[name], self.targets[name]
-        moved = target.to_gguf(tensor)
+        info = self.infos[name]
+        stored = info.target.to_gguf(tensor)
         if tensor.dtype != torch.uint8:
-            moved = moved.to(DTYPES[info.dtype])
-        data = moved.contiguous().view(torch.uint8).numpy().tobytes()
+            stored = stored.to(DTYPES[info.dtype])
+        data = stored.contiguous().view(torch.uint8).numpy().tobytes()
         assert len(data) == info.nbytes, f"{name}: {len(data)} bytes for {info.nbytes}"
         return info.offset, data
 
@@ -113,54 +152,23 @@ class GgufCheckpoint(Checkpoint):
         return sum(path.stat().st_size for path in gguf_shards.of(self.folder))
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor's values in the order and orientation of transformers.
-
-        dtype: default float16 or bfloat16 if stored so, else float32.
-        """
+        """Return a tensor's values; those of the file as `GgmlTensor.values` says."""
         info = self.infos[name]
-        if not self._is_own(info):
-            return super().load(name, dtype)
-        if name in self.pieces:
-            return self._joined(name, info.shape, dtype)
-        target = self.targets[name]
-        shape = target.shape if target.parameters == (name,) else info.shape
-        values = _decode(info, shape, dtype, target, self._scale(target, name))
-        if target.changed:
-            values = target.to_hf(values).to(dtype or torch.float32)
-        if target.single:
-            values = values[:, None]
-        return values.t().contiguous() if target.conv1d else values
-
-    def _joined(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-        values = [
-            _decode(info, target.shape, dtype, target, self._scale(target))
-            for target, info in self.pieces[name]
-        ]
-        whole = torch.empty(shape, dtype=values[0].dtype)
-        for (target, _), part in zip(self.pieces[name], values, strict=True):
-            target.part.of(whole).copy_(part)
-        return whole
-
-    def _scale(self, target: Target, name: str | None = None) -> Tensor | None:
-        """Return the scales of a tensor's matrices, or only that of parameter `name`; None without scales."""
-        scale = self.scales.get(target.name)
-        alone = scale is None or len(target.parameters) == 1 or name is None
-        return scale if alone else scale[[target.parameters.index(name)]]
+        return info.values(dtype) if isinstance(info, GgmlTensor) else super().load(name, dtype)
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """Return dtype, shape and bytes of a tensor in a safetensors file; types that safetensors lacks
         become float32."""
-        if not self._is_own(info):
+        if not isinstance(info, GgmlTensor):
             return info
-        dtype = info.dtype if info.dtype in PLAIN and not self.targets[info.name].changed else "F32"
+        dtype = info.dtype if info.dtype in PLAIN and not info.target.changed else "F32"
         return replace(info, dtype=dtype, nbytes=math.prod(info.shape) * DTYPE_BYTES[dtype])
 
     def data(self, info: TensorInfo) -> Iterator[bytes | memoryview]:
         """Yield the bytes of the tensor that `plain` describes."""
-        if not self._is_own(info):
-            yield from super().data(info)
-        else:
-            yield self.load(info.name, DTYPES[info.dtype]).view(torch.uint8).numpy().data
+        if not isinstance(info, GgmlTensor):
+            return super().data(info)
+        return iter([self.load(info.name, DTYPES[info.dtype]).view(torch.uint8).numpy().data])
 
     @cached_property
     def tokenizer(self) -> transformers.PreTrainedTokenizerBase:
@@ -169,10 +177,10 @@ class GgufCheckpoint(Checkpoint):
 
         return tokenizer.from_metadata(self.metadata)
 
-    def write_companions(self, place: Path) -> None:
+    def write_companions(self, target: Path) -> None:
         """Write tokenizer files made from the metadata; none if the file has no tokenizer."""
         if "tokenizer.ggml.model" in self.metadata:
-            self.tokenizer.save_pretrained(place)
+            self.tokenizer.save_pretrained(target)
 
     def sha256(self, progress: Callable[[int], None] = lambda nbytes: None) -> str:
         """Return the hash of the file, or of its shards one after another."""
@@ -187,23 +195,26 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
     metadata, stored = gguf_file.read_header(path)
     refuse_other(source, metadata)
     factors = {
-        name: _decode(stored[name], stored[name].shape)
+        name: reading.tensor(stored[name])
         for name in (rope.LONG, rope.SHORT, rope.FREQUENCIES)
         if name in stored and stored[name].dtype == "F32" and len(stored[name].shape) == 1
     }
-    config, targets = _understood(source, metadata, stored, factors)
+    config, targets = _described(source, metadata, stored, factors)
     scales = _scales(stored, targets)
-    unused = {name for name in stored if name.endswith(INPUT_SCALE)}  # of engines that round inputs, too
-    _check(path, stored, targets, {*factors, *scales, *unused})
-    whole = [target for target in targets if target.part is None]
-    infos = {name: info for target in whole for name, info in _parts(target, stored[target.name])}
-    pieces: dict[str, list[tuple[Target, TensorInfo]]] = {}
+    unused = {name for name in stored if name.endswith(INPUT_SCALE)}  # for engines that round activations
+    _check(path, stored, targets, {*factors, *(info.name for info in scales.values()), *unused})
+    infos: dict[str, GgmlTensor] = {}
+    pieces: dict[str, list[GgmlTensor]] = {}
     for target in targets:
+        scale = reading.tensor(scales[target.name]) if target.name in scales else None
         if target.part:
-            pieces.setdefault(target.parameters[0], []).append((target, stored[target.name]))
+            piece = _tensor(target, stored[target.name], target.parameters[0], target.shape, scale)
+            pieces.setdefault(piece.name, []).append(piece)
+        else:
+            infos |= {info.name: info for info in _tensors(target, stored[target.name], scale)}
     for name, parts in pieces.items():
-        (target, first), nbytes = parts[0], sum(info.nbytes for _, info in parts)
-        infos[name] = replace(first, name=name, shape=target.part.shape, nbytes=nbytes)
+        nbytes, shape = sum(piece.nbytes for piece in parts), parts[0].target.part.shape
+        infos[name] = replace(parts[0], shape=shape, nbytes=nbytes, pieces=tuple(parts))
     return GgufCheckpoint(
         source=source,
         folder=path,
@@ -212,30 +223,25 @@ def open_file(source: str, path: Path) -> GgufCheckpoint:
         infos=infos,
         layout=None,
         metadata=metadata,
-        targets={name: target for target in targets for name in target.parameters},
-        pieces=pieces,
-        scales={f"{name.removesuffix('.scale')}.weight": scale for name, scale in scales.items()},
     )
 
 
-def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, Tensor]:
+def _scales(stored: Mapping[str, TensorInfo], targets: list[Target]) -> dict[str, TensorInfo]:
     """Return the scales of tensors by the tensors' names. Raises QuantkitError for a scale whose shape does
     not fit its tensor."""
-    found = {}
+    scales = {}
     for target in targets:
         owner = stored.get(target.name)
-        if owner is None or (place := scale_of(target.name, owner.dtype, target.shape)) is None:
-            continue
-        name, shape = place
-        if name not in stored:
-            continue
-        what = f"{name} is {stored[name].dtype} {list(stored[name].shape)} instead of F32 {list(shape)}"
-        require(stored[name].dtype == "F32" and stored[name].shape == shape, what, "download the file again")
-        found[name] = _decode(stored[name], shape)
-    return found
+        scale = owner and scale_of(target.name, owner.dtype, target.shape)
+        if scale and scale[0] in stored:
+            info, shape = stored[scale[0]], scale[1]
+            what = f"{info.name} is {info.dtype} {list(info.shape)} instead of F32 {list(shape)}"
+            require(info.dtype == "F32" and info.shape == shape, what, "download the file again")
+            scales[target.name] = info
+    return scales
 
 
-def _understood(
+def _described(
     source: str,
     metadata: gguf_file.Metadata,
     stored: Mapping[str, TensorInfo],
@@ -248,7 +254,7 @@ def _understood(
         return config, [target for target in tensors.of_config(config, source) if target.parameters]
     except QuantkitError:
         raise
-    except Exception as error:  # values that do not go together end in many kinds of errors
+    except Exception as error:  # inconsistent values raise many types
         what = f"the metadata of {source} describe no model: {first_line(error)}"
         raise QuantkitError(what, "download the file again") from error
 
@@ -261,12 +267,12 @@ def _check(path: Path, stored: Mapping[str, TensorInfo], targets: list[Target], 
     unknown = [name for name in stored if name not in expected and name not in factors]
     hint = "quantkit reads plain language models of the architectures that it writes"
     require(not unknown, f"{path} holds unknown tensors: {name_all(unknown)}", hint, UNSUPPORTED)
-    odd = [
+    wrong = [
         f"{name} is {list(stored[name].shape)} instead of {list(target.shape)}"
         for name, target in expected.items()
         if _matrix(stored[name].shape) != _matrix(target.shape)
     ]
-    require(not odd, f"{path}: {name_all(odd)}", "metadata and tensors belong to different models")
+    require(not wrong, f"{path}: {name_all(wrong)}", "metadata and tensors belong to different models")
     types = [
         f"{name} ({stored[name].dtype})"
         for name, target in expected.items()
@@ -281,41 +287,22 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, ...]:
     return shape[1:] if len(shape) > 1 and shape[0] == 1 else shape
 
 
-def _parts(target: Target, info: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield name and location of each of transformers' tensors that one GGUF tensor holds."""
-    if len(target.parameters) == 1:
-        name = target.parameters[0]
+def _tensors(target: Target, info: TensorInfo, scale: Tensor | None) -> Iterator[GgmlTensor]:
+    """Yield each of transformers' tensors that one tensor of the file holds."""
+    count = len(target.parameters)
+    if count == 1:
         shape = target.shape[::-1] if target.conv1d else target.shape
-        yield name, replace(info, name=name, shape=(shape[0], 1, shape[1]) if target.single else shape)
+        shape = (shape[0], 1, shape[1]) if target.single else shape
+        yield _tensor(target, info, target.parameters[0], shape, scale)
         return
-    nbytes = info.nbytes // len(target.parameters)
-    for row, name in enumerate(target.parameters):
-        start = info.offset + row * nbytes
-        yield name, replace(info, name=name, shape=info.shape[1:], offset=start, nbytes=nbytes)
+    nbytes, shape = info.nbytes // count, target.shape[1:]
+    for index, name in enumerate(target.parameters):
+        alone = replace(target, parameters=(name,), shape=shape)
+        located = replace(info, offset=info.offset + index * nbytes, nbytes=nbytes)
+        yield _tensor(alone, located, name, shape, None if scale is None else scale[[index]])
 
 
-def _decode(
-    info: TensorInfo,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None = None,
-    target: Target | None = None,
-    scale: Tensor | None = None,
-) -> Tensor:
-    """Return values of `shape`. Rows are put into the model's order before they are decoded. scale: one
-    factor per matrix."""
-    encoded = reading.octets(info.file, info.offset, info.nbytes, info.name)
-    if target is not None and target.index is not None:
-        encoded = target.to_hf(encoded.view(shape[0], -1))
-    encoded = encoded.view(math.prod(shape[:-1]), -1)
-    if info.dtype in PLAIN:
-        values = encoded.view(DTYPES[info.dtype])
-        return values.to(dtype or values.dtype).view(shape)
-    values = torch.empty(len(encoded), shape[-1], dtype=dtype or torch.float32)
-    step = max(1, CHUNK // shape[-1])
-    for start in range(0, len(encoded), step):
-        part = slice(start, start + step)
-        rows = decode_rows(info.dtype, encoded[part], shape[-1])
-        if scale is not None:
-            rows *= scale.repeat_interleave(len(encoded) // len(scale))[part, None]
-        values[part] = rows
-    return values.view(shape)
+def _tensor(
+    target: Target, info: TensorInfo, name: str, shape: tuple[int, ...], scale: Tensor | None
+) -> GgmlTensor:
+    return GgmlTensor(name, info.dtype, shape, info.file, info.offset, info.nbytes, target, scale)

@@ -16,10 +16,10 @@ from quantkit.errors import one_of
 
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 BLOCKS = {type: tuple(block) for type, block in _stored["blocks"].items()}  # weights and bytes of a block
-FALLBACKS: dict[str, str] = _stored["fallbacks"]  # where blocks of a type do not divide the columns
-NEED_IMPORTANCE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # but for embedding and output
-SCALED = {"NVFP4"}  # they have a float32 for the whole matrix: `NAME.scale` of `NAME.weight`
-NO_FEEDBACK = {"TQ1_0", "TQ2_0"}  # error feedback knows no way with them
+FALLBACKS: dict[str, str] = _stored["fallbacks"]  # used if blocks of a type do not divide the columns
+NEED_IMPORTANCE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # except for embedding and output
+SCALED = {"NVFP4"}  # types with one float32 scale per matrix: `NAME.scale` for `NAME.weight`
+NO_FEEDBACK = {"TQ1_0", "TQ2_0"}  # types without error feedback
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
 
 
@@ -107,9 +107,9 @@ class FileType:
     experts: str | None = None
     sparing: bool = False
 
-    def by_rule(self, part: str, at: Place) -> str | None:
-        """Return the type that the rule of a part gives; None if the base type applies."""
-        rule = getattr(self, part)
+    def by_rule(self, kind: str, at: Place) -> str | None:
+        """Return the type that the rule of a kind of tensors gives; None if the base type applies."""
+        rule = getattr(self, kind)
         return next((type for condition, type in rule.items() if at.holds(condition)), None)
 
 

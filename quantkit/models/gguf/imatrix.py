@@ -41,12 +41,12 @@ class Imatrix:
 
     def values(self) -> dict[str, Tensor]:
         """Return the mean of x² per column, by name, as llama-quantize uses it; 1 without tokens."""
-        found = {}
+        means = {}
         for name, sums in self.sums.items():
             counts = self.counts[name][:, None]
-            means = torch.where(counts > 0, sums.reshape(len(counts), -1) / counts, 1.0)
-            found[name] = means.reshape(sums.shape)
-        return found
+            rows = torch.where(counts > 0, sums.reshape(len(counts), -1) / counts, 1.0)
+            means[name] = rows.reshape(sums.shape)
+        return means
 
     def metadata(self, file: str) -> dict[str, Any]:
         """Return the keys by which llama-quantize records the importance matrix `file` that it used."""
@@ -71,7 +71,7 @@ def write(path: Path, imatrix: Imatrix) -> None:
     for name in sorted(imatrix.sums):
         tensors[name + SUMS] = imatrix.sums[name]
         counts = imatrix.counts[name]
-        tensors[name + COUNTS] = counts if len(counts) == 1 else counts[:, None]  # one a row
+        tensors[name + COUNTS] = counts if len(counts) == 1 else counts[:, None]
     entries = [gguf_writer.Entry(name, "F32", tuple(tensor.shape)) for name, tensor in tensors.items()]
     with gguf_writer.GgufWriter(path, metadata, entries) as file:
         for name, tensor in tensors.items():
@@ -87,34 +87,41 @@ def read(path: Path) -> Imatrix:
         raise unreadable(f"importance matrix {path}", error, HINT) from error
     hint = f"if it is an older .dat file: llama-imatrix --in-file {path} -o NEW.gguf; else {HINT}"
     require(magic == gguf_file.MAGIC, f"{path} is not an importance matrix in GGUF", hint, USAGE)
-    imatrix = _read_gguf(path)
-    for name, sums in imatrix.sums.items():
-        counts = imatrix.counts[name]
-        if not (torch.isfinite(sums).all() and torch.isfinite(counts).all() and sums.min() >= 0):
+    metadata, infos = gguf_file.read_header(path)
+    names = _names(path, metadata, infos)
+    sums = {name: _load(path, infos[name + SUMS]) for name in names}
+    counts = {name: _load(path, infos[name + COUNTS]).flatten().add(0.5).floor() for name in names}
+    for name in names:
+        if sums[name].numel() % counts[name].numel():
+            _refuse(path, f"{name} has {sums[name].numel()} sums and {counts[name].numel()} counts")
+        sums[name] = sums[name].reshape(counts[name].numel(), -1).squeeze(0)
+        finite = torch.isfinite(sums[name]).all() and torch.isfinite(counts[name]).all()
+        if not finite or sums[name].min() < 0:
             _refuse(path, f"{name} has values that are no sums of squares")
-    return imatrix
+    datasets = metadata[DATASETS] if isinstance(metadata[DATASETS], list) else [metadata[DATASETS]]
+    return Imatrix(sums, counts, tuple(map(str, datasets)), metadata[CHUNK_COUNT], metadata[CHUNK_SIZE])
 
 
 def of_model(path: Path, shapes: Mapping[str, Sequence[int]]) -> Imatrix:
     """Return the importance matrix at `path`. Raises QuantkitError if it belongs to another model. shapes: of
     the model's tensors, by GGUF name."""
-    found = read(path)
-    odd = [
+    imatrix = read(path)
+    foreign = [
         f"{name} ({sums.numel()})"
-        for name, sums in found.sums.items()
+        for name, sums in imatrix.sums.items()
         if name not in shapes or sums.numel() != math.prod(shapes[name]) // shapes[name][-2]
     ]
-    what = f"{path} is an importance matrix of another model: {name_all(odd)}"
-    require(not odd, what, "make one of this model with quantkit imatrix", USAGE)
-    return found
+    what = f"{path} is an importance matrix of another model: {name_all(foreign)}"
+    require(not foreign, what, "make one of this model with quantkit imatrix", USAGE)
+    return imatrix
 
 
 def _refuse(path: Path, why: str) -> NoReturn:
     raise QuantkitError(f"{path} is not an importance matrix, or a damaged one: {why}", HINT, USAGE)
 
 
-def _read_gguf(path: Path) -> Imatrix:
-    metadata, infos = gguf_file.read_header(path)
+def _names(path: Path, metadata: Mapping[str, Any], infos: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names of the matrices. Raises QuantkitError if keys or tensors are missing."""
     names = sorted(name.removesuffix(SUMS) for name in infos if name.endswith(SUMS))
     if not names:
         what = metadata.get("general.architecture")
@@ -128,14 +135,7 @@ def _read_gguf(path: Path) -> Imatrix:
         _refuse(path, f"half of it is missing: {name_all(missing)}")
     if not all(type(metadata[key]) is int for key in (CHUNK_COUNT, CHUNK_SIZE)):
         _refuse(path, f"{CHUNK_COUNT} and {CHUNK_SIZE} are no whole numbers")
-    sums = {name: _load(path, infos[name + SUMS]) for name in names}
-    counts = {name: _load(path, infos[name + COUNTS]).flatten().add(0.5).floor() for name in names}
-    for name in names:
-        if sums[name].numel() % counts[name].numel():
-            _refuse(path, f"{name} has {sums[name].numel()} sums and {counts[name].numel()} counts")
-        sums[name] = sums[name].reshape(counts[name].numel(), -1).squeeze(0)
-    datasets = metadata[DATASETS] if isinstance(metadata[DATASETS], list) else [metadata[DATASETS]]
-    return Imatrix(sums, counts, tuple(map(str, datasets)), metadata[CHUNK_COUNT], metadata[CHUNK_SIZE])
+    return names
 
 
 def _load(path: Path, info: TensorInfo) -> Tensor:

@@ -29,7 +29,7 @@ PHI3_TOKENS = {"<s>", "<unk>", "<|endoftext|>"}  # llama.cpp demands them of a m
 TOKEN_TYPE = "tokenizer.ggml.token_type"
 DEFAULT_EOS = {"gpt2": 11, "llama": 2}
 ADDED_SCORE, UNUSED_SCORE = -1000.0, -10000.0
-ENDS = frozenset(  # llama.cpp stops at these for their text alone
+ENDS = frozenset(  # texts of tokens at which llama.cpp stops
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> "
     "<|eom_id|> <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> "
     "<｜end▁of▁sentence｜>".split()
@@ -52,12 +52,12 @@ def assemble(
         "general.name": _name(checkpoint.name, tokenizer.get("tokenizer.ggml.tokens", ())),
         "general.size_label": model_weight_count_rounded_notation(weights),
     }
-    kind = {  # last, where llama-quantize puts them: its output of an F16 file can be compared byte by byte
+    kind = {  # last, as in llama-quantize, so that files can be compared byte by byte
         "general.quantization_version": GGML_QUANT_VERSION,
         "general.file_type": file_type and file_types.number(file_type),
     }
-    known = general | _origin(checkpoint) | keys | dict(tokenizer) | kind
-    return {key: value for key, value in known.items() if value is not None}
+    metadata = general | _origin(checkpoint) | keys | dict(tokenizer) | kind
+    return {key: value for key, value in metadata.items() if value is not None}
 
 
 def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) -> dict[str, Any]:
@@ -65,10 +65,10 @@ def tokenizer(checkpoint: Checkpoint, size: int, pre: str | None, warn: Warn) ->
     copied, except `pre` if given."""
     if not isinstance(checkpoint, GgufCheckpoint):
         return of_folder(checkpoint.folder, size, pre, warn)
-    found = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
-    if (types := found.get(TOKEN_TYPE)) is not None:
-        found[TOKEN_TYPE] = np.array(types, np.int32)  # what llama.cpp reads; they are never negative
-    return found | ({"tokenizer.ggml.pre": pre} if pre else {})
+    keys = {key: value for key, value in checkpoint.metadata.items() if key.startswith("tokenizer.")}
+    if (types := keys.get(TOKEN_TYPE)) is not None:
+        keys[TOKEN_TYPE] = np.array(types, np.int32)  # llama.cpp reads int32
+    return keys | ({"tokenizer.ggml.pre": pre} if pre else {})
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:
@@ -82,7 +82,7 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return licence and languages that the original's card declares, and its hub id if it is known."""
     head = card.inherited(checkpoint.folder)
     languages = head.get("language")
-    found = {
+    keys = {
         "general.quantized_by": "quantkit",
         "general.license": head.get("license"),
         "general.license.name": head.get("license_name"),
@@ -91,10 +91,10 @@ def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     if base := card.base_of(checkpoint.source, checkpoint.folder):
         owner, _, name = base.partition("/")
-        found |= {"general.base_model.count": 1, "general.base_model.0.name": name}
-        found["general.base_model.0.organization"] = owner
-        found["general.base_model.0.repo_url"] = f"https://huggingface.co/{base}"
-    return found
+        keys |= {"general.base_model.count": 1, "general.base_model.0.name": name}
+        keys["general.base_model.0.organization"] = owner
+        keys["general.base_model.0.repo_url"] = f"https://huggingface.co/{base}"
+    return keys
 
 
 # ---- the tokenizer of a Hugging Face folder
@@ -135,13 +135,13 @@ def _metadata(files: TokenizerFiles, vocab_size: int, pre: str | None, warn: War
     keys["token_type"] = np.array([token.type for token in table], np.int32)
     keys |= _special_tokens(files, tokens, keys["model"], vocab_size, warn)
     templates = files.chat_templates()
-    found = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in keys.items()}
     if "default" in templates:
-        found["tokenizer.chat_template"] = templates.pop("default")
+        metadata["tokenizer.chat_template"] = templates.pop("default")
     if templates:
-        found["tokenizer.chat_templates"] = sorted(templates)
-        found |= {f"tokenizer.chat_template.{name}": text for name, text in sorted(templates.items())}
-    return found
+        metadata["tokenizer.chat_templates"] = sorted(templates)
+        metadata |= {f"tokenizer.chat_template.{name}": text for name, text in sorted(templates.items())}
+    return metadata
 
 
 def _add(tokens: Vocabulary, files: TokenizerFiles, warn: Warn) -> None:
@@ -179,30 +179,28 @@ def _special_tokens(
 ) -> dict[str, int | bool]:
     """Return the ids of special tokens, and whether BOS and EOS are added to a text."""
     numbers = {token.text: number for number, token in tokens.items()}
-    found: dict[str, int] = {}
+    ids: dict[str, int] = {}
     for role in ROLES:
         for value in files.special(role):
             number = numbers.get(value, value)
             if isinstance(number, int) and 0 <= number < vocab_size:
-                found.setdefault(role, number)
+                ids.setdefault(role, number)
     adds = {}
     for role, affixes in zip(("bos", "eos"), files.affixes(), strict=True):
         if len(affixes) == 1:
-            found.setdefault(role, affixes[0])
-        adds[f"add_{role}_token"] = bool(affixes) and affixes == [found.get(role)]
+            ids.setdefault(role, affixes[0])
+        adds[f"add_{role}_token"] = bool(affixes) and affixes == [ids.get(role)]
         if affixes and not adds[f"add_{role}_token"]:
             names = name_all(tokens[number].text for number in affixes if number in tokens)
             warn(f"llama.cpp will not put {names} {'before' if role == 'bos' else 'after'} a text")
-    ends = [
-        number for number in files.ids("generation_config.json", "eos_token_id") if 0 <= number < vocab_size
-    ]
-    for number in (*ends, *found.values()):
-        found.setdefault("eos", number)
-    if "eos" not in found:
+    ends = [id for id in files.ids("generation_config.json", "eos_token_id") if 0 <= id < vocab_size]
+    for number in (*ends, *ids.values()):
+        ids.setdefault("eos", number)
+    if "eos" not in ids:
         warn(f"llama.cpp will stop at token {DEFAULT_EOS[model]}, as no token ends a text")
-    unnamed = [k for k in ends if k != found.get("eos") and k in tokens and tokens[k].text not in ENDS]
-    more = dict(zip(("eot", "eom"), unnamed, strict=False))
-    if len(unnamed) > len(more):
+    unnamed = [k for k in ends if k != ids.get("eos") and k in tokens and tokens[k].text not in ENDS]
+    extra = dict(zip(("eot", "eom"), unnamed, strict=False))
+    if len(unnamed) > len(extra):
         warn(f"llama.cpp will not stop at {name_all(tokens[k].text for k in unnamed[2:])}")
-    names = ROLES | {role: role for role in more}
-    return {f"{names[role]}_token_id": number for role, number in (found | more).items()} | adds
+    names = ROLES | {role: role for role in extra}
+    return {f"{names[role]}_token_id": number for role, number in (ids | extra).items()} | adds

@@ -29,11 +29,11 @@ from quantkit.models.gguf.file_types import (
     parse_type,
 )
 
-SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # that llama.cpp scales all of these matrices in
-SCALES = re.compile(  # matrices for whose scales it looks, in files of any architecture
+SCALING = ("llama", "qwen3", "qwen3moe", "qwen35")  # architectures in which llama.cpp applies scales
+SCALES = re.compile(  # matrices whose scales llama.cpp reads
     r"blk\.\d+\.(attn_(q|k|v|output|qkv)|ffn_(gate|up|down)(_exps|_shexp)?)\.weight$"
 )
-LAST_RESORT = "F16"  # where 32 does not, either
+LAST_RESORT = "F16"  # if the fallback's blocks do not divide the columns either
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 FLOATS = (
     "_norm.weight", "ffn_gate_inp.weight", "position_embd.weight", "token_types.weight", "ssm_conv1d.weight",
@@ -41,7 +41,7 @@ FLOATS = (
 VALUES, KEYS, QUERIES, ATTENTION = "values", "keys", "queries", "attention"
 DOWN, UP, GATE = "down", "up", "gate"
 WIDE = {UP: "wide", GATE: "wide"}  # a file type has one rule for both
-KINDS = {  # part of a tensor's name -> what the mixtures take it for; the first counts
+KINDS = {  # text in a tensor's name -> kind of tensor for the rules; the first match counts
     "attn_qkv.weight": VALUES,
     "attn_kv_b.weight": VALUES,
     "attn_v.weight": VALUES,
@@ -94,7 +94,7 @@ def stays_float(name: str, shape: Sequence[int]) -> bool:
     """Return whether a tensor is float32 in every file: vectors, biases, norms, position embeddings,
     routers."""
     is_matrix = any(size > 1 for size in shape[:-1])  # ggml drops leading dimensions of 1
-    return not is_matrix or not name.endswith(".weight") or any(part in name for part in FLOATS)
+    return not is_matrix or not name.endswith(".weight") or any(ending in name for ending in FLOATS)
 
 
 def without_importance(choices: Sequence[Choice]) -> list[Choice]:
@@ -142,16 +142,15 @@ def choose(
     becomes F16, and wishes also count in unquantized files. Raises QuantkitError naming every wish that is
     malformed or matches no tensor that could be quantized.
     """
-    names = [name for name, shape in tensors if not stays_float(name, shape)]
-    requested = _Requested(wishes or Wishes(), names)
-    mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=requested.wishes.pure)
+    names, wishes = [name for name, shape in tensors if not stays_float(name, shape)], wishes or Wishes()
+    requested = _requested(wishes, names)
+    mixture = _Mixture(FILE_TYPES[file_type], model, has_imatrix, names, pure=wishes.pure)
     choices, biases = [], {name for name, _ in tensors if name.endswith(".bias")}
     for name, shape in tensors:
-        exact = requested.wishes.exact.get(name)
-        if stays_float(name, shape) and not exact:
+        if stays_float(name, shape) and name not in requested:
             choices.append(Choice(name, "F32"))
         else:
-            first_choice = exact or requested.type(name) or mixture.type(name, shape[-1])
+            first_choice = requested.get(name) or mixture.type(name, shape[-1])
             unscaled = _unscaled(name, model, biases) if first_choice in SCALED else None
             choices.append(_fitting(name, shape, first_choice, unscaled))
     return choices
@@ -168,31 +167,21 @@ def _unscaled(name: str, model: Model, biases: Collection[str]) -> str | None:
     return None
 
 
-class _Requested:
-    """Types that a user asks for by name."""
-
-    def __init__(self, wishes: Wishes, names: Sequence[str]):
-        self.wishes = wishes
-        self.patterns = [_parse_wish(text) for text in wishes.tensor_type]
-        self.embedding = self.output = None
-        if wishes.token_embedding_type:
-            self.embedding = parse_type(wishes.token_embedding_type, "--token-embedding-type")
-        if wishes.output_tensor_type:
-            self.output = parse_type(wishes.output_tensor_type, "--output-tensor-type")
-        self.tied = OUTPUT not in names
-        lost = [text for text, pattern, _ in self.patterns if not any(map(pattern.search, names))]
-        what = f"--tensor-type matches no tensor that is quantized: {name_all(lost)}"
-        hint = "it is searched for in the names of the GGUF file, such as blk.0.attn_v.weight"
-        require(not lost, what, hint, USAGE)
-
-    def type(self, name: str) -> str | None:
-        """Return the type that the user asked for; None if there is none. A tied embedding is the output."""
-        if name == EMBEDDING and self.embedding:
-            return self.embedding
-        if name == OUTPUT and self.output:
-            return self.output
-        matching = (type for _, pattern, type in self.patterns if pattern.search(name))
-        return next(matching, self.output if name == EMBEDDING and self.tied else None)
+def _requested(wishes: Wishes, names: Sequence[str]) -> dict[str, str]:
+    """Return the types that the user asks for, by name. A tied embedding is the output. Raises QuantkitError
+    naming wishes that match no tensor."""
+    patterns = [_parse_wish(text) for text in wishes.tensor_type]
+    lost = [text for text, pattern, _ in patterns if not any(map(pattern.search, names))]
+    what = f"--tensor-type matches no tensor that is quantized: {name_all(lost)}"
+    hint = "it is searched for in the names of the GGUF file, such as blk.0.attn_v.weight"
+    require(not lost, what, hint, USAGE)
+    types = {name: type for _, pattern, type in reversed(patterns) for name in names if pattern.search(name)}
+    if wishes.output_tensor_type:
+        output = parse_type(wishes.output_tensor_type, "--output-tensor-type")
+        types = types | {OUTPUT: output} if OUTPUT in names else {EMBEDDING: output} | types
+    if wishes.token_embedding_type:
+        types[EMBEDDING] = parse_type(wishes.token_embedding_type, "--token-embedding-type")
+    return types | dict(wishes.exact)
 
 
 def _parse_wish(text: str) -> tuple[str, re.Pattern, str]:
@@ -238,7 +227,7 @@ class _Mixture:
         chosen, index = self.chosen, self.seen[kind]
         self.seen[kind] += 1
         if kind in (DOWN, UP, GATE) and self.model.experts > 1 and not chosen.sparing:
-            index = int(name.split(".")[1])  # one tensor per expert: only the name tells the block
+            index = int(name.split(".")[1])  # one tensor per expert: the number in the name is the block
         at = Place(index, self.count.get(kind, 0), self.model, self.has_imatrix)
         eight = self.model.experts == 8 and not chosen.sparing
         if eight and kind in (VALUES, KEYS):
@@ -247,20 +236,20 @@ class _Mixture:
             return chosen.eight_experts
         if kind is None:
             return None
-        found = chosen.by_rule(WIDE.get(kind, kind), at)
+        type = chosen.by_rule(WIDE.get(kind, kind), at)
         if kind == VALUES and self.model.is_70b and not chosen.sparing:
-            return "Q5_K" if (found or chosen.base) in ("Q3_K", "Q4_K") else found
-        return found
+            return "Q5_K" if (type or chosen.base) in ("Q3_K", "Q4_K") else type
+        return type
 
 
 def _kind(name: str) -> str | None:
-    return next((kind for part, kind in KINDS.items() if part in name), None)
+    return next((kind for text, kind in KINDS.items() if text in name), None)
 
 
 def _fitting(name: str, shape: Sequence[int], first_choice: str, unscaled: str | None = None) -> Choice:
     """Return the type itself, or a replacement if its ggml blocks do not divide the columns or llama.cpp
     ignores its scale."""
-    columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is a column
+    columns, block = shape[-1] if len(shape) > 1 else 1, BLOCKS[first_choice][0]  # a vector is one column
     if unscaled:
         type = _fitting(name, shape, "Q8_0").type
         return Choice(name, type, first_choice, unscaled, nbytes(type, shape) - nbytes(first_choice, shape))

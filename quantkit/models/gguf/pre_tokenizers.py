@@ -19,7 +19,7 @@ NFC: Json = {"type": "NFC"}
 CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 PATTERNS: dict[str, str] = _stored["patterns"]
-WORDS: Json = _stored["steps"]["words"]  # cut by GPT-2's expression, bytes as printable characters
+WORDS: Json = _stored["steps"]["words"]  # GPT-2's expression and its printable characters for bytes
 
 
 def split(pattern: str) -> Json:
@@ -69,10 +69,10 @@ def cuts(pre_tokenizer: Json | None) -> tuple[str, ...] | None:
     """
     steps = []
     for step in flat(pre_tokenizer):
-        found = _cut(step)
-        if found is None:
+        cut = _cut(step)
+        if cut is None:
             return None
-        steps += found
+        steps += cut
     return tuple(steps) if "bytes" in steps else None
 
 
@@ -107,15 +107,15 @@ def _cut(step: Json) -> list[str] | None:
     return None
 
 
-SPELLINGS = (  # ways to write the same expression -> one of them
+SPELLINGS = (  # spelling of an expression -> canonical spelling
     ("\r", r"\r"),
     ("\n", r"\n"),
-    ("?+", "?"),  # possessive: nothing that was given back could match here
+    ("?+", "?"),  # possessive: backtracking could not match here
     ("++", "+"),
     ("*+", "*"),
     ("(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])", CONTRACTION),
     ("'(?i:[sdmt]|ll|ve|re)", CONTRACTION),
-    (r"|\s*[\r\n]|", r"|\s*[\r\n]+|"),  # what comes before takes all line ends but the last
+    (r"|\s*[\r\n]|", r"|\s*[\r\n]+|"),  # the alternative before takes all line ends but the last
     (r"\p{N}{1}", r"\p{N}"),
 )
 

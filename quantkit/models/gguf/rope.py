@@ -24,49 +24,49 @@ from quantkit.models.gguf.variants import ROPE_SECTIONS, head_dim
 
 LONG, SHORT, FREQUENCIES = "rope_factors_long.weight", "rope_factors_short.weight", "rope_freqs.weight"
 ATTENTION, LOG_MULTIPLIER = "rope.scaling.attn_factor", "rope.scaling.yarn_log_multiplier"
-LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every model so far, but for Llama 4
-LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # nothing is blended
-LLAMA3_CONTEXTS = 8192, *(1 << k for k in range(6, 21))  # the first is that of every model so far
-YARN = {"beta_fast": 32, "beta_slow": 1}  # what llama.cpp computes with
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # all models so far, except Llama 4
+LLAMA4 = {"low_freq_factor": 1.0, "high_freq_factor": 1.0}  # no blend between short and long waves
+LLAMA3_CONTEXTS = 8192, *(1 << k for k in range(6, 21))  # all models so far have the first
+YARN = {"beta_fast": 32, "beta_slow": 1}  # llama.cpp's constants
 
 
-def metadata(row: Architecture, config: PretrainedConfig) -> dict[str, Any]:
+def metadata(arch: Architecture, config: PretrainedConfig) -> dict[str, Any]:
     """Return the keys of rotary embeddings, without the architecture's name. Raises QuantkitError if
     llama.cpp cannot express them."""
-    if row.rope is None:
+    if arch.rope is None:
         return {}
     rope, sliding = _parameters(config)
     kind = rope["rope_type"]
     partial = rope.get("partial_rotary_factor") or 1.0
     dimensions = int(head_dim(config) * partial)
-    if kind not in ("default", "dynamic", *row.rope):
-        raise row.inexpressible(f"rotary embeddings scaled by {kind!r}")
-    if odd := _odd(rope, kind, dimensions, row.truncate):
-        raise row.inexpressible(f"{kind} with {name_all(odd)}")
-    if partial != 1.0 and not row.partial_rotary:
-        raise row.inexpressible(f"rotating {partial:g} of each head")
+    if kind not in ("default", "dynamic", *arch.rope):
+        raise arch.inexpressible(f"rotary embeddings scaled by {kind!r}")
+    if unsupported := _unsupported(rope, kind, dimensions, arch.truncate):
+        raise arch.inexpressible(f"{kind} with {name_all(unsupported)}")
+    if partial != 1.0 and not arch.partial_rotary:
+        raise arch.inexpressible(f"rotating {partial:g} of each head")
     keys: dict[str, Any] = {
         "rope.dimension_count": dimensions,
         "rope.freq_base": float(rope["rope_theta"]),
     }
     if sliding is not None:
         if sliding["rope_type"] != "default":
-            raise row.inexpressible("scaled rotary embeddings in blocks with sliding attention")
+            raise arch.inexpressible("scaled rotary embeddings in blocks with sliding attention")
         keys["rope.freq_base_swa"] = float(sliding["rope_theta"])
-    if row.latent and kind == "yarn":
-        return keys | _latent_yarn(row, rope, config)
+    if arch.latent and kind == "yarn":
+        return keys | _latent_yarn(arch, rope, config)
     return keys | _scaling(config, rope, kind)
 
 
-def _odd(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
+def _unsupported(rope: Mapping[str, Any], kind: str, dimensions: int, truncate: bool) -> list[str]:
     """Return the parameters of a scaling that llama.cpp has no key for, or would reject."""
     if kind == "yarn":
         usual = YARN | {"truncate": truncate}
-        found = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
-        return [f"{name} {found[name]}" for name in usual if found.get(name, usual[name]) != usual[name]]
+        values = {"truncate": True} | {name: value for name, value in rope.items() if value is not None}
+        return [f"{name} {values[name]}" for name in usual if values.get(name, usual[name]) != usual[name]]
     if kind == "longrope":
         lengths = {name: len(rope[name]) for name in ("long_factor", "short_factor")}
-        return [f"{found} numbers as {name}" for name, found in lengths.items() if 2 * found != dimensions]
+        return [f"{length} numbers as {name}" for name, length in lengths.items() if 2 * length != dimensions]
     return []
 
 
@@ -95,12 +95,12 @@ def _scaling(config: PretrainedConfig, rope: dict, kind: str) -> dict[str, Any]:
     return keys
 
 
-def _latent_yarn(row: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
+def _latent_yarn(arch: Architecture, rope: dict, config: PretrainedConfig) -> dict[str, Any]:
     """Return YaRN's keys for latent attention: rotated vectors keep their size, and attention scores grow by
     `mscale_all_dim`."""
     share = rope.get("mscale_all_dim")
     if not share or rope.get("mscale") != share or rope.get("attention_factor") is not None:
-        raise row.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")
+        raise arch.inexpressible("yarn with an attention_factor, or without mscale equal to mscale_all_dim")
     return {key: value for key, value in _scaling(config, rope, "yarn").items() if key != ATTENTION} | {
         LOG_MULTIPLIER: 0.1 * share
     }
@@ -116,9 +116,9 @@ def _attention(config: PretrainedConfig, kind: str) -> float:
     return float(factor)
 
 
-def factors(row: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
+def factors(arch: Architecture, config: PretrainedConfig) -> dict[str, Tensor]:
     """Return the factor tensors that the file needs: float32 `[dimensions / 2]`, by GGUF name."""
-    if row.rope is None:
+    if arch.rope is None:
         return {}
     rope, _ = _parameters(config)
     if rope["rope_type"] == "longrope":
@@ -133,51 +133,41 @@ def _llama3(rope: Mapping[str, Any], dimensions: int) -> Tensor:
 
     Source: Llama 3.1's reference code (`apply_scaling`).
     """
-    wavelength = (
-        2 * math.pi * rope["rope_theta"] ** (torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions)
-    )
+    exponents = torch.arange(0, dimensions, 2, dtype=torch.float64) / dimensions
+    wavelength = 2 * math.pi * rope["rope_theta"] ** exponents
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    share = (rope["original_max_position_embeddings"] / wavelength - low) / (high - low)
-    share = share.clamp(0, 1)
+    share = ((rope["original_max_position_embeddings"] / wavelength - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - share) / factor + share)).float()
 
 
 def parameters(
-    row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
+    arch: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any] | None:
     """Return `rope_parameters`, from a file's keys without the architecture's name and its factor tensors.
 
     dimensions: size of a head. Raises QuantkitError if the scaling is unknown.
     """
-    if row.rope is None:
+    if arch.rope is None:
         return None
-    rope: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10000.0)} | _unscaled(
-        row, keys, dimensions, tensors
-    )
-    if row.partial_rotary:
+    rope = {"rope_theta": keys.get("rope.freq_base", 10000.0)} | _scaled(arch, keys, dimensions, tensors)
+    if arch.partial_rotary:
         rope["partial_rotary_factor"] = keys.get("rope.dimension_count", dimensions) / dimensions
     if ROPE_SECTIONS in keys:
         rope["mrope_section"] = list(keys[ROPE_SECTIONS])[:3]
-    if row.name != "gemma3":
+    if arch.name != "gemma3":
         return rope
     sliding = {"rope_type": "default", "rope_theta": keys.get("rope.freq_base_swa", 10000.0)}
     return {"full_attention": rope, "sliding_attention": sliding}
 
 
-def _unscaled(
-    row: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
+def _scaled(
+    arch: Architecture, keys: Mapping[str, Any], dimensions: int, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     """Return the type of scaling and its parameters."""
     kind = keys.get("rope.scaling.type", "none")
     original = keys.get("rope.scaling.original_context_length", keys["context_length"])
     if LONG in tensors and SHORT in tensors:
-        return {
-            "rope_type": "longrope",
-            "long_factor": tensors[LONG].tolist(),
-            "short_factor": tensors[SHORT].tolist(),
-            "attention_factor": keys.get(ATTENTION, 1.0),
-            "original_max_position_embeddings": original,
-        }
+        return _longrope(tensors[LONG], tensors[SHORT], keys.get(ATTENTION, 1.0), original)
     if FREQUENCIES in tensors:
         return _read_frequencies(tensors[FREQUENCIES], keys, dimensions)
     if kind == "linear":
@@ -187,13 +177,13 @@ def _unscaled(
         rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
         if ATTENTION in keys:
             rope["attention_factor"] = keys[ATTENTION] * _mscale(factor)
-        if not row.truncate:
+        if not arch.truncate:
             rope["truncate"] = False
-        if row.latent:
+        if arch.latent:
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * keys.get(LOG_MULTIPLIER, 0.0), 6)
         return rope
     if kind not in ("none", "longrope"):
-        raise row.inexpressible(f"rotary embeddings scaled by {kind!r}")
+        raise arch.inexpressible(f"rotary embeddings scaled by {kind!r}")
     return {"rope_type": "default"}
 
 
@@ -207,11 +197,9 @@ def _read_frequencies(divisors: Tensor, keys: Mapping[str, Any], dimensions: int
             expected = _llama3(usual | bounds | {"rope_theta": theta}, dimensions)
             if expected.shape == divisors.shape and torch.allclose(expected, divisors, rtol=1e-5):
                 return usual | bounds
-    always = divisors.tolist()
-    return {
-        "rope_type": "longrope",
-        "long_factor": always,
-        "short_factor": always,
-        "attention_factor": 1.0,
-        "original_max_position_embeddings": keys["context_length"],
-    }
+    return _longrope(divisors, divisors, 1.0, keys["context_length"])
+
+
+def _longrope(long: Tensor, short: Tensor, attention: float, original: int) -> dict[str, Any]:
+    factors = {"long_factor": long.tolist(), "short_factor": short.tolist(), "attention_factor": attention}
+    return {"rope_type": "longrope", "original_max_position_embeddings": original} | factors

@@ -30,8 +30,8 @@ from quantkit.models.skeleton.names import refuse_absent
 if TYPE_CHECKING:
     from quantkit.models.files.checkpoint import Checkpoint
 
-STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # one norm a head, one tensor in the file
-BUFFERS = re.compile(  # what older checkpoints hold next to parameters; all of it is computed today
+STACKED = re.compile(r"(.+)\.norms\.\d+(\.weight)")  # the file stacks the norms of all heads
+BUFFERS = re.compile(  # buffers in older checkpoints, which transformers computes today
     r"rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|self_attention\.(masked_)?bias"
 )
 HEAD = "output.weight"
@@ -125,8 +125,8 @@ def of_config(config: PretrainedConfig, source: str = "the model") -> list[Targe
 
     Raises QuantkitError (exit code 4) naming parameters that llama.cpp has no tensor for.
     """
-    row = architectures.of_config(config)
-    return _targets(row, _model(config, source), config)
+    arch = architectures.of_config(config)
+    return _targets(arch, _model(config, source), config)
 
 
 def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
@@ -135,44 +135,41 @@ def of_checkpoint(checkpoint: Checkpoint) -> list[Target]:
 
     Raises QuantkitError as `of_config` does, and for tensors that are absent or unknown to the model.
     """
-    config, row = checkpoint.config, architectures.of_config(checkpoint.text_config)
+    config, arch = checkpoint.config, architectures.of_config(checkpoint.text_config)
     model = _model(config, checkpoint.source)
-    found = meta_model.resolve_names(model, checkpoint.names)
-    _refuse_unknown(checkpoint, model, set(found.values()))
-    for name, other in model.all_tied_weights_keys.items():
-        for one, twin in ((name, other), (other, name)):
-            if one not in found and twin in found:
-                found[one] = found[twin]
-    targets = _of_language_model(row, model, checkpoint, config)
-    refuse_absent([name for target in targets for name in target.parameters if name not in found])
-    return [replace(target, stored=tuple(found[name] for name in target.parameters)) for target in targets]
+    stored = meta_model.resolve_names(model, checkpoint.names)
+    _refuse_unknown(checkpoint, model, set(stored.values()))
+    for pair in model.all_tied_weights_keys.items():
+        for name, twin in (pair, pair[::-1]):
+            if name not in stored and twin in stored:
+                stored[name] = stored[twin]
+    targets = _of_language_model(arch, model, checkpoint, config)
+    refuse_absent([name for target in targets for name in target.parameters if name not in stored])
+    return [replace(target, stored=tuple(map(stored.get, target.parameters))) for target in targets]
 
 
 def _of_language_model(
-    row: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
+    arch: Architecture, model: nn.Module, checkpoint: Checkpoint, config: PretrainedConfig
 ) -> list[Target]:
     """Return targets with the parameter names of `model`: the language model, or a wrapper around it."""
     language = meta_model.language_model(model, checkpoint)
     if not language:
-        return _targets(row, model, config)
+        return _targets(arch, model, config)
     text = copy.deepcopy(checkpoint.text_config)
     text.tie_word_embeddings = config.tie_word_embeddings
     inner = _model(text, checkpoint.source)
     prefix, head = inner.base_model_prefix + ".", _name_of(inner, inner.get_output_embeddings())
     outer = {f"{head}.weight": f"{_name_of(model, model.get_output_embeddings())}.weight"}
-    return [
-        replace(
-            target,
-            parameters=tuple(
-                outer.get(name, f"{language}.{name.removeprefix(prefix)}") for name in target.parameters
-            ),
-        )
-        for target in _targets(row, inner, text)
-    ]
+
+    def renamed(name: str) -> str:
+        return outer.get(name, f"{language}.{name.removeprefix(prefix)}")
+
+    targets = _targets(arch, inner, text)
+    return [replace(target, parameters=tuple(map(renamed, target.parameters))) for target in targets]
 
 
-def _name_of(model: nn.Module, part: nn.Module) -> str:
-    return next(name for name, module in model.named_modules() if module is part)
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def _model(config: PretrainedConfig, source: str) -> nn.Module:
@@ -182,39 +179,34 @@ def _model(config: PretrainedConfig, source: str) -> nn.Module:
     return model
 
 
-def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, known: set[str]) -> None:
-    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+def _refuse_unknown(checkpoint: Checkpoint, model: nn.Module, resolved: set[str]) -> None:
+    ignored = (BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ()))
     unknown = [
         name
         for name in checkpoint.names
-        if name not in known and not any(pattern.search(name) for pattern in (BUFFERS, *ignored))
+        if name not in resolved and not any(re.search(pattern, name) for pattern in ignored)
     ]
-    kind, some = type(model).__name__, name_all(unknown)
-    what = f"{checkpoint.source} holds tensors that {kind} does not have: {some}"
+    what = f"{checkpoint.source} holds tensors that {type(model).__name__} does not have: {name_all(unknown)}"
     hint = "a GGUF file holds all tensors of a model: config.json may belong to another model"
     require(not unknown, what, hint, UNSUPPORTED)
 
 
-def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> list[Target]:
+def _targets(arch: Architecture, model: nn.Module, config: PretrainedConfig) -> list[Target]:
     conv1d = meta_model.replace_conv1d(model)
-    tied = {} if row.head == "always" else model.all_tied_weights_keys
-    state = model.state_dict()  # with the buffers that a checkpoint holds, such as those that balance experts
-    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in state]
-    shapes = {
-        name: tuple(parameter.shape)
-        for name, parameter in (*model.named_parameters(remove_duplicate=False), *buffers)
-        if name not in tied
-    }
+    tied = {} if arch.head == "always" else model.all_tied_weights_keys
+    # state_dict also has the buffers that a checkpoint holds, such as those that balance experts
+    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
     experts = _experts(model)
     stacks: dict[str, list[str]] = {}
     for name in shapes:
         stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
-    found, lost = {}, []
-    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == row.name)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    targets: dict[str, Target] = {}
+    lost = []
+    model_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.name)
+    names = gguf.get_tensor_name_map(model_arch, config.num_hidden_layers)
     for stack, parameters in stacks.items():
         name = stack if stack in experts.values() else _named(names, f"{model.base_model_prefix}.", stack)
-        if name is None or name in found or (name == HEAD and row.head == "never"):
+        if name is None or name in targets or (name == HEAD and arch.head == "never"):
             lost += parameters
             continue
         shape = shapes[parameters[0]]
@@ -222,57 +214,55 @@ def _targets(row: Architecture, model: nn.Module, config: PretrainedConfig) -> l
         shape = shape[::2] if single else shape
         shape = (len(parameters), *shape) if parameters != [stack] else shape
         leaf = name.split(".")[-2]
-        if row.latent and leaf == "attn_kv_b":
-            for other, view in _latent(config).items():
-                part = name.replace(leaf, other)
+        if arch.latent and leaf == "attn_kv_b":
+            for half, view in _latent(config).items():
+                half = name.replace(leaf, half)
                 viewed = tuple(view(torch.empty(shape, device="meta")).shape)
-                found[part] = Target(part, tuple(parameters), viewed, part=Part(shape, view))
+                targets[half] = Target(half, tuple(parameters), viewed, part=Part(shape, view))
             continue
-        found[name] = Target(
+        targets[name] = Target(
             name,
             tuple(parameters),
             shape,
-            index=ORDERS[row.rows[leaf]](shape[0], config) if leaf in row.rows else None,
-            shift=row.norm_shift if name.endswith("norm.weight") and leaf != "ssm_norm" else 0.0,
+            index=ORDERS[arch.rows[leaf]](shape[0], config) if leaf in arch.rows else None,
+            shift=arch.norm_shift if name.endswith("norm.weight") and leaf != "ssm_norm" else 0.0,
             conv1d=stack in conv1d,
             decay=name.endswith(".ssm_a"),
             single=single,
         )
     if lost:
-        raise row.inexpressible(f"tensors such as {name_all(lost)}")
-    for name, values in rope.factors(row, config).items():
-        found[name] = Target(name, (), tuple(values.shape), values=values.float())
-    return sorted(found.values(), key=lambda target: mixtures.order(target.name))
+        raise arch.inexpressible(f"tensors such as {name_all(lost)}")
+    for name, values in rope.factors(arch, config).items():
+        targets[name] = Target(name, (), tuple(values.shape), values=values.float())
+    return sorted(targets.values(), key=lambda target: mixtures.order(target.name))
 
 
 def _experts(model: nn.Module) -> dict[str, str]:
     """Return llama.cpp's name of a layer's stacked experts, by the name of each expert's weight or bias."""
-    found = {}
-    for place, layer in model.named_modules():
+    stacks = {}
+    for path, layer in model.named_modules():
         if isinstance(layer, Experts):
-            block = re.search(r"\.(\d+)\.", place)[1]
+            block = re.search(r"\.(\d+)\.", path)[1]
             kinds = dict(zip((layer.gate, layer.up, layer.down), KINDS, strict=True))
             for name, _ in layer.named_parameters():
-                expert, _, part = name.partition(".")
-                if expert.isdigit():
-                    projection, leaf = part.split(".")
-                    found[f"{place}.{name}"] = (
-                        f"{gguf.TENSOR_NAMES[kinds[projection]].format(bid=block)}.{leaf}"
-                    )
-    return found
+                if name.split(".")[0].isdigit():
+                    _, projection, leaf = name.split(".")
+                    stack = gguf.TENSOR_NAMES[kinds[projection]].format(bid=block)
+                    stacks[f"{path}.{name}"] = f"{stack}.{leaf}"
+    return stacks
 
 
 def _named(names: gguf.TensorNameMap, prefix: str, name: str) -> str | None:
     """Return llama.cpp's name of a model's parameter, by the name map of the `gguf` package."""
-    if name == "lm_head.weight":  # the map has none for those whose head is always tied
+    if name == "lm_head.weight":  # absent from the map of families whose head is always tied
         return HEAD
     name = BALANCE.sub(r"\1.e_score_correction.bias", name).replace(".dt_bias", ".dt_proj.bias")
     spellings = (name, name.removeprefix(prefix), name.replace(".router.", ".router.layer."))
-    found = (names.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
-    name = next((name for name in found if name), None)
-    if not name or name.endswith(("weight", "bias", "ssm_a")):  # llama.cpp calls state spaces' so
+    mapped = (names.get_name(spelling, (".weight", ".bias")) for spelling in spellings)
+    name = next(filter(None, mapped), None)
+    if not name or name.endswith(("weight", "bias", "ssm_a")):
         return name
-    return f"{name}.weight"  # of a parameter without a module of its own
+    return f"{name}.weight"  # a parameter without a module of its own
 
 
 def _rotary(rows: int, heads: int) -> Tensor:

@@ -25,7 +25,7 @@ from quantkit.models.files.safetensors_folder import read_json
 from quantkit.models.gguf import pre_tokenizers
 from quantkit.models.gguf.pre_tokenizers import Json, PreTokenizer, flat
 
-Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as gguf.TokenType, without gguf
+Kind = IntEnum("Kind", "NORMAL UNKNOWN CONTROL USER_DEFINED UNUSED BYTE")  # as in gguf.TokenType
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # role -> its name in the keys
 SPACE = "▁"
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -66,9 +66,9 @@ class TokenizerFiles:
         self._library.no_padding()
         self._library.no_truncation()
         with tokenizing.explained():
-            found = self._library.encode("a")
-        inside = [place for place, text in enumerate(found.sequence_ids) if text is not None]
-        return (found.ids[: inside[0]], found.ids[inside[-1] + 1 :]) if inside else (found.ids, [])
+            encoding = self._library.encode("a")
+        inside = [index for index, text in enumerate(encoding.sequence_ids) if text is not None]
+        return (encoding.ids[: inside[0]], encoding.ids[inside[-1] + 1 :]) if inside else (encoding.ids, [])
 
     @cached_property
     def config(self) -> Json:
@@ -87,17 +87,17 @@ class TokenizerFiles:
         """Yield the text or id of a role's token ("bos"), from the most to the least trusted source."""
         key = f"{role}_token"
         for source in (self.config, _read(self.folder / "special_tokens_map.json") or {}):
-            found = source.get(key)
-            found = found.get("content") if isinstance(found, dict) else found
-            if isinstance(found, str):
-                yield found
+            value = source.get(key)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                yield value
         for name in ("generation_config.json", "config.json"):
             yield from self.ids(name, f"{key}_id")
 
     def ids(self, name: str, key: str) -> list[int]:
         """Return the token ids under `key` of a configuration file; [] if there are none."""
-        found = (_read(self.folder / name) or {}).get(key)
-        return [k for k in (found if isinstance(found, list) else [found]) if isinstance(k, int)]
+        value = (_read(self.folder / name) or {}).get(key)
+        return [k for k in (value if isinstance(value, list) else [value]) if isinstance(k, int)]
 
     def chat_templates(self) -> dict[str, str]:
         """Return chat templates by name, the unnamed one as "default"; files win over the configuration."""
@@ -122,9 +122,9 @@ def _load(folder: Path) -> tokenizers.Tokenizer:
         except Exception as error:  # the library raises nothing more precise
             what = f"{path} is no tokenizer: {first_line(error)}"
             raise QuantkitError(what, "download it again", NOT_FOUND) from error
-    found = load_tokenizer(str(folder), folder)
-    require(found.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "save one", UNSUPPORTED)
-    return found.backend_tokenizer
+    tokenizer = load_tokenizer(str(folder), folder)
+    require(tokenizer.is_fast, f"{folder}: its tokenizer has no tokenizer.json", "save one", UNSUPPORTED)
+    return tokenizer.backend_tokenizer
 
 
 def _read(path: Path) -> Json | None:
@@ -140,8 +140,8 @@ def byte_level(
     model = _bpe(files)
     _check_forms(files, warn, refuse=pre is None)
     vocabulary = {number: Token(text) for text, number in model["vocab"].items()}
-    known = {text for text, number in model["vocab"].items() if number < vocab_size}
-    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
+    kept = {text for text, number in model["vocab"].items() if number < vocab_size}
+    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= kept]
     if pre is None:
         forms = [step["type"] for step in flat(stored["normalizer"], "normalizers")]
         pre = _recognise(files, "NFC" in forms, merges).names[0]
@@ -153,8 +153,8 @@ def byte_level(
 
 def _recognise(files: TokenizerFiles, nfc: bool, merges: list[Merge]) -> PreTokenizer:
     stored = files.tokenizer
-    found = pre_tokenizers.cuts(stored["pre_tokenizer"])
-    rows = [row for row in pre_tokenizers.ROWS if found and pre_tokenizers.cuts(row.pre_tokenizer) == found]
+    cuts = pre_tokenizers.cuts(stored["pre_tokenizer"])
+    rows = [row for row in pre_tokenizers.ROWS if cuts and pre_tokenizers.cuts(row.pre_tokenizer) == cuts]
     if not rows:
         steps = (step.get("pattern", step) for step in flat(stored["pre_tokenizer"], "pretokenizers"))
         raise QuantkitError(
@@ -175,10 +175,11 @@ def _check_reachable(files: TokenizerFiles, row: PreTokenizer, merges: list[Merg
     vocabulary = files.tokenizer["model"]["vocab"]
     added = {entry["content"] for _, entry in files.added_tokens()}
     model = tokenizers.models.BPE(vocabulary, merges)
-    odd = [text for text in vocabulary if text not in added and len(model.tokenize(text)) != 1]
-    what = f"{files.folder}: merges do not make {name_all(map(repr, odd))}, and llama.cpp's {row.names[0]} "
-    what += "takes such words whole" if row.ignore_merges else "cannot take such words whole"
-    require(not odd, what, f"name another pre-tokenizer with --pre-tokenizer NAME: {NAMES}", UNSUPPORTED)
+    unmade = [text for text in vocabulary if text not in added and len(model.tokenize(text)) != 1]
+    why = "takes such words whole" if row.ignore_merges else "cannot take such words whole"
+    what = f"merges do not make {name_all(map(repr, unmade))}, and llama.cpp's {row.names[0]} {why}"
+    hint = f"name another pre-tokenizer with --pre-tokenizer NAME: {NAMES}"
+    require(not unmade, f"{files.folder}: {what}", hint, UNSUPPORTED)
 
 
 def sentencepiece(files: TokenizerFiles, warn: Warn) -> tuple[dict[str, Any], Vocabulary]:
@@ -205,10 +206,11 @@ def _scores(files: TokenizerFiles, merges: list[Merge], normal: set[str]) -> dic
     scores = scores_of(merges)
     never_made = sorted(text for text in normal if len(text) > 1 and text not in scores)
     scores |= {text: -float(len(scores) + k) for k, text in enumerate(never_made)}
-    expected, given = canonical(merges), canonical(from_scores(scores, normal))
-    if expected != given:
-        odd = next(one or other for one, other in itertools.zip_longest(expected, given) if one != other)
-        raise _refused(files, f"whose merges no scores express: those that make {odd[0]!r}")
+    expected, expressed = canonical(merges), canonical(from_scores(scores, normal))
+    if expected != expressed:
+        pairs = itertools.zip_longest(expected, expressed)
+        token, _ = next(ours or theirs for ours, theirs in pairs if ours != theirs)
+        raise _refused(files, f"whose merges no scores express: those that make {token!r}")
     return scores
 
 
@@ -221,7 +223,7 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
             case {"type": "Prepend", "prepend": "▁"}:
                 prefix = True
                 loose = [entry["content"] for _, entry in files.added_tokens() if entry.get("normalized")]
-                if loose:  # they are normalized, too, and get a space
+                if loose:  # normalization puts a space before these
                     warn(f"llama.cpp finds {name_all(loose)} also where no space stands before")
             case {"type": "Replace", "pattern": {"Regex": pattern}} if pattern in COLLAPSE:
                 collapse = True
@@ -242,7 +244,7 @@ def _spaces(files: TokenizerFiles, normal: set[str], warn: Warn) -> dict[str, An
                 if split and any(SPACE in text[1:] for text in normal):
                     warn("llama.cpp also makes tokens that hold a space after their first character")
             case {"type": "Split", "pattern": {"String": " "}}:
-                pass  # no space is left when it comes to that
+                pass  # the normalizer has replaced all spaces
             case _:
                 raise _refused(files, f"which cuts text with {step}")
     if collapse:
@@ -263,9 +265,9 @@ def _bpe(files: TokenizerFiles) -> Json:
 def _check_forms(files: TokenizerFiles, warn: Warn, refuse: bool = False) -> None:
     """Warn about normalizers; with `refuse`, raise QuantkitError for those that change ordinary text."""
     steps = list(flat(files.tokenizer["normalizer"], "normalizers"))
-    odd = [str(step) for step in steps if step["type"] not in FORMS]
-    if refuse and odd:
-        raise _refused(files, f"which normalizes text with {', then '.join(odd)}")
+    other_steps = [str(step) for step in steps if step["type"] not in FORMS]
+    if refuse and other_steps:
+        raise _refused(files, f"which normalizes text with {', then '.join(other_steps)}")
     forms = [step["type"] for step in steps if step["type"] not in ("Prepend", "Replace", "Strip")]
     if forms:
         warn(f"llama.cpp does not normalize text ({', '.join(forms)})")

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 Tokens = dict[int, tuple[str, int]]  # id -> text and type
 Special = dict[str, tuple[int, str]]  # role -> id and text
-ADDED = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)  # tokens that are looked for before a text is cut
-DEFAULT_IDS = {"bos": 1, "eos": 2, "unk": 0}  # of SentencePiece: what llama.cpp takes for granted
+ADDED = (Kind.UNKNOWN, Kind.CONTROL, Kind.USER_DEFINED)  # found before a text is split into words
+DEFAULT_IDS = {"bos": 1, "eos": 2, "unk": 0}  # llama.cpp's defaults for SentencePiece
 PREFIX = "tokenizer.ggml."
-MAX_TOKEN_CHARS = 1024  # of a token that is merged: halving is quadratic
+MAX_TOKEN_CHARS = 1024  # limit for merged tokens: finding their halves is quadratic
 
 
 def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -45,12 +45,17 @@ def from_metadata(metadata: Mapping[str, Any]) -> PreTrainedTokenizerFast:
         stored, adds_bos = (
             _byte_level(keys, tokens) if kind == "gpt2" else _sentencepiece(keys, tokens, special)
         )
-        stored["added_tokens"] = [_added(k, *token) for k, token in tokens.items() if token[1] in ADDED]
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        stored["added_tokens"] = [
+            {"id": number, "content": text, "special": bool(kind != Kind.USER_DEFINED)} | flags
+            for number, (text, kind) in tokens.items()
+            if kind in ADDED
+        ]
         stored["post_processor"] = _post_processor(keys, special, adds_bos)
         tokenizer = Tokenizer.from_str(json.dumps(stored))
     except QuantkitError:
         raise
-    except Exception as error:  # of values that are absent, of other types, or that the library refuses
+    except Exception as error:  # absent or unsuitable values raise many types
         raise _damaged(f"{type(error).__name__}: {first_line(error)}") from error
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -65,11 +70,11 @@ def _templates(metadata: Mapping[str, Any]) -> str | dict[str, str] | None:
     default = metadata.get("tokenizer.chat_template")
     names = metadata.get("tokenizer.chat_templates", [])
     for name in names if isinstance(names, list) else [names]:
-        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # each becomes a file
+        if not (isinstance(name, str) and re.fullmatch(r"\w[\w.-]*", name)):  # the name becomes a file's
             raise _damaged(f"a chat template is named {name!r:.80}")
     named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
-    found = {name: text for name, text in ({"default": default} | named).items() if isinstance(text, str)}
-    return found if set(found) - {"default"} else found.get("default")
+    templates = {name: text for name, text in ({"default": default} | named).items() if isinstance(text, str)}
+    return templates if set(templates) - {"default"} else templates.get("default")
 
 
 def special_tokens(metadata: Mapping[str, Any]) -> Special:
@@ -153,27 +158,22 @@ def _special(keys: Json, texts: Mapping[int, str]) -> Special:
     return {role: (id, texts[id]) for role, id in ids.items() if isinstance(id, int) and id in texts}
 
 
-def _added(number: int, text: str, kind: int) -> Json:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": number, "content": text, "special": bool(kind != Kind.USER_DEFINED)} | flags
-
-
 def _post_processor(keys: Json, special: Special, adds_bos: bool) -> Json:
     """Return the step that puts BOS and EOS around a text if the file says so."""
     before, after = [], []
-    for role, place, default in (("bos", before, adds_bos), ("eos", after, False)):
+    for role, affix, default in (("bos", before, adds_bos), ("eos", after, False)):
         if keys.get(f"add_{role}_token", default):
             if role not in special:
                 raise _damaged(f"it adds {role} to texts and does not say what that is")
-            place.append(special[role])
+            affix.append(special[role])
     single, pair = (
         [_item("SpecialToken", text) for _, text in before]
         + [_item("Sequence", name) for name in names]
         + [_item("SpecialToken", text) for _, text in after]
         for names in ("A", "AB")
     )
-    known = {text: {"id": text, "ids": [number], "tokens": [text]} for number, text in before + after}
-    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": known}
+    tokens = {text: {"id": text, "ids": [number], "tokens": [text]} for number, text in before + after}
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": tokens}
 
 
 def _item(kind: str, name: str) -> Json:

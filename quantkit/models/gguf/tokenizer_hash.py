@@ -38,7 +38,7 @@ def tokenizer_sha256(tokenizer, vocab_size: int | None = None) -> str:
 def difference(first, other, vocab_sizes: tuple[int, int]) -> str:
     """Return a sentence that says how two tokenizers with different hashes differ."""
     both = zip((first, other), vocab_sizes, strict=True)
-    ours, theirs = ({text for _, text in _behaviour(*each)[0]} for each in both)
+    ours, theirs = ({text for _, text in _behaviour(*side)[0]} for side in both)
     changes = {"lacks": sorted(ours - theirs), "adds": sorted(theirs - ours)}
     named = [f"{verb} {name_all(map(repr, tokens), 3)}" for verb, tokens in changes.items() if tokens]
     if named:
@@ -54,7 +54,7 @@ def _behaviour(tokenizer, vocab_size: int | None) -> tuple[list, list, dict]:
     )
     sample = tokenizer(SAMPLE, add_special_tokens=False, verbose=False)["input_ids"]
     rules: dict = {}
-    if tokenizer.is_fast:  # the others do not tell their merges: the sample has to do
+    if tokenizer.is_fast:  # slow tokenizers do not give their merges; SAMPLE stands for them
         rules = _rules(json.loads(tokenizer.backend_tokenizer.to_str()), size)
     return vocabulary, sample, rules
 
@@ -65,9 +65,9 @@ def _rules(stored: dict, size: float) -> dict:
     if model["type"] != "BPE" or not (model["byte_fallback"] or is_byte_level(pre_tokenizer)):
         return {"normalizer": stored["normalizer"], "pre-tokenizer": pre_tokenizer, "model": model}
     apart = {entry["content"] for entry in stored["added_tokens"]} | {*BYTES, model["unk_token"]}
-    known = {text for text, number in model["vocab"].items() if number < size and text not in apart}
-    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= known]
+    tokens = {text for text, number in model["vocab"].items() if number < size and text not in apart}
+    merges = [(a, b) for a, b in model["merges"] if {a, b, a + b} <= tokens]
     made = {a + b for a, b in merges}
-    whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in known)
+    whole = model["ignore_merges"] and any(len(text) > 1 and text not in made for text in tokens)
     words = (cuts(pre_tokenizer) or pre_tokenizer) if is_byte_level(pre_tokenizer) else None
     return {"merges": canonical(merges), "pre-tokenizer": words, "ignore_merges": whole}

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 Keys = Mapping[str, Any]
 SHARED_LENGTH = "expert_shared_feed_forward_length"
-ROPE_SECTIONS = "rope.dimension_sections"  # of heads, by time, height and width: one position for text
+ROPE_SECTIONS = "rope.dimension_sections"  # sections of a head for time, height and width
 DELTA = "full_attention", "linear_attention"
-UNNORMED = 128  # experts of Llama 4 Maverick: llama.cpp norms no queries of a model with so many
+UNNORMED = 128  # experts of Llama 4 Maverick, in which llama.cpp does not norm queries
 
 
 def kv_heads(config: PretrainedConfig) -> int:
@@ -40,7 +40,7 @@ def rope_sections(config: PretrainedConfig) -> list[int]:
     return [*config.rope_parameters.get("mrope_section", (11, 11, 10)), 0]
 
 
-def every(period: int, blocks: int, last: Any, others: Any) -> list[Any]:
+def periodic(period: int, blocks: int, last: Any, others: Any) -> list[Any]:
     """Return a list with `last` for every `period`-th block and `others` for the rest."""
     return [others if (index + 1) % period else last for index in range(blocks)]
 
@@ -73,13 +73,13 @@ def grouped_heads(config: PretrainedConfig) -> str | None:
 
 def rope_by_depth(config: PretrainedConfig) -> str | None:
     """Refuse sliding attention unless the model has 64 blocks: only there llama.cpp supports it."""
-    given = config.sliding_window
-    return f"sliding_window {given} at this depth" if given and config.num_hidden_layers != 64 else None
+    window = config.sliding_window
+    return f"sliding_window {window} at this depth" if window and config.num_hidden_layers != 64 else None
 
 
 def rope_in_three_of_four(config: PretrainedConfig) -> str | None:
     rotary = [bool(rope) for rope in config.no_rope_layers[: config.num_hidden_layers]]
-    usual = every(4, config.num_hidden_layers, False, True)
+    usual = periodic(4, config.num_hidden_layers, False, True)
     return None if rotary == usual else "no_rope_layers other than every fourth"
 
 
@@ -93,7 +93,7 @@ def unlike_delta_net(config: PretrainedConfig) -> str | None:
         return f"value heads of {config.linear_value_head_dim} over key heads of {config.linear_key_head_dim}"
     kinds, rope = config.layer_types, config.rope_parameters
     period = kinds.index("full_attention") + 1 if "full_attention" in kinds else 0
-    if period < 2 or kinds != every(period, len(kinds), *DELTA):
+    if period < 2 or kinds != periodic(period, len(kinds), *DELTA):
         return "linear attention other than in all but every nth block"
     sections, angles = rope_sections(config), config.head_dim * rope["partial_rotary_factor"] / 2
     whole = all(angle < 3 * sections[angle % 3] for angle in range(int(angles)))
@@ -122,14 +122,14 @@ def other_blocks(config: PretrainedConfig) -> str | None:
     embeddings, experts and norms."""
     blocks, step = config.num_hidden_layers, config.interleave_moe_layer_step
     usual = {
-        "no_rope_layers": every(4, blocks, 0, 1),
-        "layer_types": every(4, blocks, "full_attention", "chunked_attention"),
+        "no_rope_layers": periodic(4, blocks, 0, 1),
+        "layer_types": periodic(4, blocks, "full_attention", "chunked_attention"),
         "moe_layers": list(range(step - 1, blocks, step)),
         "use_qk_norm": config.num_local_experts != UNNORMED,
     }
-    odd = [f"{name} {getattr(config, name)}" for name in usual if getattr(config, name) != usual[name]]
-    odd += [f"{blocks} blocks (it stops where none is without positions)"] if blocks < 4 else []
-    return name_all(odd) if odd else None
+    unusual = [f"{name} {getattr(config, name)}" for name in usual if getattr(config, name) != usual[name]]
+    unusual += [f"{blocks} blocks (it stops where none is without positions)"] if blocks < 4 else []
+    return name_all(unusual) if unusual else None
 
 
 # ---- restoring
@@ -158,7 +158,7 @@ def delta_net(keys: Keys, names: Collection[str]) -> dict[str, Any]:
     sizes = inner, heads, period, blocks
     if any(type(size) is not int or size < 1 for size in sizes) or blocks > len(names):
         return {}
-    return {"linear_value_head_dim": inner // heads, "layer_types": every(period, blocks, *DELTA)}
+    return {"linear_value_head_dim": inner // heads, "layer_types": periodic(period, blocks, *DELTA)}
 
 
 def normed_routing(keys: Keys, names: Collection[str]) -> dict[str, Any]:

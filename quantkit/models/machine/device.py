@@ -33,7 +33,7 @@ def choose_device(requested: str) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     try:
-        if not getattr(torch, device.type).is_available():  # has no such module, or says no
+        if not getattr(torch, device.type).is_available():  # AttributeError: torch has no such module
             raise RuntimeError(f"torch {torch.__version__} finds none")
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, AttributeError) as error:
@@ -88,10 +88,10 @@ def accelerators() -> Iterator[tuple[str, str, int, int]]:
         return
     module = torch.get_device_module(kind)
     for index in range(module.device_count()):
-        place = torch.device(kind.type, index)
-        known = hasattr(module, "mem_get_info")
-        total = module.mem_get_info(place)[1] if known else module.recommended_max_memory()
-        yield str(place), getattr(module, "get_device_name", str)(place), free_memory(place), total
+        device = torch.device(kind.type, index)
+        reports = hasattr(module, "mem_get_info")
+        total = module.mem_get_info(device)[1] if reports else module.recommended_max_memory()
+        yield str(device), getattr(module, "get_device_name", str)(device), free_memory(device), total
 
 
 def host_memory() -> int:
@@ -142,5 +142,5 @@ class Lane:
         if self._stream:
             current = self._module.current_stream(self._device)
             current.wait_stream(self._stream)
-            sent.record_stream(current)  # its memory is not to be used again before that work is done
+            sent.record_stream(current)  # keeps the memory until work queued on this stream is done
         return sent

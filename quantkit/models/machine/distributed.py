@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HANDSHAKE = 45  # seconds for all ranks to come
-TIMEOUT = timedelta(hours=2)  # of an operation: the others wait while rank 0 writes and verifies
-SPEAK = 5.0  # seconds for rank 0 to print the error of another; then that rank prints it
-SETTLE = 1.0  # seconds for the rank that failed first to say so
+HANDSHAKE = 45  # seconds until all ranks must have joined
+TIMEOUT = timedelta(hours=2)  # limit of an operation: other ranks wait while rank 0 writes and verifies
+SPEAK = 5.0  # seconds until rank 0 must have printed another rank's error; then that rank prints it
+SETTLE = 1.0  # seconds until the rank that failed first must have reported its error
 ALONE = "start the processes with torchrun; or unset WORLD_SIZE and RANK for one process"
 NETWORK = "of several hosts, name the network between them: GLOO_SOCKET_IFNAME=eth0, or NCCL_SOCKET_IFNAME"
 
@@ -81,43 +81,43 @@ def joined(device: str) -> Iterator[None]:
     Raises QuantkitError if other ranks do not start. After an error the group remains, for `verdict`.
     """
     global _group
-    whole, own = _number("WORLD_SIZE", 1), _number("RANK", 0)
+    ranks, rank = _number("WORLD_SIZE", 1), _number("RANK", 0)
     accelerated = _choose_gpu(device, _number("LOCAL_RANK", 0))
     thread = ThreadPoolExecutor(1, "rendezvous")
     try:
-        store = thread.submit(_rendezvous, own, whole, accelerated).result(HANDSHAKE)
+        store = thread.submit(_rendezvous, rank, ranks, accelerated).result(HANDSHAKE)
     except (RuntimeError, ValueError, KeyError, TimeoutError) as error:
         silent = f"no answer from {os.environ.get('MASTER_ADDR')}"
         why = silent if isinstance(error, TimeoutError) else first_line(error)
         raise LostError(
-            f"the {whole} processes of WORLD_SIZE did not find each other within {HANDSHAKE} s: {why}",
+            f"the {ranks} processes of WORLD_SIZE did not find each other within {HANDSHAKE} s: {why}",
             f"{ALONE}; {NETWORK}",
         ) from error
     thread.shutdown()
-    _group = _Group(own, whole, _number("LOCAL_WORLD_SIZE", 1), store)
+    _group = _Group(rank, ranks, _number("LOCAL_WORLD_SIZE", 1), store)
     kinds = all_gather(accelerated)
     if len(set(kinds)) > 1:
         what = f"rank {kinds.index(False)} has no GPU of its own, other ranks have one"
         hint = "start one process per GPU, or compute on the CPU with --device cpu"
         raise QuantkitError(what, hint, UNSUPPORTED)
     yield
-    all_gather(None)  # all are done: nobody misses the rank that holds the store
+    all_gather(None)  # wait until no rank needs the store any more
     _group.thread.shutdown()
     _group = None
     _distributed().destroy_process_group()
 
 
-def _rendezvous(own: int, whole: int, accelerated: bool) -> Any:
+def _rendezvous(rank: int, ranks: int, accelerated: bool) -> Any:
     """Create torch's process group and return its store."""
     import torch
 
     dist = _distributed()
-    store, *_ = next(dist.rendezvous("env://", own, whole, timeout=timedelta(seconds=HANDSHAKE)))
+    store, *_ = next(dist.rendezvous("env://", rank, ranks, timeout=timedelta(seconds=HANDSHAKE)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if accelerated else "gloo",
         store=dist.PrefixStore("quantkit", store),
-        rank=own,
-        world_size=whole,
+        rank=rank,
+        world_size=ranks,
         timeout=TIMEOUT,
         **({"device_id": torch.device("cuda", 0)} if accelerated else {}),
     )
@@ -130,16 +130,17 @@ def _distributed() -> Any:
     return torch.distributed
 
 
-def _choose_gpu(device: str, place: int) -> bool:
+def _choose_gpu(device: str, local_rank: int) -> bool:
     """Return whether this process computes on a GPU; if so, hide the other GPUs from it."""
     what = f"--device {device}: each of several processes has a device of its own"
     hint = "leave --device out: rank 0 of a host takes its first GPU, and so on; or give --device cpu"
     require(device in ("auto", "cuda", "cpu"), what, hint, UNSUPPORTED)
     if device == "cpu":
         return False
-    seen = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    if len(seen) != 1:  # another launcher may have chosen already
-        os.environ["CUDA_VISIBLE_DEVICES"] = seen[place] if place < len(seen) else str(place)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if len(visible) != 1:  # another launcher may have chosen already
+        gpu = visible[local_rank] if local_rank < len(visible) else str(local_rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
 
     return torch.cuda.is_available()
@@ -155,8 +156,8 @@ def span(total: int) -> range:
 
 def share(items: Sequence[T]) -> Sequence[T]:
     """Return this rank's contiguous part of a sequence."""
-    own = span(len(items))
-    return items if count() == 1 else items[own.start : own.stop]
+    indices = span(len(items))
+    return items if count() == 1 else items[indices.start : indices.stop]
 
 
 def dealt(items: Sequence[T]) -> Sequence[T]:
@@ -182,9 +183,9 @@ def _together(operation: Callable[..., object], *arguments: Any) -> None:
 def _reduced(tensor: Tensor, how: str) -> Tensor:
     if count() == 1:
         return tensor
-    dist, whole = _distributed(), tensor.contiguous()
-    _together(dist.all_reduce, whole, getattr(dist.ReduceOp, how))
-    return tensor if whole is tensor else tensor.copy_(whole)
+    dist, contiguous = _distributed(), tensor.contiguous()
+    _together(dist.all_reduce, contiguous, getattr(dist.ReduceOp, how))
+    return tensor if contiguous is tensor else tensor.copy_(contiguous)
 
 
 def sum_(tensor: Tensor) -> Tensor:
@@ -215,9 +216,9 @@ def all_gather(value: T) -> list[T]:
     """Return the values of all ranks in the order of ranks. Tensors keep their device."""
     if count() == 1:
         return [value]
-    found: list[T] = [None] * count()
-    _together(_distributed().all_gather_object, found, value)
-    return found
+    values: list[T] = [None] * count()
+    _together(_distributed().all_gather_object, values, value)
+    return values
 
 
 # ---- how it ends
@@ -230,30 +231,30 @@ def verdict(error: QuantkitError) -> tuple[QuantkitError, bool]:
     for SPEAK seconds, another rank does. A rank that was lost or terminated did not fail by itself.
     """
     if _group is None:
-        own = os.environ.get("RANK", "0")
-        return error, own == "0" or not own.isdecimal() or isinstance(error, LostError)
-    own, store = _group.rank, _group.store
+        rank = os.environ.get("RANK", "0")
+        return error, rank == "0" or not rank.isdecimal() or isinstance(error, LostError)
+    rank, store = _group.rank, _group.store
     stopped = error.exit_code in (INTERRUPTED, TERMINATED)
     try:
         if not (stopped or isinstance(error, LostError)):
-            failure = [own, error.message, error.hint, error.exit_code]
+            failure = [rank, error.message, error.hint, error.exit_code]
             store.compare_set("failure", "", json.dumps(failure))
         if not stopped:
-            store.set(f"ended/{own}", "")
+            store.set(f"ended/{rank}", "")
         ending = _first(error) if _comes("failure", SETTLE) else _named(error, stopped)
-        silent = own and _comes("reported", SPEAK)
-        speaks = not silent and store.compare_set("reported", "", str(own)) == str(own).encode()
-    except RuntimeError:  # the store went with its rank
+        silent = rank and _comes("reported", SPEAK)
+        speaks = not silent and store.compare_set("reported", "", str(rank)) == str(rank).encode()
+    except RuntimeError:  # the rank that holds the store has ended
         return error, not stopped
     return ending, speaks
 
 
 def _first(error: QuantkitError) -> QuantkitError:
     """Return the failure that was reported first; the given error if it is the same."""
-    where, message, hint, exit_code = json.loads(_group.store.get("failure"))
+    failed, message, hint, exit_code = json.loads(_group.store.get("failure"))
     if message == error.message and _group.rank == 0:
         return error
-    return QuantkitError(f"rank {where}: {message}" if where else message, hint or error.hint, exit_code)
+    return QuantkitError(f"rank {failed}: {message}" if failed else message, hint or error.hint, exit_code)
 
 
 def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
@@ -261,14 +262,14 @@ def _named(error: QuantkitError, stopped: bool) -> QuantkitError:
     if stopped:
         return error
     others = [other for other in range(_group.count) if other != _group.rank]
-    gone = [str(other) for other in others if not _group.store.check([f"ended/{other}"])]
-    named = f"rank {', '.join(gone)} was lost: " if gone else "the ranks lost one another: "
-    return QuantkitError(named + error.message, error.hint, error.exit_code)
+    lost = [str(other) for other in others if not _group.store.check([f"ended/{other}"])]
+    prefix = f"rank {', '.join(lost)} was lost: " if lost else "the ranks lost one another: "
+    return QuantkitError(prefix + error.message, error.hint, error.exit_code)
 
 
 def _comes(key: str, seconds: float) -> bool:
     """Return whether a key appears in the store within `seconds`."""
     end = time.monotonic() + seconds
-    while not (found := _group.store.check([key])) and time.monotonic() < end:
+    while not (exists := _group.store.check([key])) and time.monotonic() < end:
         time.sleep(0.05)
-    return found
+    return exists

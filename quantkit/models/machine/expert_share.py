@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-IN_STEP = 4  # batches that wait for one another where experts are read: each has its activations in memory
-IN_MEMORY = 2  # experts: what one batch still computes with, and what the others go on to
-EXPERT_HOLES = 16 << 20  # bytes of experts that come and go before the heap gives its free pages back
-SHARE = 0.25  # of an accelerator's free memory: smaller blocks stay there whole, which is faster
-# What configurations call the number of experts of a layer, and of those that a token is routed to.
+IN_STEP = 4  # batches that run interleaved; the activations of each are in memory
+IN_MEMORY = 2  # experts in memory: the current one, and the next one of other batches
+EXPERT_HOLES = 16 << 20  # bytes of experts released between heap trims
+SHARE = 0.25  # part of an accelerator's free memory; smaller blocks stay there whole, which is faster
+# Names in configurations: the number of experts of a layer, and of those that a token is routed to.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 ROUTED = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "experts_per_token")
 

@@ -20,7 +20,7 @@ import psutil
 
 from quantkit.models.machine import distributed
 
-RESERVE = 256 << 20  # of an address space: heaps of threads (glibc sets aside 64 MiB each) and their stacks
+RESERVE = 256 << 20  # address space of threads' heaps (glibc reserves 64 MiB each) and stacks
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ def room() -> Room:
     The memory of a host or container is divided by the ranks on it; other limits hold per process.
     """
     shared = [Room(psutil.virtual_memory().available), *containers()]
-    found = [Room(one.nbytes // distributed.local(), one.whose) for one in shared] + list(_of_process())
-    return min(found, key=lambda one: one.nbytes)
+    rooms = [Room(room.nbytes // distributed.local(), room.whose) for room in shared]
+    return min([*rooms, *_of_process()], key=lambda room: room.nbytes)
 
 
 def resident() -> int:
@@ -66,12 +66,11 @@ def resident() -> int:
 
 def _of_process() -> Iterator[Room]:
     """Yield what `ulimit` leaves of address space (-v) and of data memory (-d)."""
-    taken = None
     for kind, field, flag in ((resource.RLIMIT_AS, "vms", "-v"), (resource.RLIMIT_DATA, "data", "-d")):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:
-            taken = taken or psutil.Process().memory_info()
-            left = limit - getattr(taken, field, taken.vms) - RESERVE
+            used = psutil.Process().memory_info()
+            left = limit - getattr(used, field, used.vms) - RESERVE
             yield Room(max(0, left), f"left by ulimit {flag}")
 
 
@@ -81,26 +80,27 @@ def containers(root: Path = Path("/")) -> list[Room]:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # not Linux
         return []
-    found = []
+    rooms: list[Room] = []
     for line in lines:
         number, kinds, path = line.split(":", 2)
-        second = number == "0" and not kinds
-        if second or "memory" in kinds.split(","):
-            found += _above(root / "sys/fs/cgroup" / ("" if second else "memory"), path, second)
-    return found
+        if number == "0" and not kinds:
+            rooms += _groups(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
+        elif "memory" in kinds.split(","):
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            rooms += _groups(root / "sys/fs/cgroup/memory", path, *files, "total_")
+    return rooms
 
 
-def _above(mount: Path, path: str, second: bool) -> Iterator[Room]:
+def _groups(mount: Path, path: str, limit_file: str, usage_file: str, prefix: str) -> Iterator[Room]:
     """Yield the memory that a group and its ancestors leave. Inside a container the group's path may be
-    absent; then the mount point itself is the group."""
-    names = ("memory.max", "memory.current") if second else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    own = mount / path.lstrip("/")
-    for group in (own, *own.parents):
+    absent; then the mount point itself is the group. prefix: of the names in memory.stat."""
+    innermost = mount / path.lstrip("/")
+    for group in (innermost, *innermost.parents):
         if not group.is_relative_to(mount):
             return
-        limit, usage = (_number(group / name) for name in names)
+        limit, usage = _number(group / limit_file), _number(group / usage_file)
         if limit is not None and usage is not None:
-            left = limit - usage + _given_up(group / "memory.stat", "" if second else "total_")
+            left = limit - usage + _cached(group / "memory.stat", prefix)
             yield Room(max(0, left), "left in its container")
 
 
@@ -113,7 +113,7 @@ def _number(path: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def _given_up(path: Path, prefix: str) -> int:
+def _cached(path: Path, prefix: str) -> int:
     """Return the bytes of cached file pages in a group."""
     try:
         rows = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
@@ -122,10 +122,10 @@ def _given_up(path: Path, prefix: str) -> int:
     return sum(int(rows.get(f"{prefix}{kind}_file", 0)) for kind in ("inactive", "active"))
 
 
-# ---- what becomes of freed memory: given back at once, or kept for the next block
+# ---- freed memory: returned at once, or kept for the next block
 #
-# A job with calibration holds tensors of many sizes; its peak must be what it needs and not its history. A
-# data-free job passes over weights once, and fresh pages would cost it more than the arithmetic.
+# A job with calibration allocates tensors of different sizes: freed pages are returned, so that its peak does
+# not depend on its history. A data-free job reads weights once: fresh pages would cost more than arithmetic.
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
 MAPPED_BYTES = 4 << 20

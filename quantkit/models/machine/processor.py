@@ -13,7 +13,7 @@ from pathlib import Path
 from quantkit.errors import USAGE, require
 
 ANSWER = "QUANTKIT_PROCESSOR"
-CPUINFO = Path("/proc/cpuinfo")  # Linux alone; elsewhere nothing is known, and nothing is assumed
+CPUINFO = Path("/proc/cpuinfo")  # exists on Linux; other systems count as without features
 
 
 def has_bfloat16() -> bool:

@@ -64,7 +64,7 @@ class Skeleton:
         self._recorder = Recorder(self.model, container, dtype, device)
         self._reader = Reader(self.names, self.checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
-        self._keepers: dict[int, Keeper] = {}  # of loaded blocks whose experts are streamed
+        self._keepers: dict[int, Keeper] = {}  # by loaded block whose experts are streamed
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
     def add_head(self) -> str:
@@ -75,10 +75,10 @@ class Skeleton:
         head = self.model.get_output_embeddings()
         name = next((name for name, module in self.model.named_modules() if module is head), "")
         tied = any(f"{name}.weight" in pair for pair in self.model.all_tied_weights_keys.items())
-        own = isinstance(head, nn.Linear) and f"{name}.weight" in self.names.stored and not tied
+        separate = isinstance(head, nn.Linear) and f"{name}.weight" in self.names.stored and not tied
         what = f"{self.checkpoint.source} has no head of its own: it multiplies by the embedding"
         hint = "leave out --head: the embedding would stay in 16 bit as well; for mlx-lm use --embedding"
-        require(own, what, hint, UNSUPPORTED)
+        require(separate, what, hint, UNSUPPORTED)
         above, dot, leaf = name.rpartition(".")
         self.names.above_head = above + dot
         copy = Head(head.in_features, head.out_features, False, device="meta", dtype=self.dtype)
@@ -88,7 +88,7 @@ class Skeleton:
     @property
     def is_mixture(self) -> bool:
         """Return whether some blocks have experts."""
-        return any(isinstance(part, experts.Experts) for block in self.blocks for part in block.modules())
+        return any(isinstance(module, experts.Experts) for block in self.blocks for module in block.modules())
 
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """Return every parameter that the checkpoint holds, by its name in the model, possibly on the meta
@@ -103,8 +103,8 @@ class Skeleton:
             for name, tower in self.towers.items()
             for local, parameter in tower.named_parameters()
         }
-        everything = inside | dict(self.model.named_parameters()) | outside
-        return {name: everything[name] for name in everything if name in self.names.stored}
+        parameters = inside | dict(self.model.named_parameters()) | outside
+        return {name: value for name, value in parameters.items() if name in self.names.stored}
 
     def read(self, name: str, expected: Tensor) -> Tensor:
         """Return the values of the model's tensor `name`, on the host and in the model's dtype; see
@@ -120,7 +120,7 @@ class Skeleton:
         tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
         state = {
             name: self.read(name, tensor).to(self.device)
-            for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.place(item[0]))
+            for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.offset(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)

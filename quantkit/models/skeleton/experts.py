@@ -23,7 +23,7 @@ from quantkit.models.skeleton.fused import Form, Fused, form_of, one_by_one
 from quantkit.models.skeleton.streaming import ExpertLinear
 
 USUAL = ("gate_proj", "up_proj", "down_proj")
-SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # of a conversion's patterns: one expert's projection
+SOURCE = re.compile(r"experts\.\*\.(\w+)\.weight$")  # one expert's projection in a conversion's patterns
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Experts(nn.Module):
 
     def __init__(self, fused: nn.Module, form: Form, names: tuple[str, str, str]):
         super().__init__()
-        self.__dict__["fused"] = fused  # not a child: its parameters are those of the linears now
+        self.__dict__["fused"] = fused  # not a child: the linears hold its parameters
         self.form = form
         for name, child in fused.named_children():
             self.add_module(name, child)
@@ -75,14 +75,12 @@ class Experts(nn.Module):
         hidden = self.entering(hidden)
         chosen = self._chosen(top_k_index)
         inner = torch.cat([self.inner(expert, hidden[rows]) for expert, (rows, _) in enumerate(chosen)])
-        # the list is gone: batches may wait at the next line
+        # the inputs of down are released: batches may be suspended at the next line
         inner = self.between(inner).split([len(rows) for rows, _ in chosen])
         out = torch.zeros_like(hidden)
-        for expert, ((rows, places), part) in enumerate(zip(chosen, inner, strict=True)):
-            found = self.get_submodule(str(expert)).get_submodule(self.down)(part)
-            if self.form.normed:
-                found = self.fused.post_expert_norm(found)
-            out.index_add_(0, rows, (found * top_k_weights[rows, places, None]).to(out.dtype))
+        for expert, ((rows, ranks), states) in enumerate(zip(chosen, inner, strict=True)):
+            output = self._output(expert, states)
+            out.index_add_(0, rows, (output * top_k_weights[rows, ranks, None]).to(out.dtype))
         return out
 
     def routed(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Routed:
@@ -90,8 +88,8 @@ class Experts(nn.Module):
         return Routed(hidden, [rows for rows, _ in self._chosen(top_k_index)])
 
     def _chosen(self, top_k_index: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return the rows and places in `top_k_index [tokens, k]` of each expert. The device is waited for
-        once, not for each expert."""
+        """Return the rows of each expert in `top_k_index [tokens, k]`, and its columns there. The host waits
+        for the device once, not for each expert."""
         flat, k = top_k_index.flatten(), top_k_index.shape[1]
         counts = torch.bincount(flat, minlength=self.count)[: self.count].tolist()
         order = torch.argsort(flat, stable=True)[: sum(counts)]
@@ -99,9 +97,12 @@ class Experts(nn.Module):
 
     def alone(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of one expert for all of `hidden [tokens, hidden]`, without the router."""
-        inner = self.inner(index, hidden)
-        found = self.get_submodule(f"{index}.{self.down}")(inner)
-        return self.fused.post_expert_norm(found) if self.form.normed else found
+        return self._output(index, self.inner(index, hidden))
+
+    def _output(self, index: int, inner: Tensor) -> Tensor:
+        """Return the output of one expert for the inputs of its down projection."""
+        output = self.get_submodule(f"{index}.{self.down}")(inner)
+        return self.fused.post_expert_norm(output) if self.form.normed else output
 
     def inner(self, index: int, hidden: Tensor) -> Tensor:
         """Return the input of one expert's down projection for `hidden [tokens, hidden]`, with the
@@ -129,12 +130,11 @@ class SortedExperts(Experts):
         """Return the experts' outputs for all rows."""
         routed = hidden.any(-1)
         counts = routed.view(self.count, -1).sum(-1).tolist()
-        entering = self.entering(hidden[routed]).split(counts)
-        inner = torch.cat([self.inner(e, part) for e, part in enumerate(entering)])
+        inputs = self.entering(hidden[routed]).split(counts)
+        inner = torch.cat([self.inner(expert, states) for expert, states in enumerate(inputs)])
         inner = self.between(inner).split(counts)
-        found = [self.get_submodule(f"{e}.{self.down}")(part) for e, part in enumerate(inner)]
         out = torch.zeros_like(hidden)
-        out[routed] = torch.cat(found)
+        out[routed] = torch.cat([self._output(expert, states) for expert, states in enumerate(inner)])
         return out
 
     def routed(self, hidden: Tensor) -> Routed:
@@ -149,34 +149,34 @@ def take_apart(model: nn.Module, layers: Sequence[Fused] | None = None) -> None:
     """Replace all fused experts of a model on the meta device by `Experts`."""
     for layer in fused_layers(model) if layers is None else layers:
         kind = Experts if layer.form.routes else SortedExperts
-        model.set_submodule(layer.place, kind(layer.module, layer.form, layer.names))
+        model.set_submodule(layer.path, kind(layer.module, layer.form, layer.names))
 
 
 def of_checkpoint(model: nn.Module, checkpoint: Checkpoint) -> Checkpoint:
     """Split the model's fused experts, and return the checkpoint with one tensor per expert and projection;
     see `fused.one_by_one`."""
     layers = fused_layers(model)
-    found = one_by_one(model, checkpoint, layers) if layers else checkpoint
+    checkpoint = one_by_one(model, checkpoint, layers) if layers else checkpoint
     take_apart(model, layers)
-    return found
+    return checkpoint
 
 
 def fused_layers(model: nn.Module) -> list[Fused]:
     """Return the layers whose experts transformers fuses into 3-D parameters."""
     names = _names(model)
-    modules = ((place, module, form_of(module)) for place, module in model.named_modules())
-    return [Fused(place, module, form, names) for place, module, form in modules if form is not None]
+    modules = ((path, module, form_of(module)) for path, module in model.named_modules())
+    return [Fused(path, module, form, names) for path, module, form in modules if form is not None]
 
 
 def _names(model: nn.Module) -> tuple[str, str, str]:
     """Return the names of an expert's gate, up and down projections in this model's checkpoints."""
-    found: dict[str, list[str]] = {}
+    names: dict[str, list[str]] = {}
     for rule in get_model_conversion_mapping(model):
         if isinstance(rule, WeightConverter):
             sources = [match[1] for pattern in rule.source_patterns if (match := SOURCE.search(pattern))]
             (target,) = rule.target_patterns[:1]
             for kind in ("gate_up_proj", "down_proj"):
                 if sources and target.endswith(f"experts.{kind}"):
-                    found[kind] = sources
-    first, last = found.get("gate_up_proj", list(USUAL[:2])), found.get("down_proj", [USUAL[2]])
+                    names[kind] = sources
+    first, last = names.get("gate_up_proj", list(USUAL[:2])), names.get("down_proj", [USUAL[2]])
     return (*first, *last) if len(first) == 2 else USUAL

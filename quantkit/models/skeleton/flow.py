@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import PyTree, TreeSpec, tree_flatten, tree_unflatten
 
-DIGITS, BASE = 3, 256  # of a whole number: fractions of 256, which every floating point format holds exactly
+DIGITS, BASE = 3, 256  # an integer is stored as digits / 256, which are exact in any floating-point format
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class Flow:
         others, spec = self._left.get((index, flow.shape[-1]), ([], None))
         parts = [self.hidden, *[IDS] * self.by_ids, *others]
         columns = flow.split([part.width for part in parts], -1)
-        hidden, *found = (part.unpack(part_of) for part, part_of in zip(parts, columns, strict=True))
-        ids = found.pop(0) if self.by_ids else None
-        last = flow.shape[1] - 1  # a flow that was cut may have places after its end
-        found = [x if x.is_floating_point() else x.clamp(max=last) for x in found]
-        return hidden, ids, tree_unflatten(found, spec) if spec else ()
+        hidden, *extra = (part.unpack(column) for part, column in zip(parts, columns, strict=True))
+        ids = extra.pop(0) if self.by_ids else None
+        last = flow.shape[1] - 1  # positions of a flow that was cut may lie after its end
+        extra = [x if x.is_floating_point() else x.clamp(max=last) for x in extra]
+        return hidden, ids, tree_unflatten(extra, spec) if spec else ()
 
 
 def digits(numbers: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def digits(numbers: Tensor) -> Tensor:
     return (numbers[..., None] // places % BASE).float() / BASE
 
 
-def whole_numbers(found: Tensor) -> Tensor:
+def whole_numbers(values: Tensor) -> Tensor:
     """Invert `digits`."""
-    places = BASE ** torch.arange(DIGITS, device=found.device)
-    return ((found.float() * BASE).round().long() * places).sum(-1)
+    places = BASE ** torch.arange(DIGITS, device=values.device)
+    return ((values.float() * BASE).round().long() * places).sum(-1)

@@ -48,8 +48,8 @@ def form_of(module: nn.Module) -> Form | None:
 
     transformers' decorator gives the form; for a class without it (Llama 4), the shapes do.
     """
-    own = {name: parameter.ndim for name, parameter in module.named_parameters(recurse=False)}
-    if own.get(DOWN) != 3:
+    ranks = {name: parameter.ndim for name, parameter in module.named_parameters(recurse=False)}
+    if ranks.get(DOWN) != 3:
         return None
     if hasattr(module, "is_concatenated"):
         return Form(
@@ -60,19 +60,19 @@ def form_of(module: nn.Module) -> Form | None:
             normed=module.has_post_expert_norm,
         )
     arguments = len(inspect.signature(module.forward).parameters)
-    if own != {GATE_UP: 3, DOWN: 3} or not hasattr(module, "act_fn") or arguments not in (1, 3):
+    if ranks != {GATE_UP: 3, DOWN: 3} or not hasattr(module, "act_fn") or arguments not in (1, 3):
         return None
-    experts, one, other = module.down_proj.shape
-    forms = {(experts, other, 2 * one): True, (experts, 2 * other, one): False}
-    transposed = forms.get(tuple(module.gate_up_proj.shape))
-    return None if transposed is None else Form(transposed=transposed, routes=arguments == 3)
+    experts, rows, columns = module.down_proj.shape
+    transposed = {(experts, columns, 2 * rows): True, (experts, 2 * columns, rows): False}
+    form = transposed.get(tuple(module.gate_up_proj.shape))
+    return None if form is None else Form(transposed=form, routes=arguments == 3)
 
 
 @dataclass(frozen=True)
 class Fused:
-    """The fused experts of a layer. place: name in the model; names: of an expert's gate, up and down."""
+    """The fused experts of a layer. path: name in the model; names: of an expert's gate, up and down."""
 
-    place: str
+    path: str
     module: nn.Module
     form: Form
     names: tuple[str, str, str]
@@ -81,8 +81,7 @@ class Fused:
         """Yield each parameter, the projection in it (such as `gate_proj.weight`), and the slice of its
         outputs that is this projection."""
         gate, up, down = self.names
-        everything = slice(None)
-        rows = [(UP, up, everything), (DOWN, down, everything)]
+        rows = [(UP, up, slice(None)), (DOWN, down, slice(None))]
         if self.form.gated:
             inner = self.module.down_proj.shape[1 if self.form.transposed else 2]
             halves = slice(0, inner), slice(inner, 2 * inner)
@@ -99,9 +98,9 @@ class Fused:
         directory, _, last = stored.rpartition(".")
         if last.startswith((GATE_UP, UP, DOWN)):
             return directory
-        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE has them next to it, not inside
-        mine = re.split(r"\.\d+\.", self.place, maxsplit=1)[0]
-        return head + self.place.removeprefix(mine)
+        head = re.split(r"\.\d+\.", stored, maxsplit=1)[0]  # GraniteMoE's are not inside this module
+        above = re.split(r"\.\d+\.", self.path, maxsplit=1)[0]
+        return head + self.path.removeprefix(above)
 
     def slices(self, parameter: str, part: str, outputs: slice, info: TensorInfo) -> dict[str, Slice]:
         """Return the slice `part` of a stored parameter for every expert. outputs: rows of the slice. Keys
@@ -112,27 +111,27 @@ class Fused:
         expected = tuple(self.module.get_parameter(parameter).shape)
         matrices = len(expected) == 3
         transposed = matrices and self.form.transposed
-        if info.shape != expected:  # some families were stored either way: transformers looks, too
+        if info.shape != expected:  # some families are stored in both orientations
             if not matrices or info.shape != (expected[0], *expected[:0:-1]):
-                found = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
+                what = f"{info.name} is {list(info.shape)}, the configuration says {list(expected)}"
                 if info.shape[1:] == expected[1:]:
-                    found += f": {info.shape[0]} experts instead of {expected[0]}"
-                raise QuantkitError(found, "config.json and weights belong to different models")
+                    what += f": {info.shape[0]} experts instead of {expected[0]}"
+                raise QuantkitError(what, "config.json and weights belong to different models")
             transposed = not transposed
         columns = info.shape[1 if transposed else 2] if matrices else None
-        rows = info.shape[2 if transposed else 1]
-        shape = (len(range(rows)[outputs]), columns) if matrices else (len(range(rows)[outputs]),)
+        rows = len(range(info.shape[2 if transposed else 1])[outputs])
+        shape = (rows, columns) if matrices else (rows,)
         nbytes = math.prod(shape) * DTYPE_BYTES.get(info.dtype, 1)
         directory = self.directory(info.name)
-        found = {}
+        slices = {}
         for expert in range(expected[0]):
             index = (expert, slice(None), outputs) if transposed else (expert, outputs)
             index = (*index, slice(None)) if matrices and not transposed else index
             name = f"{directory}.{expert}.{part}"
             packed = info if isinstance(info, Mxfp4) else None
-            where = info.file, info.offset, nbytes, info.name, index, transposed, packed, info.shape
-            found[name] = Slice(name, info.dtype, shape, *where)
-        return found
+            source = info.file, info.offset, nbytes, info.name, index, transposed, packed, info.shape
+            slices[name] = Slice(name, info.dtype, shape, *source)
+        return slices
 
 
 def one_by_one(model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]) -> Checkpoint:
@@ -142,7 +141,7 @@ def one_by_one(model: nn.Module, checkpoint: Checkpoint, layers: list[Fused]) ->
     infos = dict(checkpoint.infos)
     for layer in layers:
         for parameter, part, outputs in layer.parts():
-            name = stored.get(f"{layer.place}.{parameter}")
+            name = stored.get(f"{layer.path}.{parameter}")
             if name in checkpoint.infos:
                 infos.pop(name, None)
                 infos |= layer.slices(parameter, part, outputs, checkpoint.infos[name])

@@ -24,41 +24,41 @@ def linears(skeleton: Skeleton) -> list[LinearSpec]:
                 shape = module.out_features, module.in_features
                 conv1d = name in skeleton.names.transposed
                 kept = ROUTER if local in routers else None
-                place = name.removesuffix(".weight") if skeleton.names.language else None
+                path = name.removesuffix(".weight") if skeleton.names.language else None
                 head = isinstance(module, Head)
-                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, place, head))
+                specs.append(LinearSpec(stored, index, local, *shape, None, kept, conv1d, path, head))
     return specs
 
 
 def embedding(skeleton: Skeleton) -> LinearSpec:
     """Return the model's input embedding; its grid is None. Raises QuantkitError if none is stored."""
     module = skeleton.model.get_input_embeddings()
-    name = next(name for name, one in skeleton.model.named_modules() if one is module)
+    name = next(name for name, other in skeleton.model.named_modules() if other is module)
     stored = skeleton.names.stored.get(f"{name}.weight")
     why = f"{skeleton.checkpoint.source} stores no {name}.weight"
     require(stored, why, "leave out --embedding", UNSUPPORTED)
-    place = name if skeleton.names.language else None
+    path = name if skeleton.names.language else None
     shape, index = module.weight.shape, len(skeleton.blocks)
-    return LinearSpec(stored.removesuffix(".weight"), index, name, *shape, None, module=place, embedding=True)
+    return LinearSpec(stored.removesuffix(".weight"), index, name, *shape, None, module=path, embedding=True)
 
 
 def _routers(block: nn.Module) -> set[str]:
     """Return the linears of routers: one output per expert, or one output for a shared expert's gate."""
-    found = set()
-    for place, layer in block.named_modules():
+    routers = set()
+    for path, layer in block.named_modules():
         if isinstance(layer, Experts):
-            owner = place.rpartition(".")[0]
+            owner, _, leaf = path.rpartition(".")
             for name, module in block.get_submodule(owner).named_modules():
-                inside = name.startswith(place.rpartition(".")[2] + ".")
+                inside = name.startswith(f"{leaf}.")
                 if isinstance(module, nn.Linear) and module.out_features in (1, layer.count) and not inside:
-                    found.add(f"{owner}.{name}" if owner else name)
-    return found
+                    routers.add(f"{owner}.{name}" if owner else name)
+    return routers
 
 
 def kept_parameters(skeleton: Skeleton) -> list[dict]:
     """Return name, shape and bytes of matrices in blocks that are not linears, such as routers and
     convolutions. These are not quantized."""
-    found = {}
+    kept = {}
     for index, block in enumerate(skeleton.blocks):
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
         for local, parameter in block.named_parameters():
@@ -67,5 +67,5 @@ def kept_parameters(skeleton: Skeleton) -> list[dict]:
                 continue
             for stored in names.joined.get(name) or [names.stored[name]] * (name in names.stored):
                 info = skeleton.checkpoint.infos[stored]
-                found[stored] = {"name": stored, "shape": list(info.shape), "bytes": info.nbytes}
-    return list(found.values())
+                kept[stored] = {"name": stored, "shape": list(info.shape), "bytes": info.nbytes}
+    return list(kept.values())

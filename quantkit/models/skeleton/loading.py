@@ -64,7 +64,7 @@ class Reader:
         linears = {f"{n}.weight" for n, module in block.named_modules() if isinstance(module, nn.Linear)}
         codes = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and n in linears}
         packed = {} if decoded else codes
-        order = sorted(expected, key=lambda name: self.place(full[name]))
+        order = sorted(expected, key=lambda name: self.offset(full[name]))
         tensors = {
             name: pinned(self.read(full[name], expected[name]), self.device)
             for name in order
@@ -73,7 +73,7 @@ class Reader:
         parts = {name: self.checkpoint.parts(packed[name]) for name in order if name in packed}
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
 
-    def place(self, name: str) -> tuple[str, int]:
+    def offset(self, name: str) -> tuple[str, int]:
         """Return file and offset of the model's tensor `name`: a sort key for reading sequentially."""
         names = self.names.joined.get(name) or filter(None, [self.names.stored.get(name)])
         parts = [part for stored in names for part in self.checkpoint.stored_as(stored)]
@@ -94,7 +94,9 @@ class Installer:
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self._dtype = dtype
         self._device = device
-        self._replaced: dict[tuple[nn.Module, str], nn.Module] = {}  # linears whose place was given away
+        self._replaced: dict[
+            tuple[nn.Module, str], nn.Module
+        ] = {}  # linears that modules of a layout replace
 
     def load(self, block: nn.Module, fetched: FetchedBlock) -> None:
         """Put all tensors of `fetched` into the block."""
@@ -149,9 +151,9 @@ class Installer:
 def _state(block: nn.Module, names: Collection[str] | None) -> dict[str, Tensor]:
     """Return parameters and buffers by name, or only `names`, because all take long in a mixture."""
     if names is None:
-        return block.state_dict(keep_vars=True)  # not a view of any is made: this is the reading thread
-    found = ((name, *name.rpartition(".")[::2]) for name in names)
-    return {name: getattr(block.get_submodule(owner), leaf) for name, owner, leaf in found}
+        return block.state_dict(keep_vars=True)  # no views: this may be the reading thread
+    split = ((name, *name.rpartition(".")[::2]) for name in names)
+    return {name: getattr(block.get_submodule(owner), leaf) for name, owner, leaf in split}
 
 
 def checked(tensor: Tensor, shape: Sequence[int], stored: str) -> Tensor:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.models.files.checkpoint import Checkpoint
 
-BUFFER_BYTES = 4 << 30  # what is computed of a configuration alone: masks and frequencies
+BUFFER_BYTES = 4 << 30  # limit of buffers, which depend on the configuration alone: masks, frequencies
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -44,7 +44,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> n
         return model.eval()
     except (MemoryError, QuantkitError):
         raise
-    except Exception as error:  # of sizes and kinds that do not go together
+    except Exception as error:  # sizes and kinds that do not go together raise many types
         raise _no_model(checkpoint.source, error) from error
 
 
@@ -66,15 +66,15 @@ def empty(
         if config.is_encoder_decoder or text.is_encoder_decoder:
             raise ValueError("its language model is an encoder and a decoder")
         with torch.device("meta"):
-            own = copy.deepcopy(config)  # transformers writes `dtype` into it
-            model = kind.from_config(own, dtype=dtype, trust_remote_code=trust_remote_code)
+            copied = copy.deepcopy(config)  # transformers writes `dtype` into it
+            model = kind.from_config(copied, dtype=dtype, trust_remote_code=trust_remote_code)
         roles = {getattr(module, "is_decoder", None) for module in model.modules()} - {None}
         if roles == {False} and not wrapped:  # towers may be encoders
             raise ValueError("it is an encoder, whose tokens see later ones (is_decoder is false)")
         return model
     except (MemoryError, QuantkitError):
         raise
-    except Exception as error:  # ValueError of a kind, KeyError of a name, ZeroDivisionError of a size …
+    except Exception as error:  # ValueError, KeyError, ZeroDivisionError, …
         raise _no_model(source, error) from error
 
 
@@ -93,35 +93,39 @@ def language_model(model: nn.Module, checkpoint: Checkpoint) -> str:
     text = checkpoint.text_config
     if text is checkpoint.config:
         return ""
-    parts = (name for name, part in submodels(model) if name and type(part.config) is type(text))
-    return next(parts, "")
+    names = (name for name, inner in submodels(model) if name and type(inner.config) is type(text))
+    return next(names, "")
 
 
 def towers(model: nn.Module, language: str) -> list[str]:
     """Return the names of models outside the language model, such as a vision tower."""
-    found: list[str] = []
-    for name, _ in submodels(model):
+    names: list[str] = []
+    for name, _ in submodels(model) if language else ():
         related = f"{language}.".startswith(f"{name}.") or name.startswith(f"{language}.")
-        if name and language and not related and not name.startswith(tuple(f"{one}." for one in found)):
-            found.append(name)
-    return found
+        if name and not related and not name.startswith(tuple(f"{tower}." for tower in names)):
+            names.append(name)
+    return names
 
 
 def submodels(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of every model inside, outer ones first."""
-    return (found for found in model.named_modules() if isinstance(found[1], transformers.PreTrainedModel))
+    return (pair for pair in model.named_modules() if isinstance(pair[1], transformers.PreTrainedModel))
 
 
 def resolve_names(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
     """Map names in the model to stored names by transformers' rules: added or removed prefixes, renamings."""
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    state = model.state_dict()
-    targets = {
-        name: rename_source_key(name, renamings, [], model.base_model_prefix, state)[0] for name in stored
-    }
-    found = {target: name for name, target in targets.items() if target in state}
-    own = (name for name, target in targets.items() if target not in state and name in state)
-    return {name: name for name in own} | found  # such a renaming is for another spelling
+    state, targets = model.state_dict(), _renamed(model, stored)
+    renamed = {target: name for name, target in targets.items() if target in state}
+    kept = (name for name, target in targets.items() if target not in state and name in state)
+    return {name: name for name in kept} | renamed  # kept: the renaming is for another spelling
+
+
+def _renamed(model: nn.Module, stored: Iterable[str]) -> dict[str, str]:
+    """Return the name that transformers gives to each stored name, whether the model has it or not."""
+    rules, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    prefix = model.base_model_prefix
+    return {name: rename_source_key(name, renamings, [], prefix, state)[0] for name in stored}
 
 
 def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]]:
@@ -129,25 +133,22 @@ def joined_names(model: nn.Module, stored: Iterable[str]) -> dict[str, list[str]
 
     Weights of linears are excluded: linears are quantized as they are stored.
     """
-    renamings = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
-    state = model.state_dict()
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    found = {}
+    others = [name for name in model.state_dict() if name not in linears]
+    joined = {}
     for rule in get_model_conversion_mapping(model):
         if not isinstance(rule, WeightConverter) or len(rule.target_patterns) > 1:
             continue
-        (target,) = rule.target_patterns
+        (target,), endings = rule.target_patterns, tuple(rule.source_patterns)
         if [type(step) for step in rule.operations] != [Concatenate] or rule.operations[0].dim != 0:
             continue
-        inside = [name for name in stored if any(name.endswith(part) for part in rule.source_patterns)]
-        renamed = {
-            rename_source_key(name, renamings, [], model.base_model_prefix, state)[0]: name for name in inside
-        }
-        for name in state:
-            parts = [f"{name.removesuffix(target)}{part}" for part in rule.source_patterns]
-            if name.endswith(target) and name not in linears and renamed.keys() >= set(parts):
-                found[name] = [renamed[part] for part in parts]
-    return found
+        renamed = _renamed(model, (name for name in stored if name.endswith(endings)))
+        renamed = {name: original for original, name in renamed.items()}
+        for name in others:
+            parts = [f"{name.removesuffix(target)}{ending}" for ending in endings]
+            if name.endswith(target) and renamed.keys() >= set(parts):
+                joined[name] = [renamed[part] for part in parts]
+    return joined
 
 
 def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.ModuleList]:
@@ -157,23 +158,23 @@ def find_blocks(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, nn.Modul
     language = language_model(model, checkpoint)
     inside = model.get_submodule(language).named_modules(prefix=language)
     lists = [(name, module) for name, module in inside if isinstance(module, nn.ModuleList)]
-    found = [(name, module) for name, module in lists if len(module) == depth]
-    if not found:  # the common name is the encoder's depth of pairs, and counts parts of a block in LongCat
+    stacks = [(name, module) for name, module in lists if len(module) == depth]
+    if not stacks:  # num_hidden_layers is the encoder's depth in pairs, and counts parts of blocks in LongCat
         settings = checkpoint.config.to_dict()
         depths = [settings[key] for key in settings if key.endswith(("decoder_layers", "num_layers"))]
-        found = [(name, module) for name, module in lists if len(module) in depths]
+        stacks = [(name, module) for name, module in lists if len(module) in depths]
     what = f"no list of {depth} decoder blocks found in {type(model).__name__}"
-    require(found, what, "quantkit compresses decoder-only models with one stack of blocks", UNSUPPORTED)
-    return min(found, key=lambda pair: pair[0].count("."))
+    require(stacks, what, "quantkit compresses decoder-only models with one stack of blocks", UNSUPPORTED)
+    return min(stacks, key=lambda pair: pair[0].count("."))
 
 
 def replace_conv1d(model: nn.Module) -> set[str]:
     """Replace GPT-2's Conv1D (`[in, out]`) by nn.Linear. Returns the names of weights to transpose."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    for name, module in found.items():
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    for name, module in modules.items():
         owner, _, leaf = name.rpartition(".")
         in_features, out_features = module.weight.shape
         with torch.device("meta"):
             linear = nn.Linear(in_features, out_features, dtype=module.weight.dtype)
         setattr(model.get_submodule(owner), leaf, linear)
-    return {f"{name}.weight" for name in found}
+    return {f"{name}.weight" for name in modules}

@@ -70,36 +70,30 @@ class Names:
         provided |= self.stored.keys() | self.joined.keys() | self._tied.keys()
         return sorted({name for name in self._twice if not self.in_tower(name)} - provided)
 
-    def misshapen(self) -> list[str]:
-        """Return messages about wrong shapes in the headers, those of blocks first. Shapes of packed linears
-        are checked when they are decoded."""
-        found = []
-        for name in sorted(self.shapes, key=lambda name: not name.startswith(f"{self.blocks}.")):
-            stored = self.stored.get(name)
-            if stored is None or self._checkpoint.is_quantized(stored) or self.in_tower(name):
-                continue
-            shape = list(self._checkpoint.infos[stored].shape)
-            shape = shape[::-1] if name in self.transposed else shape
-            if shape != self.shapes[name]:
-                found.append(f"{stored} is {shape}, the configuration says {self.shapes[name]}")
-        return found
-
     def check_complete(self) -> None:
         """Raise QuantkitError naming every parameter that is missing, misshapen, packed although it is not a
         linear, or shared by several blocks."""
         refuse_absent(self.missing())
-        known = {stored for name, stored in self.stored.items() if name in self.shapes}
-        types = {stored: self._checkpoint.plain_dtype(stored) for stored in self.stored.values()}
-        odd = [f"{name} ({dtype})" for name, dtype in types.items() if name in known and dtype in CODED]
-        what = f"quantized already, in an unknown form: {name_all(odd)}"
+        stored = {name: self.stored[name] for name in self.shapes if name in self.stored}
+        types = {name: self._checkpoint.plain_dtype(name) for name in stored.values()}
+        coded = [f"{name} ({dtype})" for name, dtype in types.items() if dtype in CODED]
+        what = f"quantized already, in an unknown form: {name_all(coded)}"
         hint = "start from the original checkpoint, whose routers and other such parameters are floats"
-        require(not odd, what, hint, UNSUPPORTED)
+        require(not coded, what, hint, UNSUPPORTED)
         inside = f"{self.blocks}."
         shared = sorted(name for name in self._tied if name.startswith(inside) and name not in self.stored)
         what = f"blocks share {count(len(shared), 'weight')}: {name_all(shared)}"
         hint = "quantkit gives each block codes of its own: it does not compress these models yet"
         require(not shared, what, hint, UNSUPPORTED)
-        misshapen = self.misshapen()
+        misshapen = []
+        for name in sorted(stored, key=lambda name: not name.startswith(inside)):
+            if self._checkpoint.is_quantized(stored[name]) or self.in_tower(name):
+                continue  # shapes of packed linears are checked when they are decoded
+            shape = list(self._checkpoint.infos[stored[name]].shape)
+            shape = shape[::-1] if name in self.transposed else shape
+            if shape != self.shapes[name]:
+                what = f"{stored[name]} is {shape}, the configuration says {self.shapes[name]}"
+                misshapen.append(what)
         what = "; ".join(misshapen[:8]) + (f"; and {len(misshapen) - 8} more" if misshapen[8:] else "")
         require(not misshapen, what, "config.json and weights belong to different models")
 
@@ -118,7 +112,7 @@ class StandIn(nn.Module):
 
     def __init__(self, whole: nn.Module):
         super().__init__()
-        self.__dict__["whole"] = whole  # not a child: its weights are not the model's to move
+        self.__dict__["whole"] = whole  # not a child: the model must not move its weights
 
     def __getattr__(self, name: str):
         try:
@@ -160,18 +154,18 @@ def copied_modules(model: nn.Module, names: Names, checkpoint: Checkpoint) -> li
     text |= {stored for stored in checkpoint.names if stored.startswith(names.stored_blocks)}
     spoken = text | {built[stored] for stored in text & built.keys()}  # none of these names may be matched
     above = set(_above(spoken))
-    found: dict[str, CopiedModule] = {}
+    modules: dict[str, CopiedModule] = {}
     for stored in sorted(set(checkpoint.names) - text):
         root, module = _outermost(stored, above), _outermost(built.get(stored, ""), above)
         if root is None or (stored not in built and not stored.endswith(".weight")):  # a stale buffer
             continue
-        nbytes = sum(checkpoint.infos[part].nbytes for part in checkpoint.stored_as(stored))
+        nbytes = sum(checkpoint.infos[key].nbytes for key in checkpoint.stored_as(stored))
         leaf = root.rpartition(".")[2]
         short = () if leaf.isdecimal() or any(leaf in name for name in spoken) else (leaf,)
-        known = found.get(root, CopiedModule(root, (root, *short), 0))
-        spellings = dict.fromkeys((*known.spellings, *([module] if module else [])))
-        found[root] = CopiedModule(root, tuple(spellings), known.nbytes + nbytes)
-    return list(found.values())
+        earlier = modules.get(root, CopiedModule(root, (root, *short), 0))
+        spellings = dict.fromkeys((*earlier.spellings, *([module] if module else [])))
+        modules[root] = CopiedModule(root, tuple(spellings), earlier.nbytes + nbytes)
+    return list(modules.values())
 
 
 def _above(names: Iterable[str]) -> Iterator[str]:

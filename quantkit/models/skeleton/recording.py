@@ -21,13 +21,11 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.skeleton.flow import Flow, Part
 from quantkit.models.skeleton.names import StandIn
 
-RETURNS = (None, (), (None,), (None, None))  # what blocks return: a tensor, or a tuple that ends so
-UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # what blocks' outputs are not
-MIXED = re.compile("same dtype|expected scalar type")  # torch of a product of two precisions
-SHAPES = 8  # whose arguments are kept, the last used: a job has three, tasks one for every length of text
-
-
-Call = tuple[tuple, dict]  # arguments of one block for hidden states of one shape, those left out
+RETURNS = (None, (), (None,), (None, None))  # a block returns a tensor, or a tuple that ends with these
+UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # if a block returns another type
+MIXED = re.compile("same dtype|expected scalar type")  # torch's errors for a product of two precisions
+SHAPES = 8  # size of the LRU cache of arguments: a job has three shapes, tasks one per length of text
+Call = tuple[tuple, dict]  # args and kwargs of a block, without the hidden states
 Record = Callable[[Tensor, Call], None]
 
 
@@ -47,9 +45,9 @@ class Recorder:
     def __init__(self, model: nn.Module, container: nn.ModuleList, dtype: torch.dtype, device: torch.device):
         self._model, self._kind = model, type(model).__name__
         self._dtype, self._device = dtype, device
-        self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], the last used at the end
+        self._calls: dict[tuple[int, ...], Calls] = {}  # by [batch, tokens], in order of last use
         self._flow = Flow()
-        self._passed: list[int] = []  # places of outputs, after the hidden states, that the next block reads
+        self._passed: list[int] = []  # indices of extra outputs that the next block reads
         self._stubs = [_Stub(block) for block in container]
         for index, stub in enumerate(self._stubs):
             container[index] = stub
@@ -61,7 +59,7 @@ class Recorder:
         Raises QuantkitError if the model's blocks cannot run alone.
         """
         self._learn_return_type()
-        (hidden, calls), (_, others) = (self._record(row) for row in torch.arange(8).view(2, 1, 4))
+        (hidden, calls), (_, others) = (self._record(ids) for ids in torch.arange(8).view(2, 1, 4))
         (rows, _), (tokens, _) = (self._record(torch.zeros(shape).long()) for shape in ((2, 4), (1, 5)))
         part = Part.between(hidden.shape, rows.shape, tokens.shape)
         if part is None or hidden.shape[part.tokens] != 4:
@@ -84,18 +82,18 @@ class Recorder:
             _, calls = self._record(torch.zeros(flow.shape[:2], dtype=torch.long) if ids is None else ids)
         self._keep(flow.shape[:2], calls)
         filled, passed = left or ([{}] * len(calls.stores), {})
-        stores = {id(store): copy(store) for store in calls.stores}  # other batches may be on their way, too
-        for store, found in zip(stores.values(), filled, strict=True):
+        stores = {id(store): copy(store) for store in calls.stores}  # other batches may be suspended
+        for store, values in zip(stores.values(), filled, strict=True):
             store.clear()
-            store.update(found)
+            store.update(values)
 
-        def given(part: object) -> object:
-            if isinstance(part, _Passed):
-                return passed.get(part.place)
-            other = hidden.dtype != self._dtype and isinstance(part, Tensor) and part.is_floating_point()
-            return part.to(hidden.dtype) if other else stores.get(id(part), part)
+        def current(leaf: object) -> object:
+            if isinstance(leaf, _Passed):
+                return passed.get(leaf.index)
+            other = hidden.dtype != self._dtype and isinstance(leaf, Tensor) and leaf.is_floating_point()
+            return leaf.to(hidden.dtype) if other else stores.get(id(leaf), leaf)
 
-        args, kwargs = tree_map(given, calls.calls[index], is_leaf=lambda part: id(part) in stores)
+        args, kwargs = tree_map(current, calls.calls[index], is_leaf=lambda leaf: id(leaf) in stores)
         try:
             out = block(hidden, *args, **kwargs)
         except RuntimeError as error:
@@ -103,8 +101,8 @@ class Recorder:
                 raise
             what = f"blocks of {self._kind} multiply {str(self._dtype)[6:]} with another precision"
             raise QuantkitError(what, "compute in --dtype float32", UNSUPPORTED) from error
-        hidden, *more = out if isinstance(out, (tuple, list)) else (out,)
-        passed = {place: more[place] for place in self._passed if isinstance(more[place], Tensor)}
+        hidden, *extra = out if isinstance(out, (tuple, list)) else (out,)
+        passed = {index: extra[index] for index in self._passed if isinstance(extra[index], Tensor)}
         filled = [dict(store) for store in stores.values()]
         left = (filled, passed) if any(filled) or passed else ()
         try:
@@ -123,16 +121,16 @@ class Recorder:
 
     def head_inputs(self, flow: Tensor) -> Tensor:
         """Return the inputs of the model's head for the last block's output `flow [batch, tokens, width]`."""
-        found: list[Tensor] = []
+        inputs: list[Tensor] = []
 
         def stop(module: nn.Module, args: tuple) -> None:
-            found.append(args[0])
+            inputs.append(args[0])
             raise _Recorded
 
         with self._after_blocks(flow) as ids, suppress(_Recorded), ExitStack() as stack:
             stack.callback(self._model.get_output_embeddings().register_forward_pre_hook(stop).remove)
             self._run(ids)
-        return found[0]
+        return inputs[0]
 
     @contextmanager
     def _after_blocks(self, flow: Tensor) -> Iterator[Tensor]:
@@ -176,11 +174,8 @@ class Recorder:
             if len(calls) == len(self._stubs):
                 raise _Recorded
 
-        with self._listening(record):
-            try:
-                self._run(ids)
-            except _Recorded:
-                pass
+        with self._listening(record), suppress(_Recorded):
+            self._run(ids)
         leaves = filter(_is_empty, tree_leaves(calls, is_leaf=_is_empty))
         return entry[0], Calls(calls, list({id(leaf): leaf for leaf in leaves}.values()), ids)
 
@@ -196,24 +191,21 @@ class Recorder:
                 raise
             except UNFIT as error:
                 wrong = error if returns in RETURNS[:2] else wrong
-        if wrong:  # no way works: the model's own error says most
+        if wrong:  # the model's own error explains best why nothing works
             raise _unsupported(f"{self._kind} does not run on text alone: {first_line(wrong)}") from wrong
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
     def _learn_passed(self, returns: tuple | None) -> None:
         """Learn which further outputs of a block the next one gets: stubs return marks to find out."""
-        marks = tuple(_Passed(place) for place in range(len(returns or ())))
-        found: list[_Passed] = []
-        if marks:
-            try:
-                if self._passes_unchanged(marks):
-                    _, calls = self._record(torch.zeros(1, 4, dtype=torch.long))
-                    found = [leaf for leaf in tree_leaves(calls.calls) if isinstance(leaf, _Passed)]
-            except UNFIT:  # it is looked at on its way: not passed on
-                pass
-        self._passed = sorted({mark.place for mark in found})
+        self._passed = []
+        marks = tuple(_Passed(index) for index in range(len(returns or ())))
+        with suppress(*UNFIT):  # an error: the model inspects this output, so it is not merely forwarded
+            if marks and self._passes_unchanged(marks):
+                _, calls = self._record(torch.zeros(1, 4, dtype=torch.long))
+                leaves = tree_leaves(calls.calls)
+                self._passed = sorted({leaf.index for leaf in leaves if isinstance(leaf, _Passed)})
         for stub in self._stubs:
-            stub.returns = marks if found else returns
+            stub.returns = marks if self._passed else returns
 
     def _passes_unchanged(self, returns: tuple | None) -> bool:
         shapes = []
@@ -228,9 +220,9 @@ class Recorder:
 
 @dataclass(frozen=True)
 class _Passed:
-    """A mark for a further output of the previous block. place: its position after the hidden states."""
+    """Placeholder for an extra output of the previous block. index: its position after the hidden states."""
 
-    place: int
+    index: int
 
 
 class _Recorded(Exception):
@@ -260,6 +252,6 @@ def _unsupported(message: str) -> QuantkitError:
     return QuantkitError(message, "quantkit does not compress this architecture yet", UNSUPPORTED)
 
 
-def _is_empty(part: object) -> bool:
+def _is_empty(argument: object) -> bool:
     """Return whether an argument is an empty mapping, which blocks may fill for later blocks."""
-    return isinstance(part, MutableMapping) and not part
+    return isinstance(argument, MutableMapping) and not argument

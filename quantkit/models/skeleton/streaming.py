@@ -54,11 +54,11 @@ def streamed(block: nn.Module) -> dict[str, ExpertLinear]:
 
 def pays(blocks: Sequence[nn.Module], element: int, device: torch.device) -> bool:
     """Return whether to stream the experts of these blocks; see `expert_share.streams`."""
-    found = [sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks]
-    nbytes = max(found, default=0) * element
-    return bool(nbytes) and expert_share.streams(
-        nbytes, free_memory(device) if is_accelerator(device) else None
-    )
+    weights = (sum(linear.weight.numel() for linear in streamed(block).values()) for block in blocks)
+    nbytes, free = max(weights, default=0) * element, None
+    if nbytes and is_accelerator(device):
+        free = free_memory(device)
+    return expert_share.streams(nbytes, free)
 
 
 class Keeper:
@@ -72,10 +72,10 @@ class Keeper:
         self._names = {module: local for local, module in linears.items()}
         shapes = [(local, module.out_features, module.in_features) for local, module in linears.items()]
         self.capacity = expert_share.IN_MEMORY * expert_share.largest_expert(shapes)  # weights
-        self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # the last used at the end
-        self._given_up = 0  # bytes, since pages were given back
-        self._installed: dict[str, tuple[Layout, str, Callable[[], Parts]]] = {}  # in place of own weights
-        self._changed: dict[str, Callable[[], Tensor]] = {}  # parameters that are not the source's any more
+        self._loaded: OrderedDict[str, ExpertLinear] = OrderedDict()  # in order of last use
+        self._given_up = 0  # bytes released since the last heap trim
+        self._installed: dict[str, tuple[Layout, str, Callable[[], Parts]]] = {}  # replace stored weights
+        self._changed: dict[str, Callable[[], Tensor]] = {}  # replace other stored parameters
         self._lent: list[str] = []
         self._pause: Callable[[], object] | None = None
         for module in self._names:
@@ -158,21 +158,21 @@ class Keeper:
 
     def _together(self, run: Callable[[int], T], numbers: Sequence[int]) -> list[T]:
         flights = {number: greenlet.greenlet(run) for number in numbers}
-        found: dict[int, T] = {}
+        results: dict[int, T] = {}
         self._pause = greenlet.getcurrent().switch
         try:
             with torch.no_grad():
                 for number, flight in flights.items():
-                    found[number] = flight.switch(number)
+                    results[number] = flight.switch(number)
                 while waiting := [(n, flight) for n, flight in flights.items() if not flight.dead]:
                     for number, flight in waiting:
-                        found[number] = flight.switch()
+                        results[number] = flight.switch()
         finally:
             self._pause = None
             with torch.no_grad():
                 for flight in flights.values():
-                    flight.throw()  # those that an error left give up their memory
-        return [found[number] for number in numbers]
+                    flight.throw()  # after an error, frees the memory of suspended calls
+        return [results[number] for number in numbers]
 
     def close(self) -> None:
         """Release everything; the linears then have no values."""
