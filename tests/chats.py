@@ -4,9 +4,10 @@ from pathlib import Path
 
 import torch
 
+from quantkit.evaluation.generate import first_difference
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.chat.session import Answer, Conversation, Session
+from quantkit.serving.chat.session import Answer, ChatHistory, ChatSession
 from quantkit.serving.chat.transformers import TransformersChat
 
 TURNS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -21,24 +22,24 @@ def silent(text: str) -> None:
     """Streams nowhere."""
 
 
-def begin(folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, **options) -> Session:
+def begin(folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, **options) -> ChatSession:
     """A session in float32 that takes the likeliest token."""
     options, sampling = dict(options), {"tokens": tokens}
     for name in ("temperature", "seed", "top_k"):
         if name in options:
             sampling[name] = options.pop(name)
     engine = TransformersChat(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"), context)
-    return Session(engine, Conversation(raw=raw, **options), Sampling(**sampling))
+    return ChatSession(engine, ChatHistory(raw=raw, **options), Sampling(**sampling))
 
 
 class Fed:
     """Every prompt that a session encodes, and the tokens of every call of its model."""
 
-    def __init__(self, session: Session):
+    def __init__(self, session: ChatSession):
         engine = session.engine
-        self.model, self.tokens, self.prompts = engine._model, [], []
-        self._encode = engine._tokens.encode
-        engine._tokens.encode = self._note
+        self.model, self.tokens, self.prompts, self.answers = engine._module, [], [], []
+        self._encode = engine._encode
+        engine._encode = self._note
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def _note(self, prompt) -> list[int]:
@@ -47,6 +48,12 @@ class Fed:
 
     def _count(self, module, args, named) -> None:
         self.tokens.append(named["input_ids"].numel())
+
+    def kept(self) -> list[int]:
+        """How many tokens at the beginning of each prompt were fed before."""
+        texts = [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+        pairs = zip(texts, self.prompts[1:], strict=False)
+        return [0, *(first_difference(text[:-1], prompt[:-1]) or len(text) - 1 for text, prompt in pairs)]
 
     def anew(self, ids: list[int], tokens: int, ends: list[int]) -> list[int]:
         """What the model answers without anything that was kept."""
@@ -58,7 +65,7 @@ class Fed:
         return out[0, len(ids) :].tolist()
 
 
-def converse(session: Session, fed: Fed, said: list[str]) -> list[Answer]:
+def converse(session: ChatSession, fed: Fed, said: list[str]) -> list[Answer]:
     """Say it all; each answer is the one that is given anew, token by token."""
     answers = []
     for text in said:
@@ -66,12 +73,13 @@ def converse(session: Session, fed: Fed, said: list[str]) -> list[Answer]:
         answers.append(session.say(text, silent))
         counted = fed.tokens[before:]
         assert counted == [answers[-1].prefilled_tokens, *[1] * (answers[-1].generated_tokens - 1)]
-        room = session.engine.facts.context - len(fed.prompts[-1])
+        room = session.engine.model.context - len(fed.prompts[-1])
         tokens = min(session.sampling.tokens, room)
         expected = fed.anew(fed.prompts[-1], tokens, session.engine._ends)
         del fed.tokens[before + len(counted) :]
         tokenizer = session.engine._tokenizer
         assert answers[-1].text == tokenizer.decode(expected, skip_special_tokens=True)
         assert answers[-1].generated_tokens == len(expected)
+        fed.answers.append(expected)
         assert answers[-1].cached_tokens + answers[-1].prefilled_tokens == len(fed.prompts[-1])
     return answers

@@ -14,14 +14,14 @@ from transformers.generation.continuous_batching import continuous_api
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.bench import generation
 from quantkit.serving.bench.batching import continuous, measure, padded, show, trace
-from quantkit.serving.bench.batching.accounting import Replay, Served, Step, figures
-from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.settings import Batching
+from quantkit.serving.bench.batching.accounting import BatchStep, Replay, Served, figures
+from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.bench.settings import BatchingSettings
+from quantkit.serving.engines import transformers as engine
 
 # A is there first; B and C come together. On a clock that ticks once a step everything is known by hand.
-REQUESTS = (Request(0.0, 3, 3), Request(0.5, 2, 2), Request(0.5, 4, 1))
+REQUESTS = (TraceRequest(0.0, 3, 3), TraceRequest(0.5, 2, 2), TraceRequest(0.5, 4, 1))
 
 
 class Ticks:
@@ -52,7 +52,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def prompts(model):
-    return measure.draw_prompts(REQUESTS, model.config.vocab_size, seed=0)
+    return trace.draw_prompts(REQUESTS, model.config.vocab_size, seed=0)
 
 
 def times(replay: Replay) -> list[tuple[float, float]]:
@@ -62,13 +62,13 @@ def times(replay: Replay) -> list[tuple[float, float]]:
 def test_a_padded_batch_is_counted():
     """Prompts of 2 and 4 tokens, answers of 3 and 1, started at 10: the short prompt has 2 positions of
     padding, the short answer makes two decoding steps for nobody."""
-    requests = [Request(9.0, 2, 3), Request(8.0, 4, 1)]
+    requests = [TraceRequest(9.0, 2, 3), TraceRequest(8.0, 4, 1)]
     served, steps = padded.account(requests, 10.0, [4.0, 1.0, 1.0], [[1, 2, 3], [4, 5, 6]])
     assert served == [Served(9.0, 14.0, 16.0, (1, 2, 3)), Served(8.0, 14.0, 16.0, (4,))]
     assert steps == [
-        Step(14.0, 4.0, prompt_slots=8, prompt_tokens=6, used=6, reserved=8),
-        Step(15.0, 1.0, sequences=2, finished=1, used=3, reserved=10),
-        Step(16.0, 1.0, sequences=2, finished=1, used=4, reserved=12),
+        BatchStep(14.0, 4.0, prompt_slots=8, prompt_tokens=6, used=6, reserved=8),
+        BatchStep(15.0, 1.0, sequences=2, finished=1, used=3, reserved=10),
+        BatchStep(16.0, 1.0, sequences=2, finished=1, used=4, reserved=12),
     ]
     found = figures(Replay(tuple(served), tuple(steps)))
     assert (found["padded"], found["idle"]) == (0.25, 0.5)
@@ -107,16 +107,16 @@ def test_continuous_batches_on_the_clock(model, prompts):
 
 
 def test_nothing_is_computed_while_nobody_is_there(model, prompts):
-    late = [replace(REQUESTS[0]), Request(100.0, 2, 2)]
+    late = [replace(REQUESTS[0]), TraceRequest(100.0, 2, 2)]
     replay = continuous.serve(model, late, prompts, 2, Ticks(), 4)
     assert times(replay) == [(1.0, 3.0), (101.0, 102.0)] and len(replay.steps) == 5
 
 
 def test_all_three_write_what_each_request_alone_gets(model):
-    requests = [Request(index * 0.3, 3 + 5 * index % 11, 1 + 7 * index % 9) for index in range(7)]
-    prompts = measure.draw_prompts(requests, model.config.vocab_size, seed=1)
+    requests = [TraceRequest(index * 0.3, 3 + 5 * index % 11, 1 + 7 * index % 9) for index in range(7)]
+    prompts = trace.draw_prompts(requests, model.config.vocab_size, seed=1)
     alone = [
-        tuple(generation.run(model, [prompt], request.output, Ticks())[0][0])
+        tuple(engine.continue_batch(model, [prompt], request.output, Ticks())[0][0])
         for prompt, request in zip(prompts, requests, strict=True)
     ]
     replays = [padded.serve(model, requests, prompts, 3, wait, Ticks()) for wait in (math.inf, 0.1)]
@@ -126,8 +126,8 @@ def test_all_three_write_what_each_request_alone_gets(model):
 
 
 def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
-    requests = [Request(0.0, length, 6) for length in (3, 9, 5, 7)]
-    prompts = measure.draw_prompts(requests, model.config.vocab_size, seed=2)
+    requests = [TraceRequest(0.0, length, 6) for length in (3, 9, 5, 7)]
+    prompts = trace.draw_prompts(requests, model.config.vocab_size, seed=2)
     ours = continuous.serve(model, requests, prompts, 2, Ticks(), 4)
     settings = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=64)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)
@@ -137,8 +137,8 @@ def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
     ]
 
 
-def asked(policies: str = "static,dynamic,continuous", **more) -> Batching:
-    return Batching(**{"policies": policies, "batch": 2, "repeats": 2} | more)
+def asked(policies: str = "static,dynamic,continuous", **more) -> BatchingSettings:
+    return BatchingSettings(**{"policies": policies, "batch": 2, "repeats": 2} | more)
 
 
 @pytest.fixture(autouse=True)

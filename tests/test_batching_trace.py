@@ -7,12 +7,12 @@ import pytest
 
 from quantkit.serving.bench.batching import trace
 from quantkit.serving.bench.batching.padded import next_batch
-from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.settings import Batching
+from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.bench.settings import BatchingSettings
 
 
-def drawn(count=4000, rate=8.0, seed=0, context=None) -> tuple[Request, ...]:
-    return trace.sample(Batching(requests=count, rate=rate, seed=seed), context)
+def drawn(count=4000, rate=8.0, seed=0, context=None) -> tuple[TraceRequest, ...]:
+    return trace.sample(BatchingSettings(requests=count, rate=rate, seed=seed), context)
 
 
 def test_a_seed_gives_one_trace_and_another_seed_another():

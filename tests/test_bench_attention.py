@@ -16,7 +16,7 @@ from quantkit.evaluation.comparison import drawing
 from quantkit.models.files.open import open_checkpoint
 from quantkit.serving.bench.attention.measure import Operators, allocated, describe, measure, plan
 from quantkit.serving.bench.attention.show import report
-from quantkit.serving.bench.settings import Attention
+from quantkit.serving.bench.settings import AttentionSettings
 
 CPU = torch.device("cpu")
 LENGTHS = (256, 384, 512, 768)
@@ -43,10 +43,10 @@ def result(checkpoint):
     return measured(checkpoint)
 
 
-def asked(names: str, lengths=(), **more) -> Attention:
+def asked(names: str, lengths=(), **more) -> AttentionSettings:
     lengths = ",".join(map(str, lengths)) or None
     made = {"implementations": names, "prompt_tokens": lengths, "tokens": 1, "repeats": 1}
-    return Attention(**made | more)
+    return AttentionSettings(**made | more)
 
 
 def measured(checkpoint, lengths=LENGTHS):

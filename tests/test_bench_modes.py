@@ -53,7 +53,7 @@ def test_batching(quantkit, model):
         (["attention", "MODEL", "--quality", "result.json"], "no such option: --quality"),
         (["attention", "MODEL", "MODEL"], "unexpected extra argument"),
         (["batching", "MODEL", "--policies", "eager"], "unknown policy 'eager'"),
-        (["batching", "MODEL", "--rate", "0"], "--rate 0.0 is invalid"),
+        (["batching", "MODEL", "--rate", "0"], "--rate 0 is invalid"),
     ],
 )
 def test_bad_input_is_refused(refuse, model, arguments, said):

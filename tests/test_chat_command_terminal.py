@@ -14,8 +14,8 @@ from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.chat import commands, start
-from quantkit.serving.chat.session import Answer, Conversation, Facts, Session
-from quantkit.serving.chat.settings import Settings
+from quantkit.serving.chat.session import Answer, ChatHistory, ChatModel, ChatSession
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.text import calibration
 
 # ---- files and commands
@@ -43,7 +43,7 @@ def test_what_is_saved_is_calibrated_on(talker, tmp_path):
 
 
 def test_what_cannot_be_saved_is_a_line(tmp_path):
-    talk = Conversation(messages=[{"role": "user", "content": "x"}])
+    talk = ChatHistory(messages=[{"role": "user", "content": "x"}])
     (tmp_path / "folder.jsonl").mkdir()
     for name in ("folder.jsonl", "a\0b.jsonl", "\ud800.jsonl"):
         with pytest.raises(QuantkitError, match="cannot be written"):
@@ -53,7 +53,7 @@ def test_what_cannot_be_saved_is_a_line(tmp_path):
         talk.save(tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_text() == "mine"
     with pytest.raises(QuantkitError, match="the conversation is empty"):
-        Conversation().save(tmp_path / "talk.jsonl")
+        ChatHistory().save(tmp_path / "talk.jsonl")
 
 
 def test_messages_of_several_lines_stand_between_quotes():
@@ -72,7 +72,7 @@ def test_sampling_is_as_recommended_unless_asked_otherwise():
     recommended = {"temperature": 0.6, "top_k": 20.0, "top_p": 0.95}
 
     def chosen(known, **asked) -> Sampling:
-        return start.sampling(Settings(tokens=8, **asked), known)
+        return start.chosen_sampling(ChatSettings(tokens=8, **asked), known)
 
     assert chosen(recommended) == Sampling(8, 0.6, 0, 20, 0.95)
     assert chosen(recommended, top_k=5) == Sampling(8, 0.6, 0, 5, 0.95)
@@ -122,7 +122,7 @@ def test_what_is_printed(talker, pipe, monkeypatch):
 
 
 def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
-    session = Session(Written("a\x1b[31mb\x9bc"), Conversation(), Sampling())
+    session = ChatSession(Written("a\x1b[31mb\x9bc"), ChatHistory(), Sampling())
     assert chat_terminal.take(session, chat_terminal.Terminal(quiet=True), "x")
     assert capsys.readouterr().out == "a\ufffd[31mb\ufffdc\n"
 
@@ -182,7 +182,7 @@ class Written:
 
     def __init__(self, text: str, during=lambda letter: None):
         self.text, self.during = text, during
-        self.facts = Facts("written", "none", "none", "cpu", "float32", 100, 0)
+        self.model = ChatModel("written", "none", "none", "cpu", "float32", 100, 0)
 
     def answer(self, prompt, sampling, stream, stopped) -> Answer:
         said = ""
@@ -221,7 +221,7 @@ def typed(monkeypatch):
 
 
 def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, typed, capsys):
-    session = Session(Written("abcdef", interrupt(1, "c")), Conversation(), Sampling())
+    session = ChatSession(Written("abcdef", interrupt(1, "c")), ChatHistory(), Sampling())
     assert chat_terminal.take(session, typed, "x")
     assert session.conversation.messages[-1] == {"role": "assistant", "content": "abc"}
     shown = capsys.readouterr()
@@ -233,13 +233,13 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, typed, c
 
 
 def test_a_second_ctrl_c_drops_the_answer(interruptible, typed, capsys):
-    session = Session(Written("abcdef", interrupt(2, "c")), Conversation(), Sampling())
+    session = ChatSession(Written("abcdef", interrupt(2, "c")), ChatHistory(), Sampling())
     assert chat_terminal.take(session, typed, "x")
     assert session.conversation.messages == [] and "the answer was dropped" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_what_nobody_types(interruptible, typed):
     typed.typed = False
-    session = Session(Written("abcdef", interrupt(1, "c")), Conversation(), Sampling())
+    session = ChatSession(Written("abcdef", interrupt(1, "c")), ChatHistory(), Sampling())
     with pytest.raises(KeyboardInterrupt):
         chat_terminal.take(session, typed, "x")

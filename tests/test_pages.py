@@ -17,7 +17,7 @@ from quantkit.serving.bench.attention import show as attention
 from quantkit.serving.bench.batching import accounting
 from quantkit.serving.bench.batching import show as batching
 from quantkit.serving.bench.record import record
-from quantkit.serving.bench.settings import Settings
+from quantkit.serving.bench.settings import BenchSettings
 
 PHONE, TABLET, DESK = 400, 800, 1100
 MARGIN = 32  # of a page, left and right together
@@ -61,7 +61,7 @@ def compared() -> str:
 
 
 def benched() -> str:
-    settings = Settings(batch="1,2,4", prompt_tokens="8", tokens=5, repeats=2, rounds=1)
+    settings = BenchSettings(batch="1,2,4", prompt_tokens="8", tokens=5, repeats=2, rounds=1)
     quality = {"reference": "base", "text": "book.txt", "tokens": 100, "ctx": 8, "models": []}
     names = ("org/base", "out/Llama-3.2-1B-Instruct-gptq-w4g128", "c.gguf")
     rows = [measured(name, settings, lambda batch, number: 0.004 + 0.001 * batch) for name in names]
@@ -86,7 +86,7 @@ def attended() -> str:
 def batched() -> str:
     requests = [{"arrival": 0.5 * n, "first": n + 1.0, "done": n + 2.5} for n in range(4)]
     served = tuple(accounting.Served(**request, tokens=(1, 2)) for request in requests)
-    steps = (accounting.Step(4.0, 4.0, 16, 12, 4, 1, 20, 32),)
+    steps = (accounting.BatchStep(4.0, 4.0, 16, 12, 4, 1, 20, 32),)
     figures = accounting.figures(accounting.Replay(served, steps))
     outcomes = [
         {"strategy": name, "figures": figures, "tokens_per_second": [figures["tokens_per_second"]] * 2,

@@ -24,7 +24,7 @@ import transformers
 
 from quantkit import cli
 from quantkit.serving.server import job
-from quantkit.serving.server.settings import Settings
+from quantkit.serving.server.settings import ServeSettings
 from quantkit.text import template_worker
 
 PROMPT, TOKENS = "Once upon a time", 6
@@ -120,7 +120,9 @@ def check_answers(url: str, expected: str) -> None:
 def test_transformers_serves(demo_model, expected, monkeypatch):
     """Its proof was its first request, which samples as the model's own files say: by the likeliest token."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # several that wait for each other spin where cores are shared
-    settings = Settings(engine="transformers", port=0, dtype="float32", device="cpu", start_timeout=SECONDS)
+    settings = ServeSettings(
+        engine="transformers", port=0, dtype="float32", device="cpu", start_timeout=SECONDS
+    )
     prepared = job.prepare(str(demo_model), settings)
     assert "--continuous-batching" in prepared.command.argv
     with job.serving(prepared) as (_, proof):

@@ -9,9 +9,9 @@ import pytest
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.serving.engines import llama_server
 from quantkit.serving.server import command as commands
-from quantkit.serving.server.command import SERVERS, Command
-from quantkit.serving.server.settings import Settings, free_port
-from quantkit.serving.server.sizing import Room
+from quantkit.serving.server.command import SERVERS, ServerCommand
+from quantkit.serving.server.settings import ServeSettings, free_port
+from quantkit.serving.server.sizing import ServerSize
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def no_programs(monkeypatch):
     monkeypatch.setattr(commands.shutil, "which", lambda name: None)
 
 
-def command(engine: str, model="/models/m", on_cpu=True, parallel=4, **settings) -> Command:
-    room = Room(1024, parallel, 3 << 29, 3000, 10**6, 10**10, on_cpu)
-    return SERVERS[engine][0](model, "m", Settings(port=8123, **settings), room)
+def command(engine: str, model="/models/m", on_cpu=True, parallel=4, **settings) -> ServerCommand:
+    size = ServerSize(1024, parallel, 3 << 29, 3000, 10**6, 10**10, on_cpu)
+    return SERVERS[engine][0](model, "m", ServeSettings(port=8123, **settings), size)
 
 
-def flags(made: Command) -> dict[str, str]:
+def flags(made: ServerCommand) -> dict[str, str]:
     """Flag -> what follows it."""
     return {a: b for a, b in zip(made.argv, (*made.argv[1:], ""), strict=True) if a.startswith("--")}
 
@@ -153,10 +153,10 @@ def test_ports():
 )
 def test_settings_that_make_no_sense(wrong):
     with pytest.raises(QuantkitError) as refused:
-        Settings(**wrong).check()
+        ServeSettings(**wrong).check()
     assert refused.value.exit_code == USAGE
 
 
 def test_an_address_for_all_is_none_to_connect_to():
-    assert Settings(host="0.0.0.0").reached_at == "127.0.0.1"
-    assert Settings(host="::").reached_at == "[::1]"
+    assert ServeSettings(host="0.0.0.0").reached_at == "127.0.0.1"
+    assert ServeSettings(host="::").reached_at == "[::1]"

@@ -13,21 +13,22 @@ import pytest
 from quantkit.errors import QuantkitError
 from quantkit.serving.engines.choose import Offer
 from quantkit.serving.server import process
-from quantkit.serving.server.client import RequestFailed, is_loopback, request
-from quantkit.serving.server.command import Command
-from quantkit.serving.server.job import Prepared, ended, serving
-from quantkit.serving.server.process import Engine
-from quantkit.serving.server.settings import Settings, free_port
-from quantkit.serving.server.sizing import Room
+from quantkit.serving.server.command import ServerCommand
+from quantkit.serving.server.job import Prepared, ended, request, serving
+from quantkit.serving.server.process import EngineProcess
+from quantkit.serving.server.settings import ServeSettings, free_port
+from quantkit.serving.server.sizing import ServerSize
 
 STAND_IN = Path(__file__).with_name("stand_in_engine.py")
 
 
 def prepared(how: str, chat: bool = False, **settings) -> Prepared:
     port = free_port("127.0.0.1", 0)
-    command = Command((sys.executable, "-S", str(STAND_IN), str(port), how), "demo")
-    room = Room(512, 1, None, 512, 0, 10**9, True)
-    return Prepared("m", Offer("vllm", True, ""), command, Settings(port=port, **settings), room, chat, ())
+    command = ServerCommand((sys.executable, "-S", str(STAND_IN), str(port), how), "demo")
+    size = ServerSize(512, 1, None, 512, 0, 10**9, True)
+    return Prepared(
+        "m", Offer("vllm", True, ""), command, ServeSettings(port=port, **settings), size, chat, ()
+    )
 
 
 def gone(pid: int) -> bool:
@@ -101,7 +102,7 @@ def test_a_request_without_a_good_answer(answer, said):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        with pytest.raises(RequestFailed) as failed:
+        with pytest.raises(QuantkitError) as failed:
             request(f"http://127.0.0.1:{listener.getsockname()[1]}/health", 0.2)
         thread.join(10)
     assert "/health cannot be reached: " in failed.value.message and said in failed.value.message
@@ -112,7 +113,7 @@ def test_a_request_without_a_good_answer(answer, said):
     [("127.9.9.9", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("localhost.com", False)],
 )
 def test_which_hosts_are_this_machine(host, local):
-    assert is_loopback(host) is local
+    assert ServeSettings(host=host).is_local is local
 
 
 def test_the_url_of_an_address():
@@ -121,9 +122,9 @@ def test_the_url_of_an_address():
 
 
 def test_one_that_is_never_healthy():
-    silent = Command((sys.executable, "-S", "-c", "import time; time.sleep(60)"), "demo")
+    silent = ServerCommand((sys.executable, "-S", "-c", "import time; time.sleep(60)"), "demo")
     told = prepared("well", start_timeout=0.1)
-    told = Prepared("m", told.offer, silent, told.settings, told.room, False, ())
+    told = Prepared("m", told.offer, silent, told.settings, told.size, False, ())
     with pytest.raises(QuantkitError) as failed, serving(told):
         pass
     assert "was not healthy within 0.1 s, without output" in failed.value.message
@@ -148,4 +149,4 @@ def test_a_deaf_one_is_killed_with_its_children(monkeypatch):
 
 def test_a_program_that_is_not_there():
     with pytest.raises(QuantkitError, match="/no/such/program cannot be started"):
-        Engine(Command(("/no/such/program",), "m"), None)
+        EngineProcess(ServerCommand(("/no/such/program",), "m"), None)

@@ -5,7 +5,7 @@ import pytest
 from quantkit.capacity import source as sources
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.serving.server import sizing
-from quantkit.serving.server.settings import Settings
+from quantkit.serving.server.settings import ServeSettings
 from quantkit.serving.server.sizing import fit
 
 WEIGHTS = 11_000_000
@@ -22,7 +22,7 @@ def demo(demo_model):
 def room(demo, usable: int, on_cpu=True, usual=4, reserves=True, **settings):
     """The room, and what a user should know of it."""
     notes = []
-    return fit(demo, WEIGHTS, Settings(**settings), usable, on_cpu, usual, reserves, notes), tuple(notes)
+    return fit(demo, WEIGHTS, ServeSettings(**settings), usable, on_cpu, usual, reserves, notes), tuple(notes)
 
 
 def test_a_token_of_the_demo_model(demo):

@@ -12,8 +12,8 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.serving.specdec import measure, show
 from quantkit.serving.specdec import transformers as assisted
-from quantkit.serving.specdec.acceptance_rate import Step
-from quantkit.serving.specdec.transformers import Run
+from quantkit.serving.specdec.acceptance_rate import DraftStep
+from quantkit.serving.specdec.transformers import DraftedText
 from quantkit.text import calibration
 
 QUICK = ["--prompts", "2", "--prompt-tokens", "8", "--tokens", "8", "--repeats", "2", "--k", "3,1"]
@@ -126,14 +126,14 @@ def test_text_that_is_not_the_targets_is_an_error_with_a_record(quantkit, target
 
 def test_a_sweep_is_summed_up_from_what_runs_say():
     """Two repeats of one text, by hand: 8 tokens in 4 passes, each pass but the first one drafting 2."""
-    steps = [Step(2, 1, 2), Step(2, 2, 3), Step(2, 0, 1), Step(1, 1, 2)]
+    steps = [DraftStep(2, 1, 2), DraftStep(2, 2, 3), DraftStep(2, 0, 1), DraftStep(1, 1, 2)]
 
-    def run(scale: float) -> Run:
-        return Run(list(range(8)), steps, 9 * scale, 8 * scale, 2 * scale, 6 * scale)
+    def run(scale: float) -> DraftedText:
+        return DraftedText(list(range(8)), steps, 9 * scale, 8 * scale, 2 * scale, 6 * scale)
 
-    def plain(scale: float) -> Run:
-        steps = [Step(0, 0, 1)] * 8
-        return Run(list(range(8)), steps, 8.0 * scale, 7 * scale, 0, 7 * scale)
+    def plain(scale: float) -> DraftedText:
+        steps = [DraftStep(0, 0, 1)] * 8
+        return DraftedText(list(range(8)), steps, 8.0 * scale, 7 * scale, 0, 7 * scale)
 
     found = measure.sweep(2, [[run(1)], [run(2)]], [[plain(1)], [plain(1)]])
     assert found["tokens_per_step"] == 2 and found["drafted_per_step"] == 7 / 4
@@ -148,8 +148,8 @@ def test_a_sweep_is_summed_up_from_what_runs_say():
 
 
 def test_the_histogram_leaves_out_steps_with_nothing_to_check():
-    steps = [Step(0, 0, 1), Step(2, 0, 1), Step(2, 2, 3), Step(1, 1, 2)]
-    run = Run(list(range(7)), steps, 9.0, 8.0, drafting=1.0, checking=1.0)
+    steps = [DraftStep(0, 0, 1), DraftStep(2, 0, 1), DraftStep(2, 2, 3), DraftStep(1, 1, 2)]
+    run = DraftedText(list(range(7)), steps, 9.0, 8.0, drafting=1.0, checking=1.0)
     assert measure.sweep(2, [[run]], [[run]])["histogram"] == [1, 1, 1]
 
 

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from quantkit.serving.specdec import acceptance_rate
-from quantkit.serving.specdec.acceptance_rate import Step
+from quantkit.serving.specdec.acceptance_rate import DraftStep
 from quantkit.serving.specdec.settings import MOST
 
 
@@ -36,13 +36,13 @@ def test_best_k_is_that_of_a_search(alpha, cost):
         assert gains[k] >= (1 + alpha) / (1 + cost) - 1e-12
 
 
-def drawn(alpha: float, k: int, steps: int, seed: int) -> list[Step]:
+def drawn(alpha: float, k: int, steps: int, seed: int) -> list[DraftStep]:
     """What independent draws make of steps; in one of ten the text may end, wherever it is then."""
     source, found = random.Random(seed), []
     for number in range(steps):
         accepted = next((j for j in range(k) if source.random() >= alpha), k)
         left = source.randint(1, k) if number % 10 == 9 else k + 1
-        found.append(Step(k, left, left) if accepted >= left else Step(k, accepted, accepted + 1))
+        found.append(DraftStep(k, left, left) if accepted >= left else DraftStep(k, accepted, accepted + 1))
     return found
 
 
@@ -67,9 +67,9 @@ def test_alpha_is_where_the_likelihood_is_largest(alpha, k):
 
 
 def test_nothing_drafted_has_no_alpha():
-    assert acceptance_rate.acceptance([Step(0, 0, 1)] * 3) == (None, 0)
+    assert acceptance_rate.acceptance([DraftStep(0, 0, 1)] * 3) == (None, 0)
 
 
 def test_a_text_that_ends_refuses_nothing():
     """Two accepted and the end of the text, against two accepted and the third refused."""
-    assert [Step(4, 2, 2).judged, Step(4, 2, 3).judged, Step(4, 4, 5).judged] == [2, 3, 4]
+    assert [DraftStep(4, 2, 2).judged, DraftStep(4, 2, 3).judged, DraftStep(4, 4, 5).judged] == [2, 3, 4]

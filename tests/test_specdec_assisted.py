@@ -7,10 +7,10 @@ import torch
 import transformers
 
 from quantkit.evaluation.sampling import Sampling
-from quantkit.serving.specdec import acceptance_rate, lossless
+from quantkit.serving.specdec import acceptance_rate
 from quantkit.serving.specdec import transformers as assisted
-from quantkit.serving.specdec.acceptance_rate import Step
-from quantkit.serving.specdec.transformers import Run
+from quantkit.serving.specdec.acceptance_rate import DraftStep
+from quantkit.serving.specdec.transformers import DraftedText
 
 VOCABULARY, TEMPERATURE = 8, 1.5
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
@@ -55,7 +55,7 @@ def likeliest(made, ids: list[int]) -> int:
 
 def literal(
     target, draft, prompt: list[int], tokens: int, k: int, end: int | None
-) -> tuple[list[int], list[Step]]:
+) -> tuple[list[int], list[DraftStep]]:
     """Greedy speculative decoding word for word, without a cache: every step checked token by token."""
     text, steps = list(prompt), []
     while len(text) < len(prompt) + tokens and (end is None or end not in text[len(prompt) :]):
@@ -69,7 +69,7 @@ def literal(
             if kept[-1] != token or kept[-1] == end:
                 break
         agreed = sum(a == b for a, b in zip(guess, kept, strict=False))
-        steps.append(Step(len(guess), agreed, len(kept)))
+        steps.append(DraftStep(len(guess), agreed, len(kept)))
         text += kept
     return text[len(prompt) :], steps
 
@@ -87,7 +87,7 @@ def test_steps_are_those_of_a_literal_decoder(target, draft, k):
 def test_a_text_ends_where_it_does_without_a_draft(target, draft):
     """Inside what is accepted, too."""
     alone = assisted.generate(target, PROMPT, Sampling(40), [])
-    assert alone.steps == [Step(0, 0, 1)] * 40
+    assert alone.steps == [DraftStep(0, 0, 1)] * 40
     for end in sorted(set(alone.ids))[:3]:
         run = assisted.generate(target, PROMPT, Sampling(40), [end], 6, draft)
         assert run.ids == alone.ids[: alone.ids.index(end) + 1]
@@ -96,7 +96,7 @@ def test_a_text_ends_where_it_does_without_a_draft(target, draft):
 
 def test_a_draft_like_the_target_is_always_right(target):
     run = assisted.generate(target, PROMPT, Sampling(36), [], 5, copy.deepcopy(target))
-    assert run.steps == [Step(5, 5, 6)] * 6
+    assert run.steps == [DraftStep(5, 5, 6)] * 6
 
 
 def test_prompt_lookup_repeats_what_the_text_says(target):
@@ -121,15 +121,15 @@ def test_what_a_checkpoint_recommends_is_not_asked_for(target, draft):
 
 def test_another_text_is_no_tie(target):
     own = assisted.generate(target, PROMPT, Sampling(12), []).ids
-    assert lossless.parting(target, PROMPT, own, own) is None
+    assert assisted.parting(target, PROMPT, own, own) is None
     other = [*own[:5], (own[5] + 1) % 64, *own[6:]]
-    found = lossless.parting(target, PROMPT, own, other)
+    found = assisted.parting(target, PROMPT, own, other)
     assert (found["index"], found["token"], found["expected"]) == (5, other[5], own[5])
     with torch.no_grad():
         logits = target(input_ids=torch.cat([PROMPT, torch.tensor([own[:5]])], 1)).logits[0, -1]
     assert found["margin"] == pytest.approx((logits[own[5]] - logits[other[5]]).item(), abs=1e-4)
     assert not found["tie"]
-    assert not lossless.parting(target, PROMPT, own, own[:6])["tie"]  # one that ends too early
+    assert not assisted.parting(target, PROMPT, own, own[:6])["tie"]  # one that ends too early
 
 
 def test_two_tokens_of_one_row_are_a_tie(target):
@@ -139,17 +139,17 @@ def test_two_tokens_of_one_row_are_a_tie(target):
     with torch.no_grad():
         kept = target.lm_head.weight[twin].clone()
         target.lm_head.weight[twin] = target.lm_head.weight[own[2]]
-        found = lossless.parting(target, PROMPT, own, [*own[:2], twin, own[3]])
+        found = assisted.parting(target, PROMPT, own, [*own[:2], twin, own[3]])
         target.lm_head.weight[twin] = kept
     assert found["index"] == 2 and found["margin"] == 0 and found["tie"]
 
 
-def sampled(target, draft, seeds: range) -> list[Run]:
+def sampled(target, draft, seeds: range) -> list[DraftedText]:
     asked = [Sampling(200, TEMPERATURE, seed) for seed in seeds]
     return [assisted.generate(target, PROMPT, how, [], 3, draft) for how in asked]
 
 
-def transitions(runs: list[Run], target) -> float:
+def transitions(runs: list[DraftedText], target) -> float:
     """p of χ²: counts of pairs of tokens against their probabilities by softmax; the last of eight tokens."""
     with torch.no_grad():
         logits = torch.stack([target(input_ids=torch.tensor([[t]])).logits[0, -1] for t in range(VOCABULARY)])

@@ -74,8 +74,10 @@ def test_extras_are_ranges(name):
 
 def test_extras_have_what_the_code_asks_for():
     named = {extra: {requirement.name for requirement in rows} for extra, rows in EXTRAS.items()}
-    assert named["vllm"] == set(ENGINES["vllm"][1]) and named["llamacpp"] == set(ENGINES["llama.cpp"][1])
-    assert {"transformers", "openai"} == named["serve"] < set(ENGINES["transformers"][1])
+    assert named["vllm"] == set(ENGINES["vllm"].packages) and named["llamacpp"] == set(
+        ENGINES["llama.cpp"].packages
+    )
+    assert {"transformers", "openai"} == named["serve"] < set(ENGINES["transformers"].packages)
     pages = [*(REPOSITORY / "quantkit").rglob("*.py"), *(REPOSITORY / "docs").rglob("*.md")]
     pages += [REPOSITORY / "README.md"]
     pattern = r"(?:quantkit|'\.)\[([a-z,]+)\]"
@@ -168,6 +170,6 @@ def test_an_empty_environment_gets_all_that_commands_and_extras_need(wheel, tiny
     for words in (f"nf4 {model} -o made", f"eval {model} made --ctx 32 --limit 256 --json", "recipes list"):
         done = run(tmp_path, command, *words.split())
         assert done.returncode == 0, done.stderr
-    packages = [name for engine in ("llama.cpp", "transformers") for name in ENGINES[engine][1]]
+    packages = [name for engine in ("llama.cpp", "transformers") for name in ENGINES[engine].packages]
     look = "import importlib.util as u, sys; print([n for n in sys.argv[1:] if not u.find_spec(n)])"
     assert run(tmp_path, python, "-I", "-c", look, *packages, "lm_eval").stdout == "[]\n"

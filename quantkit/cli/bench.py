@@ -11,13 +11,18 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.serving.bench.settings import Asked, Attention, Batching, Settings
+from quantkit.serving.bench.settings import (
+    AttentionSettings,
+    BatchingSettings,
+    BenchSettings,
+    CommonSettings,
+)
 
 EPILOG = """Examples:
   quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
   quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
   quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
-  quantkit bench ./model --batch 1,2,4,8,16,32 --plot roofline.svg     (with the roofline)
+  quantkit bench ./model --batch 1,2,4,8,16,32 --plot batches.svg
   quantkit bench ./model.gguf --engine llama.cpp,transformers --json"""
 EPILOGS = {
     "attention": """Examples:
@@ -49,7 +54,7 @@ FILES = [
 
 
 def _command(
-    measure: Callable[..., tuple[dict, Any]], kind: type[Asked], argument: Parameter
+    measure: Callable[..., tuple[dict, Any]], kind: type[CommonSettings], argument: Parameter
 ) -> Callable[..., None]:
     """Return the function that runs a command. measure: returns result and report. kind: its settings."""
 
@@ -65,7 +70,7 @@ def _command(
             result, report = measure(settings, values, progress)
         if not values["as_json"]:
             report.show()
-        if kind is Settings:
+        if kind is BenchSettings:
             from quantkit.serving.bench import measure as of_models
 
             of_models.refuse_empty(result)  # with --json the record goes with the error
@@ -79,7 +84,7 @@ def _command(
     return flags.sign(invoke, [argument, *rows, *FILES])
 
 
-def _models(settings: Settings, values: dict, progress: Any) -> tuple[dict, Any]:
+def _models(settings: BenchSettings, values: dict, progress: Any) -> tuple[dict, Any]:
     """Measure several checkpoints; return result and report."""
     from quantkit.serving.bench import measure, record, show
 
@@ -90,7 +95,7 @@ def _models(settings: Settings, values: dict, progress: Any) -> tuple[dict, Any]
     return result, show.report(result, values["quiet"])
 
 
-def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[dict, Any]:
+def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> tuple[dict, Any]:
     """Measure attention implementations or batching strategies of one model; return result and report."""
     from quantkit.cli.progress import uncollected
 
@@ -101,8 +106,10 @@ def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[d
         from quantkit.models.files.open import open_checkpoint
         from quantkit.models.machine.device import choose_device
 
-        room = f"quantkit.serving.bench.{type(settings).__name__.lower()}"
-        measure, show = (import_module(f"{room}.{name}") for name in ("measure", "show"))
+        folder = "attention" if isinstance(settings, AttentionSettings) else "batching"
+        measure, show = (
+            import_module(f"quantkit.serving.bench.{folder}.{name}") for name in ("measure", "show")
+        )
 
     torch.set_num_threads(settings.cores)
     trusted = values["offline"], values["trust_remote_code"]
@@ -113,6 +120,6 @@ def _one(settings: Attention | Batching, values: dict, progress: Any) -> tuple[d
     return result, show.report(result)
 
 
-command = _command(_models, Settings, flags.parameter("models", MODELS))
-attention = _command(_one, Attention, flags.parameter("model", MODEL))
-batching = _command(_one, Batching, flags.parameter("model", MODEL))
+command = _command(_models, BenchSettings, flags.parameter("models", MODELS))
+attention = _command(_one, AttentionSettings, flags.parameter("model", MODEL))
+batching = _command(_one, BatchingSettings, flags.parameter("model", MODEL))

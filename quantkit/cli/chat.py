@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.serving.chat.settings import Settings
+from quantkit.serving.chat.settings import ChatSettings
 
 EPILOG = """Examples:
   quantkit chat ./model-gptq-w4g128
@@ -30,7 +30,7 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
             from quantkit.cli import chat_terminal
             from quantkit.serving.chat.start import start
 
-        settings = flags.options(Settings, values)
+        settings = flags.options(ChatSettings, values)
         trusted = values["revision"], values["offline"], values["trust_remote_code"]
         session = start(model, settings, *trusted, progress)
     try:
@@ -39,4 +39,6 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
         session.engine.close()
 
 
-command = flags.sign(_chat, [flags.parameter("model", MODEL), *flags.of("options", Settings), *flags.fixed()])
+command = flags.sign(
+    _chat, [flags.parameter("model", MODEL), *flags.of("options", ChatSettings), *flags.fixed()]
+)

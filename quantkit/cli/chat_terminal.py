@@ -14,7 +14,7 @@ from rich.console import Console
 from quantkit.cli import streams
 from quantkit.errors import QuantkitError, printable
 from quantkit.serving.chat import commands
-from quantkit.serving.chat.session import Answer, Session
+from quantkit.serving.chat.session import Answer, ChatSession
 from quantkit.tables import megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
@@ -61,7 +61,7 @@ class Terminal:
         for line in () if self.quiet else text.split("\n"):
             self.console.print(printable(line), style="dim", markup=False, soft_wrap=True)
 
-    def finish(self, session: Session, line: str, made: Answer) -> None:
+    def finish(self, session: ChatSession, line: str, made: Answer) -> None:
         """End an answer: print its notes and its cost, or with --json its record."""
         if self.as_json:
             print(json.dumps(session.record(line, made), ensure_ascii=False), flush=True)
@@ -72,7 +72,7 @@ class Terminal:
             print_line(self.console, line, "dim", indent=9)
 
 
-def run(session: Session, terminal: Terminal) -> None:
+def run(session: ChatSession, terminal: Terminal) -> None:
     """Answer messages until the user leaves. Raises the first QuantkitError if stdin is not a terminal."""
     for line in introduction(session, terminal.typed) if not terminal.quiet else ():
         print_line(terminal.console, line, "dim")
@@ -90,7 +90,7 @@ def run(session: Session, terminal: Terminal) -> None:
         terminal.tell("")  # Ctrl-D leaves the prompt's line open
 
 
-def take(session: Session, terminal: Terminal, line: str) -> bool:
+def take(session: ChatSession, terminal: Terminal, line: str) -> bool:
     """Answer a message or run a command; return False if the user leaves."""
     name = line.strip()
     if name in ("/exit", "/quit"):
@@ -106,7 +106,7 @@ def take(session: Session, terminal: Terminal, line: str) -> bool:
 
 
 def _turn(
-    session: Session, terminal: Terminal, line: str, answer: Callable[[Callable[[str], None]], Answer]
+    session: ChatSession, terminal: Terminal, line: str, answer: Callable[[Callable[[str], None]], Answer]
 ) -> None:
     """Print an answer. On a terminal, the first SIGINT stops it and the second discards it."""
     before = signal.getsignal(signal.SIGINT)
@@ -129,9 +129,9 @@ def _turn(
         signal.signal(signal.SIGINT, before)
 
 
-def introduction(session: Session, typed: bool) -> list[str]:
+def introduction(session: ChatSession, typed: bool) -> list[str]:
     """Return the lines to print first: about the model, its sampling and, if `typed`, commands."""
-    facts, sampling = session.engine.facts, session.sampling
+    facts, sampling = session.engine.model, session.sampling
     chosen = "the likeliest token"
     if sampling.temperature:
         cuts = [f"temperature {sampling.temperature:g}"]
@@ -146,10 +146,10 @@ def introduction(session: Session, typed: bool) -> list[str]:
     ]
 
 
-def cost(session: Session, made: Answer) -> list[str]:
+def cost(session: ChatSession, made: Answer) -> list[str]:
     """Return two lines with tokens, speed and memory of an answer."""
     rate = f" {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
-    context = session.engine.facts.context
+    context = session.engine.model.context
     memory = session.memory(made)
     cache = "?" if memory["kv_cache"] is None else size(memory["kv_cache"])
     return [

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags
-from quantkit.serving.server.settings import Settings
+from quantkit.serving.server.settings import ServeSettings
 
 EPILOG = """Examples:
   quantkit serve ./model                       (the engine follows from the layout and from what is here)
@@ -46,7 +46,7 @@ def _serve(
     from quantkit.cli.running import stopping
 
     quiet, as_json = values["quiet"], values["as_json"]
-    settings = flags.options(Settings, values | {"extra": extra or []})
+    settings = flags.options(ServeSettings, values | {"extra": extra or []})
     with listener(quiet) as progress:
         from quantkit.serving.server.job import prepare
 
@@ -96,7 +96,7 @@ command = flags.sign(
     [
         flags.parameter("model", MODEL),
         flags.parameter("extra", EXTRA, None),
-        *flags.of("options", Settings),
+        *flags.of("options", ServeSettings),
         flags.parameter("api_key", API_KEY, None),
         flags.parameter("print_only", PRINT, False),
         flags.parameter("check", CHECK, False),

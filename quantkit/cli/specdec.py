@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, streams
-from quantkit.serving.specdec.settings import Settings
+from quantkit.serving.specdec.settings import SpecdecSettings
 
 EPILOG = """Examples:
   quantkit specdec ./model ./model-nf4
@@ -34,19 +34,19 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
     from quantkit.errors import USAGE, require
 
     require(drafts, "no DRAFT is given", f"for example: quantkit specdec {target} prompt-lookup", USAGE)
-    settings, quiet = flags.options(Settings, values), values["quiet"]
+    settings, quiet = flags.options(SpecdecSettings, values), values["quiet"]
     settings.check()
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.models.files.open import open_checkpoint
-            from quantkit.serving.specdec import job, show
+            from quantkit.serving.specdec import measure, show
             from quantkit.serving.specdec.settings import LOOKUP
 
         trusted = values["offline"], values["trust_remote_code"]
         own = open_checkpoint(target, values["revision"], *trusted)
         guesses = [None if draft == LOOKUP else open_checkpoint(draft, None, *trusted) for draft in drafts]
-        found = job.compare(own, guesses, settings, progress)
-    shown, refused = partial(show.show, found, own.tokenizer, quiet), partial(job.refuse_unlike, found)
+        found = measure.compare(own, guesses, settings, progress)
+    shown, refused = partial(show.show, found, own.tokenizer, quiet), partial(measure.refuse_unlike, found)
     streams.present(found, values["as_json"], shown, refused, default=str, allow_nan=False)
 
 
@@ -55,7 +55,7 @@ command = flags.sign(
     [
         flags.parameter("target", TARGET),
         flags.parameter("drafts", DRAFTS, None),
-        *flags.of("options", Settings),
+        *flags.of("options", SpecdecSettings),
         *flags.fixed(),
     ],
 )

@@ -17,9 +17,8 @@ from typing import Any
 import quantkit
 from quantkit.errors import RUNTIME, QuantkitError, printable
 from quantkit.quantize.progress import SILENT, Progress
-from quantkit.serving.bench import runners
-from quantkit.serving.bench.settings import Point, Settings
-from quantkit.serving.bench.subjects import Job, Subject, open_subject
+from quantkit.serving.bench.settings import BenchSettings, Workload
+from quantkit.serving.bench.subjects import Subject, WorkerJob, open_subject
 from quantkit.serving.engines.choose import choose_local
 
 MODULE = "quantkit.serving.bench.worker"
@@ -27,88 +26,80 @@ LAST_CHARACTERS = 1000  # characters of a dead worker's last line that are shown
 
 
 @dataclass
-class Measured:
+class ModelRuns:
     """The measurements of one checkpoint in one engine; `error` says why it does not run.
 
-    loaded: the last `loaded` event, see worker.py. load_seconds, rates: one entry per round. runs: measured
-    runs by point, without warm-up. refused: the reason why a point cannot run.
+    loaded: this event of worker.py, one per round. runs: measured runs by workload. refused: the
+    reason why a workload cannot run.
     """
 
     subject: Subject
     engine: str
     note: str = ""
     error: str | None = None
-    loaded: dict[str, Any] | None = None
-    load_seconds: list[float] = field(default_factory=list)
-    rates: list[dict[str, float]] = field(default_factory=list)
-    runs: dict[Point, list[dict[str, Any]]] = field(default_factory=dict)
-    refused: dict[Point, str] = field(default_factory=dict)
+    loaded: list[dict[str, Any]] = field(default_factory=list)
+    runs: dict[Workload, list[dict[str, Any]]] = field(default_factory=dict)
+    refused: dict[Workload, str] = field(default_factory=dict)
 
-    def hear(self, event: dict[str, Any]) -> None:
+    def add(self, event: dict[str, Any]) -> None:
         """Store one event of a worker."""
-        event = dict(event)
-        kind = event.pop("event")
-        if kind == "loaded":
-            self.load_seconds.append(event["seconds"])
-            self.loaded = event
-        elif kind == "rates":
-            self.rates.append(event)
-        elif kind == "failed":
-            self.error = event["message"]
-        elif kind in ("run", "refused"):
-            point = Point(event.pop("batch"), event.pop("prompt"))
-            if kind == "refused":
-                self.refused[point] = event["message"]
-            elif not event.pop("warmup"):
-                self.runs.setdefault(point, []).append(event)
+        match event["event"]:
+            case "loaded":
+                self.loaded.append(event)
+            case "failed":
+                self.error = event["message"]
+            case "refused":
+                self.refused[Workload(event["batch"], event["prompt"])] = event["message"]
+            case "run":
+                self.runs.setdefault(Workload(event["batch"], event["prompt"]), []).append(event)
 
 
 def rows(
     sources: Sequence[str],
-    settings: Settings,
+    settings: BenchSettings,
     revision: str | None = None,
     offline: bool = False,
-) -> list[Measured]:
+) -> list[ModelRuns]:
     """Return one row per checkpoint and engine of --engine. `error` is set where the engine cannot run it.
 
     Raises QuantkitError for a source that is no checkpoint, and for an unknown engine.
     """
-    requested = runners.names(settings)
+    engines = settings.engines
     subjects = [
         open_subject(source, revision if position == 0 else None, offline)
         for position, source in enumerate(sources)
     ]
-    found = []
+    made: list[ModelRuns] = []
     for subject in subjects:
         folder = None if subject.container == "gguf" else subject.source
-        for name in requested:
+        for name in engines:
             try:
                 engine, note = choose_local(name, folder, settings.decoded)
-                if all(row.subject is not subject or row.engine != engine for row in found):
-                    found.append(Measured(subject, engine, note))
+                if all(row.subject is not subject or row.engine != engine for row in made):
+                    made.append(ModelRuns(subject, engine, note))
             except QuantkitError as error:
-                found.append(Measured(subject, name, error=f"{error.message} ({error.hint})"))
-    return found
+                made.append(ModelRuns(subject, name, error=f"{error.message} ({error.hint})"))
+    return made
 
 
-def measure(found: Sequence[Measured], settings: Settings, progress: Progress = SILENT) -> None:
+def measure(rows: Sequence[ModelRuns], settings: BenchSettings, progress: Progress = SILENT) -> None:
     """Run all checkpoints in rounds and add the results to their rows. What fails is not tried again."""
-    each = len(settings.points) * (settings.warmup + settings.repeats)
-    done, total = 0, settings.rounds * each * len(found)
-    for turn in range(settings.rounds * len(found)):
-        row = found[turn % len(found)]
-        points = [] if row.error else [point for point in settings.points if point not in row.refused]
-        for event in events(Job(row.subject, row.engine, settings, points)) if points else ():
-            done += event["event"] == "run"
-            row.hear(event)
+    each = len(settings.workloads) * (settings.warmup + settings.repeats)
+    done, total = 0, settings.rounds * each * len(rows)
+    for turn in range(settings.rounds * len(rows)):
+        row = rows[turn % len(rows)]
+        works = [] if row.error else [work for work in settings.workloads if work not in row.refused]
+        for event in events(WorkerJob(row.subject, row.engine, settings, works)) if works else ():
+            done += event["event"] in ("run", "warmed up")
+            row.add(event)
             progress.counting("measuring", done, total)
-        done = each * (turn + 1)  # refused points count as done
-        for note in filter(None, (row.error, row.note, (row.loaded or {}).get("note"))):
+        done = each * (turn + 1)  # refused workloads count as done
+        for note in filter(None, (row.error, row.note, *(loaded["note"] for loaded in row.loaded[:1]))):
             progress.warn(f"{row.subject.source}: {note}")  # shown once
 
 
 def refuse_empty(result: dict[str, Any]) -> None:
-    """Raise QuantkitError if no point ran; the error contains the record `result`."""
+    """Raise QuantkitError if no workload ran; the error contains the record `result`."""
     points = [point for model in result["models"] for point in model["points"]]
     if all(point["error"] for point in points):
         model = result["models"][0]
@@ -116,19 +107,19 @@ def refuse_empty(result: dict[str, Any]) -> None:
         raise QuantkitError(f"nothing ran: {why}", "the table names every reason", RUNTIME, result)
 
 
-def events(job: Job) -> Iterator[dict[str, Any]]:
+def events(job: WorkerJob) -> Iterator[dict[str, Any]]:
     """Run a job in a worker process and yield its events; if it dies, the last event says why."""
     paths = [str(Path(quantkit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    more = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.cores)}
-    with tempfile.TemporaryFile() as requested, tempfile.TemporaryFile() as errors:
-        pickle.dump(job, requested)
-        requested.seek(0)
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.cores)}
+    with tempfile.TemporaryFile() as pickled, tempfile.TemporaryFile() as errors:
+        pickle.dump(job, pickled)
+        pickled.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
-            stdin=requested,
+            stdin=pickled,
             stdout=subprocess.PIPE,
             stderr=errors,
-            env=os.environ | more,
+            env=os.environ | variables,
         )
         try:
             for line in process.stdout:
@@ -140,8 +131,8 @@ def events(job: Job) -> Iterator[dict[str, Any]]:
                     return
             process.wait()
             errors.seek(0)
-            last = errors.read().decode(errors="replace")
-            yield {"event": "failed", "message": death(process.returncode, last)}
+            message = death(process.returncode, errors.read().decode(errors="replace"))
+            yield {"event": "failed", "message": message}
         finally:
             process.kill()
             process.communicate()

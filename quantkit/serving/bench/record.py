@@ -1,7 +1,8 @@
-"""The versioned JSON of a benchmark: `quantkit.bench/2`, described in bench-2.json."""
+"""The versioned JSON of a benchmark: `quantkit.bench/3`, described in bench-3.json."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,24 +13,27 @@ import numpy as np
 from quantkit.evaluation.comparison import merge
 from quantkit.evaluation.comparison.columns import labels
 from quantkit.evaluation.comparison.record import environment
-from quantkit.serving.bench import roofline
-from quantkit.serving.bench.measure import Measured
-from quantkit.serving.bench.settings import Point, Settings
+from quantkit.serving.bench.measure import ModelRuns
+from quantkit.serving.bench.settings import BenchSettings, Workload
 from quantkit.serving.bench.subjects import Subject
 
-SCHEMA = "quantkit.bench/2"
+SCHEMA = "quantkit.bench/3"
 ENGINE = ("version", "kernels", "packed", "dtype", "attention", "weight_bytes")
+SIZES = ("disk_bytes", "weight_bytes", "bits_per_weight")
 FIGURES = ("prefill", "first_token", "decode", "latency", "ratio", "kv_bytes", "peak_bytes")
+FEWEST_BATCHES = 3  # batch sizes that a fit needs
 Run = dict[str, Any]
 
 
-def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None = None) -> dict[str, Any]:
+def record(
+    rows: Sequence[ModelRuns], settings: BenchSettings, evaluated: dict | None = None
+) -> dict[str, Any]:
     """Return the JSON of all rows; ratios are to the first row. evaluated: result of `read_quality`."""
-    named = zip(rows, names(rows), strict=True)
+    labelled = zip(rows, unique_labels(rows), strict=True)
     return {
         "schema": SCHEMA,
         "settings": settings.record(),
-        "models": [_model(row, rows[0], label, settings, evaluated) for row, label in named],
+        "models": [_model(row, rows[0], label, settings, evaluated) for row, label in labelled],
         "quality": evaluated
         and {key: evaluated["data"][key] for key in ("text", "sha256", "tokens", "ctx")}
         | {"reference": evaluated["models"][0]["source"]},
@@ -38,49 +42,43 @@ def record(rows: Sequence[Measured], settings: Settings, evaluated: dict | None 
 
 
 def _model(
-    row: Measured, first: Measured, label: str, settings: Settings, evaluated: dict | None
+    row: ModelRuns, first: ModelRuns, label: str, settings: BenchSettings, evaluated: dict | None
 ) -> dict[str, Any]:
-    loaded = row.loaded or {}
+    loaded, load = row.loaded[-1] if row.loaded else {}, None
     notes = filter(None, (row.note, loaded.get("note")))
+    if loaded:
+        seconds = float(np.median([event["seconds"] for event in row.loaded]))
+        load = {"seconds": seconds, "peak_bytes": loaded["peak_bytes"], "memory": loaded["how"]}
     return {
         "source": row.subject.source,
         "label": label,
-        "size": {
-            "disk_bytes": row.subject.disk_bytes,
-            "weight_bytes": row.subject.weight_bytes,
-            "bits_per_weight": row.subject.bits_per_weight,
-        },
+        "size": {name: getattr(row.subject, name) for name in SIZES},
         "quality": match(row.subject, evaluated),
         "engine": {"name": row.engine, **{key: loaded.get(key) for key in ENGINE}, "note": "; ".join(notes)},
-        "load": row.loaded
-        and {
-            "seconds": float(np.median(row.load_seconds)),
-            "peak_bytes": loaded["peak_bytes"],
-            "memory": loaded["how"],
-        },
+        "load": load,
         "error": row.error,
-        "points": [_point(row, first, point) for point in settings.points],
-        "roofline": [_roofline(row, prompt, settings) for prompt in settings.numbers("prompt_tokens")],
+        "points": [_point(row, first, work) for work in settings.workloads],
+        "fits": _fits(row, settings),
     }
 
 
-def names(rows: Sequence[Measured]) -> list[str]:
+def unique_labels(rows: Sequence[ModelRuns]) -> list[str]:
     """Return a unique label per row: the end of its source, with the engine if there are several."""
     sources = list(dict.fromkeys(row.subject.source for row in rows))
     short = dict(zip(sources, labels(sources), strict=True))
-    made = [short[row.subject.source] for row in rows]
-    repeated = {name for name in made if made.count(name) > 1}
+    counts = Counter(row.subject.source for row in rows)
     return [
-        f"{name} ({row.engine})" if name in repeated else name for name, row in zip(made, rows, strict=True)
+        short[row.subject.source] + (f" ({row.engine})" if counts[row.subject.source] > 1 else "")
+        for row in rows
     ]
 
 
 # ---- figures of runs
 
 
-def decode(run: Run) -> float:
-    """Return new tokens a second, of all sequences together."""
-    return run["decode_tokens"] / run["decode_seconds"]
+def decode_rate(runs: Sequence[Run]) -> dict[str, float]:
+    """Return the summary of new tokens a second, of all sequences together."""
+    return summary([run["decode_tokens"] / run["decode_seconds"] for run in runs])
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -94,44 +92,49 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "p90": p90, "min": min(values), "max": max(values), "mad": mad}
 
 
-def _point(row: Measured, first: Measured, point: Point) -> dict[str, Any]:
-    """Return the figures of one point; `error` says why there are none."""
-    runs, others = row.runs.get(point), first.runs.get(point)
-    made: dict[str, Any] = asdict(point) | {"error": None}
+def _point(row: ModelRuns, first: ModelRuns, work: Workload) -> dict[str, Any]:
+    """Return the figures of one workload; `error` says why there are none."""
+    runs, first_runs = row.runs.get(work), first.runs.get(work)
     if not runs:
-        why = row.refused.get(point) or row.error or "not reached"
-        return made | {"error": why} | dict.fromkeys(FIGURES)
-    steps = [step for run in runs for step in run["step_seconds"]]
+        why = row.refused.get(work) or row.error or "not reached"
+        return asdict(work) | {"error": why} | dict.fromkeys(FIGURES)
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
-    speed = summary([decode(run) for run in runs])
-    return made | {
-        "prefill": summary([run["prefill_tokens"] / run["prefill_seconds"] for run in runs]),
+    prompt_tokens, speed = work.batch * work.prompt, decode_rate(runs)
+    return asdict(work) | {
+        "error": None,
+        "prefill": summary([prompt_tokens / run["prefill_seconds"] for run in runs]),
         "first_token": summary([run["prefill_seconds"] for run in runs]),
         "decode": speed,
-        "latency": summary(steps),
-        "ratio": speed["median"] / summary([decode(run) for run in others])["median"] if others else None,
+        "latency": summary([step for run in runs for step in run["step_seconds"]]),
+        "ratio": speed["median"] / decode_rate(first_runs)["median"] if first_runs else None,
         "kv_bytes": runs[0]["kv_bytes"],
         "peak_bytes": max(peaks, default=None),
     }
 
 
-def _roofline(row: Measured, prompt: int, settings: Settings) -> dict[str, Any]:
-    """Return b* (see roofline.py), predicted and measured, for prompts of `prompt` tokens."""
-    batches = settings.numbers("batch")
-    ran = {batch: runs for batch in batches if (runs := row.runs.get(Point(batch, prompt)))}
-    times = [(batch, batch / summary([decode(run) for run in runs])["median"]) for batch, runs in ran.items()]
-    predicted = None
-    if ran and row.rates:
-        batch, runs = next(iter(ran.items()))
-        roof = roofline.Roof(
-            weight_bytes=row.loaded["weight_bytes"] * row.subject.read_share,
-            cache_bytes=(runs[0]["kv_bytes"] or 0) / batch,
-            active=row.subject.active,
-            bandwidth=max(rates["bandwidth"] for rates in row.rates),
-            flops=max(rates["flops"] for rates in row.rates),
-        )
-        predicted = asdict(roof) | {"optimal_batch": roof.optimal_batch}
-    return {"prompt": prompt, "predicted": predicted, "measured": roofline.fit(times)}
+def _fits(row: ModelRuns, settings: BenchSettings) -> list[dict[str, float]]:
+    """Return `fit` for each prompt length that has one."""
+    fits = []
+    for prompt in settings.numbers("prompt_tokens"):
+        loads = [(batch, row.runs.get(Workload(batch, prompt))) for batch in settings.numbers("batch")]
+        fitted = fit([(batch, batch / decode_rate(runs)["median"]) for batch, runs in loads if runs])
+        fits += [{"prompt": prompt} | fitted] if fitted else []
+    return fits
+
+
+def fit(times: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+    """Fit times, given as (batch, seconds of a step), by floor + slope · batch. The fit minimizes relative
+    errors, since times span decades. At optimal_batch = floor / slope, a step takes twice its fixed time.
+
+    Returns None for fewer than FEWEST_BATCHES batch sizes, or if floor or slope is not positive.
+    """
+    if len({batch for batch, _ in times}) < FEWEST_BATCHES:
+        return None
+    batches, seconds = np.asarray(times, dtype=float).T
+    slope, floor = np.polyfit(batches, seconds, 1, w=1 / seconds).tolist()
+    if slope <= 0 or floor <= 0:
+        return None
+    return {"floor": floor, "slope": slope, "optimal_batch": floor / slope}
 
 
 # ---- quality
@@ -147,15 +150,16 @@ def match(subject: Subject, evaluated: dict[str, Any] | None) -> dict[str, float
     """Return kld and perplexity of the evaluated model that is the subject: of equal size in bytes, and with
     the same source, or the same last part of it. None if there is none."""
 
-    def end(source: str) -> str:
-        return source.rstrip("/").rpartition("/")[2]
-
-    models = (evaluated or {}).get("models", [])
-    same = [model for model in models if model["size"]["weight_bytes"] == subject.weight_bytes]
-    found = [model for model in same if model["source"] == subject.source]
-    found = found or [model for model in same if end(model["source"]) == end(subject.source)]
-    if not found:
+    models = evaluated["models"] if evaluated else []
+    name = Path(subject.source).name
+    alike = [
+        model
+        for model in models
+        if model["size"]["weight_bytes"] == subject.weight_bytes and Path(model["source"]).name == name
+    ]
+    if not alike:
         return None
-    metrics = found[0]["metrics"]
-    kld = 0.0 if found[0] is models[0] else (metrics.get("kld") or {}).get("mean")
+    model = next((model for model in alike if model["source"] == subject.source), alike[0])
+    metrics = model["metrics"]
+    kld = 0.0 if model is models[0] else (metrics.get("kld") or {}).get("mean")
     return {"kld": kld, "perplexity": metrics["ppl"]["value"]}

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from quantkit.errors import USAGE, QuantkitError
-from quantkit.models.machine import processor
-from quantkit.options import flag_of, option
+from quantkit.errors import USAGE, QuantkitError, one_of, require
+from quantkit.options import check_value, flag_of, option
+from quantkit.serving.engines import LocalOptions
 
 MOST = 1 << 20  # maximum of numbers in flags
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
 LISTS = ("batch", "prompt_tokens")
-LEAST = {"repeats": 1, "rounds": 1, "warmup": 0, "threads": 1, "requests": 1, "rate": 1e-6}
-
-
-def usual_threads() -> int:
-    """Return OMP_NUM_THREADS, else the number of cores that this process may use."""
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    return int(given) if given.isdigit() and int(given) else processor.cores()
+ENGINES = ("auto", "transformers", "llama.cpp")
 
 
 @dataclass(frozen=True, order=True)
-class Point:
+class Workload:
     """`batch` sequences at once, each of `prompt` tokens."""
 
     batch: int
@@ -32,24 +25,21 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Flags of all three commands."""
+class CommonSettings(LocalOptions):
+    """Flags of all three commands. least: minimum of each number."""
 
-    least_tokens: ClassVar[int] = 1
+    least: ClassVar[dict[str, float]] = dict.fromkeys((*LISTS, "tokens", "repeats", "rounds", "requests"), 1)
     tokens: int = option(64, "New tokens of each sequence.", short="-n")
     seed: int = option(0, "Seed of the prompts.")
     repeats: int = option(3, "Number of measured runs.")
-    threads: int | None = option(None, "CPU threads. (default: OMP_NUM_THREADS, else all cores)")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
-    )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
 
     def check(self) -> None:
         """Raise QuantkitError (exit code 2) for values that are invalid for every model."""
-        for name, least in {**dict.fromkeys(LISTS, 1), "tokens": self.least_tokens, **LEAST}.items():
-            if (value := getattr(self, name, None)) is not None:
-                require_numbers((flag_of(name), self.numbers(name) if name in LISTS else value, least))
+        for name, least in self.least.items():
+            value = getattr(self, name, None)
+            for number in self.numbers(name) if isinstance(value, str) else (value,):
+                fits = number is None or least <= number <= MOST
+                check_value(flag_of(name), number, fits, f"choose {least} or more")
 
     def numbers(self, name: str) -> tuple[int, ...]:
         """Return the numbers of a flag such as `1,4,16`, sorted, each once. Raises QuantkitError."""
@@ -62,32 +52,28 @@ class Asked:
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the words of a flag such as `eager,sdpa`, each once. Raises QuantkitError if empty."""
-        found = tuple(dict.fromkeys(filter(None, (part.strip() for part in getattr(self, name).split(",")))))
-        if not found:
-            raise QuantkitError(f"{flag_of(name)} names nothing", "see --help", USAGE)
-        return found
-
-    @property
-    def cores(self) -> int:
-        """Return the number of CPU threads to compute with."""
-        return self.threads or usual_threads()
+        words = tuple(dict.fromkeys(filter(None, (part.strip() for part in getattr(self, name).split(",")))))
+        require(words, f"{flag_of(name)} names nothing", "see --help", USAGE)
+        return words
 
     def record(self) -> dict[str, Any]:
         """Return the settings as values that JSON can store."""
-        names = [row.name for row in fields(self) if row.metadata and row.name != "quality"]
-        found = {KEYS.get(name, name): getattr(self, name) for name in names} | {"threads": self.cores}
-        lists = [name for name in ("batch", "prompt_tokens") if getattr(self, name) is not None]
-        return found | {KEYS.get(name, name): self.numbers(name) for name in lists}
+        names = [field.name for field in fields(self) if field.metadata and field.name != "quality"]
+        lists = [name for name in LISTS if getattr(self, name) is not None]
+        values = {name: getattr(self, name) for name in names} | {"threads": self.cores}
+        values |= {name: self.numbers(name) for name in lists}
+        return {KEYS.get(name, name): value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
-class Settings(Asked):
+class BenchSettings(CommonSettings):
     """Flags of `quantkit bench`.
 
-    Every point is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
+    Every workload is run `warmup` times unmeasured and `repeats` times measured, in each of `rounds`.
     """
 
-    least_tokens: ClassVar[int] = 2  # the prefill makes the first; latency needs another
+    # the prefill makes the first token; latency needs another
+    least: ClassVar[dict[str, float]] = CommonSettings.least | {"tokens": 2, "warmup": 0}
     batch: str = option("1", "Sequences at once: a number, or several separated by commas, such as 1,4,16.")
     prompt_tokens: str = option(
         "128", "Tokens of each prompt: a number, or several separated by commas, such as 128,512."
@@ -111,14 +97,22 @@ class Settings(Asked):
     trust_remote_code: bool = False
 
     @property
-    def points(self) -> list[Point]:
+    def workloads(self) -> list[Workload]:
         """Return every pair of batch size and prompt length; short prompts first."""
         prompts, batches = self.numbers("prompt_tokens"), self.numbers("batch")
-        return [Point(batch, prompt) for prompt in prompts for batch in batches]
+        return [Workload(batch, prompt) for prompt in prompts for batch in batches]
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """Return the engines named by --engine. Raises QuantkitError for an unknown one."""
+        names = self.names("engine")
+        hint = "quantkit serve ./model --engine vllm, then vllm bench serve"
+        require("vllm" not in names, "bench does not run vLLM", hint, USAGE)
+        return tuple(one_of(name, ENGINES, f"no engine {name!r}") for name in names)
 
 
 @dataclass(frozen=True)
-class Attention(Asked):
+class AttentionSettings(CommonSettings):
     """Flags of `quantkit bench attention`."""
 
     implementations: str = option(
@@ -133,9 +127,10 @@ class Attention(Asked):
 
 
 @dataclass(frozen=True)
-class Batching(Asked):
+class BatchingSettings(CommonSettings):
     """Flags of `quantkit bench batching`."""
 
+    least: ClassVar[dict[str, float]] = CommonSettings.least | {"rate": 1e-6}
     policies: str = option(
         "static,dynamic,continuous",
         "Ways of batching, separated by commas. static: wait for a full batch. dynamic: wait 0.25 seconds at "
@@ -147,12 +142,3 @@ class Batching(Asked):
     prompt_tokens: int = option(64, "Tokens of a prompt, on average.")
     tokens: int = option(32, "Tokens of an answer, on average.", short="-n")
     repeats: int = option(3, "Number of measured rounds.")
-
-
-def require_numbers(*rows: tuple[str, float | tuple[float, ...] | None, float]) -> None:
-    """Raise QuantkitError (exit code 2) for a number below its least value or above MOST. rows: (name of the
-    flag; a number, several, or None; least value)."""
-    for name, values, least in rows:
-        for value in values if isinstance(values, tuple) else (values,):
-            if value is not None and not least <= value <= MOST:
-                raise QuantkitError(f"{name} {value} is invalid", f"choose {least} or more", USAGE)

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.columns import NOTHING, bits, number
 from quantkit.evaluation.comparison.figures import Axis, Figure, Line, Point, Series
 from quantkit.evaluation.comparison.report import Report, Table
-from quantkit.serving.bench.roofline import Roof
 from quantkit.tables import MODEL_BITS, figure, megabytes, size
 
 Record = dict[str, Any]
 NOISY = 0.1  # relative median deviation above which a note warns
-CURVE_POINTS = 65  # points of a predicted curve
 DECODE = "new tokens per second, all sequences together"
 
 
@@ -40,8 +36,8 @@ def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
 
     def cell(point: Record) -> str:
         name, _, key = path.partition(".")
-        found = point[name]
-        return NOTHING if found is None else write(found[key] if key else found)
+        value = point[name]
+        return NOTHING if value is None else write(value[key] if key else value)
 
     return cell
 
@@ -146,43 +142,36 @@ def protocol(record: Record) -> Iterator[str]:
 
 def noise(record: Record) -> list[str]:
     """Return a warning that names the models whose runs differ by more than NOISY; [] if there are none."""
-    found = []
+    noisy = []
     for model in record["models"]:
         worst = max((point["decode"]["mad"] for point in model["points"] if point["decode"]), default=0)
-        if worst > NOISY:
-            found.append(f"{model['label']} (± {100 * worst:.0f} %)")
-    return [f"runs of {name_all(found)} differ: stop other programs, or add --repeats"] if found else []
+        noisy += [f"{model['label']} (± {100 * worst:.0f} %)"] if worst > NOISY else []
+    return [f"runs of {name_all(noisy)} differ: stop other programs, or add --repeats"] if noisy else []
 
 
 def failures(record: Record) -> list[str]:
     """Return a line for each model and reason for which points did not run, with these points."""
-    found: dict[tuple[str, str], list[str]] = {}
+    failed: dict[tuple[str, str], list[str]] = {}
     for model in record["models"]:
         for point in model["points"]:
             if point["error"]:
-                found.setdefault((model["label"], point["error"]), []).append(called(point))
-    every = len(record["models"][0]["points"])
+                failed.setdefault((model["label"], point["error"]), []).append(called(point))
+    total = len(record["models"][0]["points"])
     return [
-        f"{label}{'' if len(where) == every else ', ' + ', '.join(where)}: {why}"
-        for (label, why), where in found.items()
+        f"{label}{'' if len(points) == total else ', ' + ', '.join(points)}: {why}"
+        for (label, why), points in failed.items()
     ]
 
 
 def best_batches(record: Record) -> Iterator[str]:
-    """Yield a line with b* (see roofline.py), predicted and measured, per model and prompt length."""
-    if len(record["settings"]["batch"]) < 2:
-        return
-    for model in record["models"]:
-        for row in model["roofline"]:
-            line = f"b* of {model['label']}, {row['prompt']} tokens:"
-            if predicted := row["predicted"]:
-                rates = f"{predicted['bandwidth'] / 1e9:,.1f} GB/s, {predicted['flops'] / 1e9:,.0f} GFLOPS"
-                line += f" predicted {figure(predicted['optimal_batch'])} ({rates}),"
-            if fitted := row["measured"]:
-                step = f"{milliseconds(fitted['floor'])} ms + {milliseconds(fitted['slope'])} ms·b"
-                yield f"{line} measured {figure(fitted['optimal_batch'])} (a step takes {step})"
-            elif predicted:
-                yield f"{line} measured: not known (needs three batches that take longer as they grow)"
+    """Yield a line with b*, the batch from which more sequences cost time, per model and prompt length."""
+    for model in record["models"] if len(record["settings"]["batch"]) > 1 else ():
+        for fitted in model["fits"]:
+            step = f"{milliseconds(fitted['floor'])} ms + {milliseconds(fitted['slope'])} ms·b"
+            best = f"{figure(fitted['optimal_batch'])} (a step takes {step})"
+            yield f"b* of {model['label']}, {fitted['prompt']} tokens: {best}"
+        if not model["fits"] and not model["error"]:
+            yield f"b* of {model['label']}: not known (needs three batches that take longer as they grow)"
 
 
 # ---- plots
@@ -196,34 +185,24 @@ def _ran(model: Record, **at: int) -> Iterator[Record]:
 
 
 def by_batch(record: Record, prompt: int) -> Figure:
-    """Return a plot of measured throughput over batch size, with the roofline, for one prompt length."""
+    """Return a plot of measured throughput over batch size, for one prompt length."""
     batches = record["settings"]["batch"]
-    series, lines, roofs = [], [], ""
+    series, lines = [], []
     for index, model in enumerate(record["models"]):
         points = []
         for point in _ran(model, prompt=prompt):
             speed = point["decode"]
             note = f"{model['label']}, {called(point)}: {figure(speed['median'])} tokens/s"
             points.append(Point(point["batch"], speed["median"], speed["min"], speed["max"], note))
-        if not points:
-            continue
-        series.append(Series(model["label"], tuple(points), index, joined=True))
-        found = next(row for row in model["roofline"] if row["prompt"] == prompt)
-        if predicted := found["predicted"]:
-            roof = Roof(**{key: value for key, value in predicted.items() if key != "optimal_batch"})
-            xs = np.geomspace(batches[0], batches[-1], CURVE_POINTS).tolist()
-            curve = tuple(Point(x, x / roof.seconds(x)) for x in xs)
-            series.append(Series(model["label"], curve, index, joined=True, bare=True))
-            roofs = " Dashed: the roofline, the most that the measured bandwidth and FLOPS allow."
-        for name in ("measured", "predicted") if len(record["models"]) == 1 else ():
-            best = found[name]["optimal_batch"] if found[name] else 0
-            if batches[0] <= best <= batches[-1]:
-                lines.append(Line(f"{name} b* {figure(best)}", "x", best))
-    knees = " b*: the batch from which more sequences cost time." if lines else ""
+        series += [Series(model["label"], tuple(points), index, joined=True)] if points else []
+        best = [fitted["optimal_batch"] for fitted in model["fits"] if fitted["prompt"] == prompt]
+        if len(record["models"]) == 1 and best and batches[0] <= best[0] <= batches[-1]:
+            lines.append(Line(f"b* {figure(best[0])}", "x", best[0]))
+    knee = " b*: the batch from which more sequences cost time." if lines else ""
     return Figure(
         key=f"batch-{prompt}",
         title=f"Throughput by batch, {prompt} prompt tokens",
-        caption="Marks: the median of all runs." + roofs + knees,
+        caption="Marks: the median of all runs." + knee,
         bars="Bars: slowest and fastest run.",
         x=Axis("sequences at once", "whole", log=True, ticks=tuple(batches)),
         y=Axis(DECODE, log=True),
@@ -234,22 +213,24 @@ def by_batch(record: Record, prompt: int) -> Figure:
 
 def against(record: Record) -> Figure:
     """Return a plot of KL divergence (if unknown: size) against decoding speed at the first point."""
-    known = any(model["quality"] and model["quality"]["kld"] for model in record["models"])
+    by_loss = any(model["quality"] and model["quality"]["kld"] for model in record["models"])
     first = record["models"][0]["points"][0]
     series = []
-    equal = [m["label"] for m in record["models"] if known and m["quality"] and not m["quality"]["kld"]]
+    equal = [m["label"] for m in record["models"] if by_loss and m["quality"] and not m["quality"]["kld"]]
     zero = f" Not drawn: {name_all(equal)} (KL divergence 0)." if equal else ""
     for index, model in enumerate(record["models"]):
-        loss = (model["quality"] or {}).get("kld") if known else model["size"]["weight_bytes"]
+        loss = (model["quality"] or {}).get("kld") if by_loss else model["size"]["weight_bytes"]
         for point in _ran(model, batch=first["batch"], prompt=first["prompt"]) if loss else ():
             speed = point["decode"]["median"]
             note = f"{model['label']}: {figure(speed)} tokens/s, {megabytes(model['size']['weight_bytes'])}"
             series.append(Series(model["label"], (Point(speed, loss, note=note),), index, joined=False))
     return Figure(
-        key="quality" if known else "size",
-        title="Quality against speed" if known else "Size against speed",
+        key="quality" if by_loss else "size",
+        title="Quality against speed" if by_loss else "Size against speed",
         caption=f"Batch {first['batch']}, {first['prompt']} prompt tokens. Best: lower right.{zero}",
         x=Axis(DECODE, log=True),
-        y=Axis("KL divergence, nats per token", log=True) if known else Axis("size of all tensors", "bytes"),
+        y=Axis("KL divergence, nats per token", log=True)
+        if by_loss
+        else Axis("size of all tensors", "bytes"),
         series=tuple(series),
     )

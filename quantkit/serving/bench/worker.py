@@ -1,12 +1,12 @@
 """The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
 
-It reads a pickled `Job` from stdin and writes a line of JSON for every event to stdout:
+It reads a pickled `WorkerJob` from stdin and writes a line of JSON for every event to stdout:
 
-    {"event": "loaded", facts…, "seconds", "peak_bytes", "how"}
-    {"event": "run", "batch", "prompt", "warmup", timing…, "peak_bytes"}
-    {"event": "refused", "batch", "prompt", "message"}     a point that cannot run
-    {"event": "failed", "message"}                         nothing more will come
-    {"event": "rates", "bandwidth", "flops"}
+    {"event": "loaded", LoadedModel…, "seconds", "peak_bytes", "how"}
+    {"event": "warmed up"}
+    {"event": "run", "batch", "prompt", Timing…, "peak_bytes"}
+    {"event": "refused", "batch", "prompt", "message"}     a workload that cannot run
+    {"event": "failed", "message"}                         the last event
     {"event": "done"}
 
 A separate process makes peak memory exact. If the system kills it for memory, the parent can report that.
@@ -14,26 +14,24 @@ A separate process makes peak memory exact. If the system kills it for memory, t
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import pickle
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from quantkit.errors import QuantkitError, first_line, memory_ran_out
 from quantkit.models.machine.device import free_memory
-from quantkit.models.machine.memory import return_freed_pages
-from quantkit.serving.bench import machine, runners
 from quantkit.serving.bench.memory import Meter
-from quantkit.serving.bench.subjects import Job
+from quantkit.serving.bench.runners import RUNNERS
+from quantkit.serving.bench.settings import Workload
+from quantkit.serving.bench.subjects import WorkerJob
 
 Emit = Callable[[dict[str, Any]], None]
 CPU = torch.device("cpu")
@@ -62,48 +60,43 @@ def main() -> None:
     os._exit(0)  # skip destructors of engines' threads
 
 
-def measure(job: Job, emit: Emit) -> None:
-    """Load the checkpoint, then warm up and run each point. Raises QuantkitError if it cannot be loaded."""
-    engine = runners.find(job.engine)
+def measure(job: WorkerJob, emit: Emit) -> None:
+    """Load the checkpoint; warm up and run each workload. Raises QuantkitError if it cannot be loaded."""
     torch.set_num_threads(job.settings.cores)
-    device, value_bytes = engine.prepare(job)
-    free, possible = free_memory(device or CPU), []
-    for point in job.points:
-        if why := job.refusal(point, value_bytes, free):
-            emit({"event": "refused", **asdict(point), "message": why})
+    runner = RUNNERS[job.engine](job)
+    free, possible = free_memory(runner.device or CPU), []
+    for work in job.workloads:
+        if why := job.refusal(work, runner.dtype, free):
+            emit({"event": "refused", **asdict(work), "message": why})
         else:
-            possible.append(point)
+            possible.append(work)
     if possible:
-        _run_all(replace(job, points=possible), engine, device, emit)
+        meter = Meter(runner.device)
+        began = time.perf_counter()
+        loaded = runner.load(possible)
+        cost = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
+        emit({"event": "loaded", **asdict(loaded), **cost})
+        for work in possible:
+            _run(runner, work, job, meter, emit)
     emit({"event": "done"})
 
 
-def _run_all(job: Job, engine: ModuleType, device: torch.device | None, emit: Emit) -> None:
-    """Run every point, then measure the machine. device: None where torch does not compute."""
-    meter = Meter(device)
-    began = time.perf_counter()
-    runner = engine.Runner(job)
-    facts = runner.facts
-    loaded = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
-    emit({"event": "loaded", **asdict(facts), **loaded})
-    for point in job.points:
-        prompts = job.subject.prompts(point, job.settings.seed)
-        for index in range(job.settings.warmup + job.settings.repeats):
-            meter.reset()
-            try:
-                timing = runner.run(prompts, job.settings.tokens)
-            except Exception as error:
-                if not isinstance(error, QuantkitError) and not memory_ran_out(error):
-                    raise
-                emit({"event": "refused", **asdict(point), "message": first_line(error)})
-                break
-            run = {"warmup": index < job.settings.warmup, **asdict(timing), "peak_bytes": meter.peak()}
-            emit({"event": "run", **asdict(point), **run})
-    del runner
-    gc.collect()
-    return_freed_pages()
-    rates = machine.rates(device or CPU, getattr(torch, facts.dtype), facts.weight_bytes)
-    emit({"event": "rates", **rates})
+def _run(runner: Any, work: Workload, job: WorkerJob, meter: Meter, emit: Emit) -> None:
+    """Warm up and measure one workload; if memory runs out, the workload is refused."""
+    prompts, settings = job.subject.prompts(work, job.settings.seed), job.settings
+    for index in range(settings.warmup + settings.repeats):
+        meter.reset()
+        try:
+            timing = runner.run(prompts, settings.tokens)
+        except Exception as error:
+            if not isinstance(error, QuantkitError) and not memory_ran_out(error):
+                raise
+            emit({"event": "refused", **asdict(work), "message": first_line(error)})
+            return
+        if index >= settings.warmup:
+            emit({"event": "run", **asdict(work), **asdict(timing), "peak_bytes": meter.peak()})
+        else:
+            emit({"event": "warmed up"})
 
 
 if __name__ == "__main__":

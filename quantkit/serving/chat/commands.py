@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all, require
-from quantkit.serving.chat.session import Session
+from quantkit.serving.chat.session import ChatSession
 
 BLOCK = '"""'
 NAMES = ("/reset", "/system", "/retry", "/save", "/help", "/exit", "/quit")
@@ -49,7 +49,7 @@ def is_command(line: str) -> bool:
     return line.startswith("/") and not line.startswith("//")
 
 
-def obey(line: str, session: Session) -> str:
+def obey(line: str, session: ChatSession) -> str:
     """Run a command other than /retry and /exit; return the reply to the user.
 
     Raises QuantkitError for an unknown or incomplete command.

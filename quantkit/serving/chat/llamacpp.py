@@ -5,7 +5,7 @@ quantkit renders the chat template: llama.cpp would run the file's template in t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from typing import Any
 from quantkit.capacity.source import cache_bytes
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
-from quantkit.serving.chat.session import Answer, Facts, Prompt, Stream, written
+from quantkit.serving.chat.session import Answer, ChatModel, Prompt, Stream, rendered
 from quantkit.serving.engines import llamacpp
 
 CONTEXT_STEP = 256  # llama.cpp rounds contexts up to a multiple of this
-PLAIN = {"min_p": 0.0, "timings_per_token": True, "cache_prompt": True}  # min_p is not 0 by default
+SAMPLING = ("temperature", "top_k", "top_p", "seed")  # names in llama.cpp's requests, too
 
 
 class LlamaCppChat:
@@ -28,25 +28,24 @@ class LlamaCppChat:
         source: str,
         path: Path,
         context: int,
+        threads: int,
         template: str | None = None,
         kv_dtype: str = "float16",
         device: str = "cpu",
-        threads: int = 0,
     ):
         metadata, infos = gguf_file.read_header(path)
         self._template, self._bos = llamacpp.chat_template(metadata, template, date.today())
         context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
-        self._session = llamacpp.Session(
-            llamacpp.parameters(path, context, threads=threads, kv_dtype=kv_dtype, device=device)
+        self._server = llamacpp.LlamaCppServer(
+            llamacpp.parameters(path, context, threads, kv_dtype=kv_dtype, device=device)
         )
         self._kv_bytes = cache_bytes(path, context, kv_dtype)  # llama.cpp allocates all of it at once
-        types = sorted({info.dtype for info in infos.values() if len(info.shape) > 1})
-        self.facts = Facts(
+        self.model = ChatModel(
             source=source,
             engine=f"llama.cpp (xllamacpp {llamacpp.version()})",
             kernels="ggml",
             device=device,
-            dtype=" ".join(types),
+            dtype=" ".join(sorted({info.dtype for info in infos.values() if len(info.shape) > 1})),
             context=context,
             weight_bytes=sum(info.nbytes for info in infos.values()),
         )
@@ -55,27 +54,38 @@ class LlamaCppChat:
         self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
         """Answer a prompt, as `TransformersChat.answer` does."""
-        names = ("temperature", "top_k", "top_p", "seed")
-        fields = PLAIN | {name: getattr(sampling, name) for name in names}
-        text = written(self._template, prompt).encode(errors="replace").decode()  # no half characters
+        text = rendered(self._template, prompt).encode(errors="replace").decode()  # no half characters
+        bos_id, bos = self._bos
         given: str | list[int | str] = text
-        number, bos = self._bos
         if bos and text.startswith(bos) and not isinstance(prompt, str):
-            given = [number, text[len(bos) :]]  # llama.cpp puts one before a text where the file says so
-        answer, timings, ended = self._session.complete(given, sampling.tokens, stream, stopped, **fields)
-        counts: dict[str, Any] = {"cache_n": 0, "prompt_n": 0, "predicted_n": 0, **timings}
-        cached, fresh, new = (int(counts[name]) for name in ("cache_n", "prompt_n", "predicted_n"))
+            given = [bos_id, text[len(bos) :]]  # llama.cpp puts one before a text where the file says so
+        texts: list[str] = []
+        last: dict[str, Any] = {}
+
+        def receive(chunk: Mapping[str, Any]) -> None:
+            last.update(chunk.get("timings") or {})
+            for choice in chunk.get("choices", ()):
+                last["reason"] = choice.get("finish_reason") or last.get("reason")
+                texts.append(choice.get("text") or "")
+                if texts[-1]:
+                    stream(texts[-1])
+
+        request = {name: getattr(sampling, name) for name in SAMPLING}
+        request |= {"prompt": given, "n_predict": sampling.tokens, "cache_prompt": True}
+        request |= {"min_p": 0.0, "timings_per_token": True}  # llama.cpp's default of min_p is not 0
+        self._server.stream(request, receive, stopped)
+        cached, computed, new = (int(last.get(name, 0)) for name in ("cache_n", "prompt_n", "predicted_n"))
         return Answer(
-            text=answer,
-            prompt_tokens=cached + fresh,
+            text="".join(texts),
+            prompt_tokens=cached + computed,
             cached_tokens=cached,
             generated_tokens=new,
-            prefill_seconds=counts.get("prompt_ms", 0.0) / 1e3,
-            decode_seconds=counts.get("predicted_ms", 0.0) / 1e3,
-            stop="end" if ended else None,
+            prefill_seconds=last.get("prompt_ms", 0.0) / 1e3,
+            decode_seconds=last.get("predicted_ms", 0.0) / 1e3,
+            stop="end" if last.get("reason") == "stop" else None,
             kv_bytes=self._kv_bytes,
         )
 
     def close(self) -> None:
         """Free the model."""
-        self._session.close()
+        self._server.close()

@@ -25,7 +25,7 @@ Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or
 
 
 @dataclass
-class Conversation:
+class ChatHistory:
     """A conversation. messages: the user's and the model's, in turn. raw: there are no roles; user and model
     continue one text."""
 
@@ -57,7 +57,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Facts:
+class ChatModel:
     """The running model. engine: name and version. kernels: name of the kernels that multiply by the weights.
     context: maximum number of tokens. weight_bytes: in memory."""
 
@@ -110,7 +110,7 @@ class Answer:
         return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
 
 
-def written(template: chat.ChatTemplate, prompt: Prompt) -> str:
+def rendered(template: chat.ChatTemplate, prompt: Prompt) -> str:
     """Return the prompt as one text that ends where the answer begins.
 
     Raises QuantkitError for messages that the chat template rejects.
@@ -126,11 +126,11 @@ def written(template: chat.ChatTemplate, prompt: Prompt) -> str:
         raise QuantkitError(error.message, hint, error.exit_code) from error
 
 
-class Session:
+class ChatSession:
     """A conversation that an engine answers. engine: a `TransformersChat` or a `LlamaCppChat`. The first
     answer uses the seed of `sampling`; each further one, also after /retry, adds 1."""
 
-    def __init__(self, engine: Any, conversation: Conversation, sampling: Sampling):
+    def __init__(self, engine: Any, conversation: ChatHistory, sampling: Sampling):
         self.engine, self.conversation, self.sampling = engine, conversation, sampling
         self.answers = 0
         self.stopped = False
@@ -175,7 +175,7 @@ class Session:
         if answered:
             self.conversation.messages.append({"role": "assistant", "content": made.text})
         self.answers += 1
-        share = made.used / (context := self.engine.facts.context)
+        share = made.used / (context := self.engine.model.context)
         if share < NEARLY_FULL:
             return made
         note = f"{share:.0%} of the context of {context:,} tokens are used: /reset starts again"
@@ -188,13 +188,12 @@ class Session:
     def memory(self, made: Answer) -> dict[str, int | None]:
         """Return the bytes of the weights, of the cache after `made`, and of this process."""
         process = psutil.Process().memory_info().rss
-        return {"weights": self.engine.facts.weight_bytes, "kv_cache": made.kv_bytes, "process": process}
+        return {"weights": self.engine.model.weight_bytes, "kv_cache": made.kv_bytes, "process": process}
 
     def record(self, message: str, made: Answer) -> dict[str, Any]:
         """Return the versioned JSON of one message and its answer."""
         kinds = ("prompt", "cached", "prefilled", "generated")
-        model = asdict(self.engine.facts)
-        del model["weight_bytes"]
+        model = {name: value for name, value in asdict(self.engine.model).items() if name != "weight_bytes"}
         return {
             "schema": SCHEMA,
             "turn": self.answers,

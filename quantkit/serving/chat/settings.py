@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from quantkit.errors import USAGE, QuantkitError
+from quantkit.errors import USAGE, require
 from quantkit.options import option, parse_tokens
+from quantkit.serving.engines import LocalOptions
 
 
 @dataclass(frozen=True)
-class Settings:
+class ChatSettings(LocalOptions):
     """Flags. If one is None, the checkpoint or the engine decides."""
 
     system: str = option("", "The system message.")
@@ -43,16 +44,11 @@ class Settings:
     decoded: bool = option(
         False, "In transformers, compute with decoded weights instead of the layout's own kernels."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
-    )
     kv_dtype: str | None = option(
         None, "Precision of the KV cache in llama.cpp: fp16, bf16, fp32, q8_0 or q4_0. (default: fp16)"
     )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
-    threads: int | None = option(None, "CPU threads. (default: the choice of the engine)")
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        if self.raw and self.template:
-            raise QuantkitError("--raw takes no --template", "leave out one of them", USAGE)
+        both = self.raw and self.template
+        require(not both, "--raw takes no --template", "leave out one of them", USAGE)

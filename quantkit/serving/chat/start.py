@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import generate
 from quantkit.evaluation.sampling import Sampling, stored_config
 from quantkit.models import kv_types
@@ -15,8 +15,8 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
-from quantkit.serving.chat.session import Conversation, Session
-from quantkit.serving.chat.settings import Settings
+from quantkit.serving.chat.session import ChatHistory, ChatSession
+from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.chat.transformers import TransformersChat
 from quantkit.serving.engines import llamacpp
 from quantkit.serving.engines.choose import choose_local
@@ -28,31 +28,31 @@ RECOMMENDED = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p"}  # nam
 
 def start(
     source: str,
-    settings: Settings,
+    settings: ChatSettings,
     revision: str | None = None,
     offline: bool = False,
     trust_remote_code: bool = False,
     progress: Progress = SILENT,
-) -> Session:
+) -> ChatSession:
     """Load the model and return the session. Raises QuantkitError for invalid settings, and if the model does
     not load, does not fit the memory, or has no chat template."""
     settings.check()
     kv_dtype = settings.kv_dtype and kv_types.named(settings.kv_dtype)
-    sampling(replace(settings, temperature=settings.temperature or 1.0), {})
+    # invalid flags fail before a download; whether the model recommends sampling is not known yet
+    chosen_sampling(replace(settings, temperature=settings.temperature or 1.0), {})
     progress.phase(f"loading {source}")
     path = hub.resolve(source, revision, offline)
-    name, note = choose_local(settings.engine, None if path.is_file() else source)
+    engine, note = choose_local(settings.engine, None if path.is_file() else source)
     device = choose_device(settings.device)
-    known: Mapping[str, Any] = {}
-    if name == "llama.cpp":
-        if settings.decoded or settings.dtype != "auto":
-            why = "--decoded and --dtype are for transformers: llama.cpp computes in the types of the file"
-            raise QuantkitError(why, "add --engine transformers, or leave them out", USAGE)
+    if engine == "llama.cpp":
+        why = "--decoded and --dtype are for transformers: llama.cpp computes in the types of the file"
+        hint = "add --engine transformers, or leave them out"
+        require(not settings.decoded and settings.dtype == "auto", why, hint, USAGE)
         metadata, _ = gguf_file.read_header(path)
         stored = llamacpp.stored_template(metadata)
         made_for = metadata.get(f"{metadata.get('general.architecture')}.context_length")
         made_for = made_for if isinstance(made_for, int) else None
-        known = {k: metadata.get(f"general.sampling.{v}") for k, v in RECOMMENDED.items()}
+        recommended = {name: metadata.get(f"general.sampling.{key}") for name, key in RECOMMENDED.items()}
     else:
         hint = "leave out --kv-dtype: the cache has the precision of --dtype"
         require(kv_dtype is None, "--kv-dtype is for GGUF files through llama.cpp", hint, UNSUPPORTED)
@@ -61,39 +61,39 @@ def start(
         if note:
             progress.warn(f"{note}: weights are decoded")
         config = stored_config(checkpoint)
-        if config and config.do_sample:
-            known = {k: getattr(config, k, None) for k in RECOMMENDED}
+        config = config if config and config.do_sample else None
+        recommended = {name: getattr(config, name, None) for name in RECOMMENDED}
     given = None
     if settings.template:
         with opened(settings.template, "--template", "check the path") as file:
             given = file.read()
     hint = "add --template FILE, or --raw to continue text without roles"
     require(settings.raw or given or stored, f"{source} has no chat template", hint, USAGE)
+    sampling = chosen_sampling(settings, recommended)
     context = settings.ctx or min(made_for or CONTEXT, CONTEXT)
     if made_for is not None and context > made_for:
         progress.warn(f"{source} was made for {made_for:,} tokens, --ctx is {context:,}")
-    if name == "llama.cpp":
-        cache, threads = kv_dtype or "float16", settings.threads or 0
-        engine: Any = LlamaCppChat(source, path, context, given, cache, device.type, threads)
+    if engine == "llama.cpp":
+        cache = kv_dtype or "float16"
+        chat: Any = LlamaCppChat(source, path, context, settings.cores, given, cache, device.type)
     else:
         dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
-        engine = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
-    numbers = {k: v for k, v in known.items() if isinstance(v, int | float) and not isinstance(v, bool)}
-    return Session(engine, Conversation(settings.system, settings.raw), sampling(settings, numbers))
+        chat = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
+    return ChatSession(chat, ChatHistory(settings.system, settings.raw), sampling)
 
 
-def sampling(settings: Settings, recommended: Mapping[str, float]) -> Sampling:
+def chosen_sampling(settings: ChatSettings, recommended: Mapping[str, Any]) -> Sampling:
     """Return the sampling settings: flags first, then `recommended`, which temperature 0 switches off.
 
-    Raises QuantkitError for invalid values.
+    Values of `recommended` that are no numbers are ignored. Raises QuantkitError for invalid values.
     """
-    given_flags = {name: getattr(settings, name) for name in RECOMMENDED}
-    given_flags = {name: value for name, value in given_flags.items() if value is not None}
-    found = {**recommended, **given_flags}
-    if not found.get("temperature"):
-        found = given_flags
-    if "top_k" in found:
-        found["top_k"] = int(found["top_k"])
-    made = Sampling(tokens=settings.tokens, seed=settings.seed, **found)
-    made.check()
-    return made
+    flags = {name: getattr(settings, name) for name in RECOMMENDED if getattr(settings, name) is not None}
+    numbers = {k: v for k, v in recommended.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    chosen = numbers | flags
+    if not chosen.get("temperature"):
+        chosen = flags
+    if "top_k" in chosen:
+        chosen["top_k"] = int(chosen["top_k"])
+    sampling = Sampling(tokens=settings.tokens, seed=settings.seed, **chosen)
+    sampling.check()
+    return sampling

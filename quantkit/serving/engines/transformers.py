@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import logging
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,6 @@ def load(
         model, note = _packed(checkpoint, dtype, device)
     if model is None:
         model = load_model(checkpoint, dtype, device, tokens)
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     kernels, packed = _kernels(model)
     if checkpoint.quantized and not packed and (decoded or not note):
         note = "as requested" if decoded else "transformers decodes the weights when they are first used"
@@ -71,7 +71,7 @@ def load(
         kernels=kernels,
         packed=packed,
         note=note,
-        weight_bytes=sum(t.numel() * t.element_size() for t in tensors),
+        weight_bytes=model.get_memory_footprint(),
         attention=model.config.get_text_config()._attn_implementation,
     )
 
@@ -80,10 +80,10 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     """Return the model as transformers loads it, and ""; or None and the reason why it does not load."""
     if not checkpoint.folder.is_dir():
         return None, "transformers decodes GGUF files"
-    known = client_of(checkpoint)
-    if known["loads"] is False:  # it may load the model and compute nonsense
-        return None, f"{REFUSED}: {known['note']}"
-    if missing := [package for package in known["needs"] if not installed(package)]:
+    client = client_of(checkpoint)
+    if client["loads"] is False:  # it may load the model and compute nonsense
+        return None, f"{REFUSED}: {client['note']}"
+    if missing := [package for package in client["needs"] if not installed(package)]:
         return None, f"{REFUSED}: it needs {' and '.join(missing)} (pip install {' '.join(missing)})"
     need, free = sum(info.nbytes for info in checkpoint.infos.values()), free_memory(device)
     what = f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free"
@@ -124,8 +124,8 @@ def _silenced() -> Iterator[None]:
 
 def client_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
     """Return what `inspect` says of transformers and this checkpoint: loads, note, needs (packages)."""
-    rows = record.describe(headers.open_contents(str(checkpoint.folder)))["clients"]
-    return next(row for row in rows if row["client"] == "transformers")
+    clients = record.describe(headers.open_contents(str(checkpoint.folder)))["clients"]
+    return next(client for client in clients if client["client"] == "transformers")
 
 
 def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
@@ -142,14 +142,14 @@ def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
 
 def _kernels(model: nn.Module) -> tuple[str, bool]:
     """Return the most frequent class of quantized linears and True; without any, `torch Linear` and False."""
-    found = Counter(
+    quantized = Counter(
         f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
         for module in model.modules()
         if type(module).__module__.partition(".")[0] not in ("torch", "transformers")
         and not any(True for _ in module.children())
         and any(not t.is_floating_point() for t in (*module.parameters(), *module.buffers()))
     )
-    return (found.most_common(1)[0][0], True) if found else ("torch Linear", False)
+    return (quantized.most_common(1)[0][0], True) if quantized else ("torch Linear", False)
 
 
 Clock = Callable[[], float]  # seconds
@@ -176,10 +176,30 @@ class Ticks(transformers.StoppingCriteria):
         return torch.full((len(input_ids),), self._stopped(), dtype=torch.bool, device=input_ids.device)
 
 
+@torch.no_grad()
+def continue_batch(
+    model: nn.Module, prompts: Sequence[Sequence[int]], tokens: int, clock: Clock
+) -> tuple[list[list[int]], list[float], Any]:
+    """Continue prompts greedily, padded on the left; return continuations `[prompts, tokens]`, the seconds of
+    each step (the first is the prefill), and the cache. An end of text does not end a continuation."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    model.generation_config = transformers.GenerationConfig()  # not the checkpoint's own end of text
+    settings = transformers.GenerationConfig(
+        max_new_tokens=tokens, do_sample=False, use_cache=True, pad_token_id=0, return_dict_in_generate=True
+    )
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    ticks = Ticks(clock)
+    out = model.generate(ids, attention_mask=mask, generation_config=settings, stopping_criteria=[ticks])
+    seconds = [after - before for before, after in itertools.pairwise(ticks.times)]
+    return out.sequences[:, width:].tolist(), seconds, out.past_key_values
+
+
 def cache_bytes(cache: Any) -> int | None:
     """Return the bytes of all tensors in a KV cache of any class; None if `cache` is None."""
-    found = {id(tensor): tensor for tensor in _tensors(cache, 0)}
-    return sum(tensor.nbytes for tensor in found.values()) if cache is not None else None
+    tensors = {id(tensor): tensor for tensor in _tensors(cache, 0)}
+    return sum(tensor.nbytes for tensor in tensors.values()) if cache is not None else None
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
@@ -187,5 +207,5 @@ def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
         yield value
     elif depth < 5:
         inner = value if isinstance(value, (list, tuple)) else getattr(value, "__dict__", {}).values()
-        for one in value.values() if isinstance(value, dict) else inner:
-            yield from _tensors(one, depth + 1)
+        for item in value.values() if isinstance(value, dict) else inner:
+            yield from _tensors(item, depth + 1)

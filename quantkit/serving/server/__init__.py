@@ -4,7 +4,6 @@ settings.py   the flags
 sizing.py     context length, number of sequences and cache size that fit the memory
 command.py    each engine's arguments, environment and notes
 process.py    the engine's processes
-client.py     one request, with the standard library
 job.py        chooses the command for a checkpoint; starts the server and waits for its first answer
 show.py       the printed output
 """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.models import kv_types
-from quantkit.serving.server.settings import Settings
-from quantkit.serving.server.sizing import Room
+from quantkit.serving.server.settings import ServeSettings
+from quantkit.serving.server.sizing import ServerSize
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"  # the printed command reads the API key from this variable
 GIB = 1 << 30
@@ -27,7 +27,7 @@ SHARED = (
 
 
 @dataclass(frozen=True)
-class Command:
+class ServerCommand:
     """A command. argv: program and arguments. model: name of the model in requests. env: variables added to
     this process's. secret: (variable from which the engine reads its key, key). notes: for the user."""
 
@@ -39,21 +39,21 @@ class Command:
 
     def line(self) -> str:
         """Return the command as one line for a shell. The line names the key's variable, not the key."""
-        given = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        given += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        variables += [f'{self.secret[0]}="${KEY_VARIABLE}"'] if self.secret else []
         program = Path(self.argv[0]).name
-        known = shutil.which(program) == self.argv[0] != sys.executable  # another python lacks the engine
-        program = program if known else self.argv[0]
-        return " ".join([*given, shlex.join([program, *self.argv[1:]])])
+        on_path = shutil.which(program) == self.argv[0] != sys.executable  # another python lacks the engine
+        program = program if on_path else self.argv[0]
+        return " ".join([*variables, shlex.join([program, *self.argv[1:]])])
 
     def environment(self) -> dict[str, str]:
         """Return all environment variables for the engine's process."""
-        found = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
-        found.pop(KEY_VARIABLE, None)
-        return found | dict([self.secret] if self.secret else [])
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self.env}
+        variables.pop(KEY_VARIABLE, None)
+        return variables | dict([self.secret] if self.secret else [])
 
 
-def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
+def vllm(model: str, name: str, settings: ServeSettings, size: ServerSize) -> ServerCommand:
     """Return the command for vLLM's OpenAI server (GPU or CPU build): https://docs.vllm.ai, `vllm serve`."""
     program = shutil.which("vllm")
     python = Path(program).with_name("python") if program else Path(sys.executable)
@@ -61,22 +61,22 @@ def vllm(model: str, name: str, settings: Settings, room: Room) -> Command:
     by_module = [str(python), "-m", VLLM, "--model", model]
     argv = [program, "serve", model] if program and not python.exists() else by_module
     argv += ["--served-model-name", name, "--host", settings.host, "--port", str(settings.port)]
-    argv += ["--max-model-len", str(room.ctx), "--max-num-seqs", str(room.parallel)]
+    argv += ["--max-model-len", str(size.ctx), "--max-num-seqs", str(size.parallel)]
     argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
     if settings.cache:
         argv += ["--kv-cache-dtype", _cache_type("vLLM", settings.cache)]
     argv += ["--trust-remote-code"] * settings.trust_remote_code
     env = {"VLLM_NO_USAGE_STATS": "1"}
-    if room.on_cpu:
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-(room.cache_bytes or 0) // GIB)))  # whole GiB
+    if size.on_cpu:
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, -(-(size.cache_bytes or 0) // GIB)))  # whole GiB
     else:
         argv += ["--gpu-memory-utilization", f"{settings.memory_fraction:g}"]
         env |= _visible(settings)
     secret = ("VLLM_API_KEY", settings.api_key) if settings.api_key else None
-    return Command((*argv, *settings.extra), name, env, secret)
+    return ServerCommand((*argv, *settings.extra), name, env, secret)
 
 
-def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
+def llamacpp(model: str, name: str, settings: ServeSettings, size: ServerSize) -> ServerCommand:
     """Return the command for `llama-server` if it is on the PATH, else for the xllamacpp wheel's server.
     --ctx-size is the context of all sequences together."""
     what = "llama.cpp computes in the types of the file"
@@ -84,16 +84,16 @@ def llamacpp(model: str, name: str, settings: Settings, room: Room) -> Command:
     program = shutil.which("llama-server")
     argv = [program] if program else [sys.executable, "-m", LLAMA_SERVER]
     argv += ["--model", model, "--alias", name, "--host", settings.host, "--port", str(settings.port)]
-    argv += ["--ctx-size", str(room.ctx * room.parallel), "--parallel", str(room.parallel)]
+    argv += ["--ctx-size", str(size.ctx * size.parallel), "--parallel", str(size.parallel)]
     if settings.cache:
         kind = _cache_type("llama.cpp", settings.cache)
         argv += ["--cache-type-k", kind, "--cache-type-v", kind]
     argv += ["--n-gpu-layers", "0"] if settings.device == "cpu" else []
     secret = ("LLAMA_API_KEY", settings.api_key) if settings.api_key else None
-    return Command((*argv, *settings.extra), name, _visible(settings), secret)
+    return ServerCommand((*argv, *settings.extra), name, _visible(settings), secret)
 
 
-def transformers(model: str, name: str, settings: Settings, room: Room) -> Command:
+def transformers(model: str, name: str, settings: ServeSettings, size: ServerSize) -> ServerCommand:
     """Return the command for `transformers serve`, with continuous batching if there are several sequences.
     Requests must name the model by its folder."""
     _refuse_more("transformers serve", settings)
@@ -106,17 +106,17 @@ def transformers(model: str, name: str, settings: Settings, room: Room) -> Comma
     argv += ["--device", settings.device] if settings.device != "auto" else []
     argv += ["--dtype", settings.dtype] if settings.dtype != "auto" else []
     argv += ["--trust-remote-code"] * settings.trust_remote_code
-    if room.parallel > 1:
+    if size.parallel > 1:
         argv += ["--continuous-batching"]
-        if room.on_cpu:  # a share of the memory would be nearly all of it
-            argv += ["--cb-num-blocks", str(-(-room.cache_tokens // BLOCK_TOKENS))]
+        if size.on_cpu:  # a share of the memory would be nearly all of it
+            argv += ["--cb-num-blocks", str(-(-size.cache_tokens // BLOCK_TOKENS))]
         else:
             argv += ["--cb-max-memory-percent", f"{settings.memory_fraction:g}"]
     env = {"HF_HUB_DISABLE_UPDATE_CHECK": "1"}  # else it contacts the package index before it starts
-    return Command((*argv, *settings.extra), model, env, notes=(SHARED,) if room.parallel > 1 else ())
+    return ServerCommand((*argv, *settings.extra), model, env, notes=(SHARED,) if size.parallel > 1 else ())
 
 
-def mlx(model: str, name: str, settings: Settings, room: Room) -> Command:
+def mlx(model: str, name: str, settings: ServeSettings, size: ServerSize) -> ServerCommand:
     """Return the command for `mlx_lm.server`. Requests must name the model by its folder."""
     _refuse_more("mlx_lm.server", settings)
     why = "mlx_lm.server computes in the type of the model"
@@ -124,12 +124,12 @@ def mlx(model: str, name: str, settings: Settings, room: Room) -> Command:
     program = shutil.which("mlx_lm.server")
     argv = [program] if program else [sys.executable, "-m", "mlx_lm.server"]
     argv += ["--model", model, "--host", settings.host, "--port", str(settings.port)]
-    argv += ["--decode-concurrency", str(room.parallel)]
+    argv += ["--decode-concurrency", str(size.parallel)]
     argv += ["--trust-remote-code"] * settings.trust_remote_code
-    return Command((*argv, *settings.extra), model)
+    return ServerCommand((*argv, *settings.extra), model)
 
 
-def _refuse_more(server: str, settings: Settings) -> None:
+def _refuse_more(server: str, settings: ServeSettings) -> None:
     """Raise QuantkitError (exit code 4) for an API key or a type of the KV cache."""
     hint = "serve with vllm or llama.cpp, or leave out"
     require(not settings.api_key, f"{server} takes no API key", f"{hint} --api-key", UNSUPPORTED)
@@ -137,23 +137,23 @@ def _refuse_more(server: str, settings: Settings) -> None:
     require(not settings.cache, why, f"{hint} --kv-dtype", UNSUPPORTED)
 
 
-def _visible(settings: Settings) -> dict[str, str]:
+def _visible(settings: ServeSettings) -> dict[str, str]:
     """Return the environment variable that limits the engine to the device of --device."""
-    place = settings.device.partition(":")[2]
-    return {"CUDA_VISIBLE_DEVICES": place} if place else {}
+    index = settings.device.partition(":")[2]
+    return {"CUDA_VISIBLE_DEVICES": index} if index else {}
 
 
 def _cache_type(engine: str, precision: str) -> str:
     """Return the engine's name for a precision of the KV cache. Raises QuantkitError (exit code 4)."""
-    own = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
-    known = ", ".join(name for name, kind in own.items() if kind)
+    names = {name: getattr(kind, engine.lower().replace(".", "")) for name, kind in kv_types.TYPES.items()}
+    supported = ", ".join(name for name, engine_name in names.items() if engine_name)
     what = f"{engine} keeps no cache in {precision}"
-    require(own[precision], what, f"--kv-dtype: one of {known}", UNSUPPORTED)
-    return own[precision]
+    require(names[precision], what, f"--kv-dtype: one of {supported}", UNSUPPORTED)
+    return names[precision]
 
 
-# by engine: function (path, name in requests, settings, room) -> `Command`; the default number of sequences;
-# whether the cache of all sequences is allocated in advance
+# by engine: function (path, name in requests, settings, size) -> `ServerCommand`; the default number of
+# sequences; whether the cache of all sequences is allocated in advance
 SERVERS = {
     "vllm": (vllm, 64, False),
     "llama.cpp": (llamacpp, 4, True),

@@ -2,42 +2,47 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 from quantkit.capacity import source as sources
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
 from quantkit.inspection import record
 from quantkit.models.files import gguf_shards, hub, untrusted
 from quantkit.models.files.headers import open_contents
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.engines.choose import Offer, choose
 from quantkit.serving.server import sizing
-from quantkit.serving.server.client import RequestFailed, is_loopback, request
-from quantkit.serving.server.command import SERVERS, Command
-from quantkit.serving.server.process import Engine
-from quantkit.serving.server.settings import Settings, free_port
+from quantkit.serving.server.command import SERVERS, ServerCommand
+from quantkit.serving.server.process import EngineProcess
+from quantkit.serving.server.settings import ServeSettings, free_port
 
 SCHEMA = "quantkit.serve/1"
 PROMPT, QUESTION, TOKENS = "Once upon a time", "Say hello.", 16
 ASK_SECONDS = 0.25  # seconds between two health checks
 PROOF_SECONDS = 300.0  # timeout of the first answer, which may have to build kernels
+MOST_BYTES = 1 << 22  # maximum of an answer; the rest is not read
+SHOWN_CHARACTERS = 300  # characters of a server's message that are shown
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A server that can be started. source: the model as named by the user. offer: the chosen engine. room:
+    """A server that can be started. source: the model as named by the user. offer: the chosen engine. size:
     lengths and memory. chat: whether the model has a chat template."""
 
     source: str
     offer: Offer
-    command: Command
-    settings: Settings
-    room: sizing.Room
+    command: ServerCommand
+    settings: ServeSettings
+    size: sizing.ServerSize
     chat: bool
     warnings: tuple[str, ...]
 
@@ -66,7 +71,7 @@ class Prepared:
             "url": self.url,
             "model": self.command.model,
             "api_key": self.settings.api_key is not None,
-            "room": asdict(self.room),
+            "room": asdict(self.size),
             "notes": self.command.notes,
             "warnings": self.warnings,
             "proof": proof,
@@ -75,7 +80,7 @@ class Prepared:
 
 def prepare(
     model: str,
-    settings: Settings,
+    settings: ServeSettings,
     revision: str | None = None,
     offline: bool = False,
     listen: Progress = SILENT,
@@ -91,64 +96,62 @@ def prepare(
     settings = replace(settings, port=free_port(settings.host, settings.port))
     contents = open_contents(model, revision, offline)
     described = record.describe(contents)
-    if problems := described["integrity"]["problems"]:
-        hint = "the checkpoint is incomplete or damaged: see quantkit inspect"
-        raise QuantkitError(problems[0], hint)
+    problems = described["integrity"]["problems"]
+    hint = "the checkpoint is incomplete or damaged: see quantkit inspect"
+    require(not problems, "".join(problems[:1]), hint)
     hint = "put the tokenizer's files next to the weights: a server takes text"
     require(described["tokenizer"] is not None, f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(described, settings.engine, device=settings.device)
-    make, *usual = SERVERS[offer.engine]
+    make, *defaults = SERVERS[offer.engine]
     listen.phase("checking the memory")
     source, warnings = None, []
     try:
         source = sources.read(model, revision, offline)
     except QuantkitError as error:
         warnings.append(f"the memory is not checked: {error.message}")
-    nbytes, (usable, on_cpu) = sum(info.nbytes for info in contents.infos.values()), _memory(settings)
-    room = sizing.fit(source, nbytes, settings, usable, on_cpu, *usual, warnings)
-    local = hub.local(model)
-    if local is None and (fetch or revision or contents.path is not None):
+    weight_bytes = sum(info.nbytes for info in contents.infos.values())
+    size = sizing.fit(source, weight_bytes, settings, *_memory(settings), *defaults, warnings)
+    path, name = model, model
+    if local := hub.local(model):
+        local = local.resolve() if local.is_dir() else local.absolute()  # shards lie next to a link
+        path, name = str(local), gguf_shards.whole(local).stem if local.is_file() else local.name
+    elif fetch or revision or contents.path is not None:
         listen.phase(f"fetching {model}")
-        place, name = str(hub.resolve(model, revision, offline)), model
-    else:
-        place = name = model
-        if local is not None:
-            path = local.resolve() if local.is_dir() else local.absolute()  # shards lie next to a link
-            place, name = str(path), gguf_shards.whole(path).stem if path.is_file() else path.name
-    if offer.engine == "llama.cpp" and Path(place).is_file():
+        path = str(hub.resolve(model, revision, offline))
+    if offer.engine == "llama.cpp" and Path(path).is_file():
         from quantkit.serving.engines import llamacpp
 
         listen.phase("rendering the chat template")
-        llamacpp.check_templates(Path(place), QUESTION)
-    command = make(place, name, settings, room)
+        llamacpp.check_templates(Path(path), QUESTION)
+    command = make(path, name, settings, size)
     if offline:
         command = replace(command, env={"HF_HUB_OFFLINE": "1", **command.env})
     if offer.usable is None:
         warnings.append(f"{offer.engine}: {offer.reason}")
-    if not is_loopback(settings.host) and settings.api_key is None:
+    if not settings.is_local and settings.api_key is None:
         warnings.append(f"{settings.host} is open to other machines without --api-key")
     chat = described["tokenizer"]["chat_template_sha256"] is not None
-    return Prepared(model, offer, command, settings, room, chat, tuple(warnings))
+    return Prepared(model, offer, command, settings, size, chat, tuple(warnings))
 
 
-def _memory(settings: Settings) -> tuple[int, bool]:
+def _memory(settings: ServeSettings) -> tuple[int, bool]:
     """Return the bytes of the device's free memory that the engine may use, and whether it is the CPU."""
     from quantkit.models.machine import device
 
-    place = device.choose_device(settings.device)
-    return int(device.free_memory(place) * settings.memory_fraction), not device.is_accelerator(place)
+    chosen = device.choose_device(settings.device)
+    return int(device.free_memory(chosen) * settings.memory_fraction), not device.is_accelerator(chosen)
 
 
 @contextmanager
 def serving(
     prepared: Prepared, listen: Progress = SILENT, output: BinaryIO | None = None
-) -> Iterator[tuple[Engine, dict[str, Any]]]:
+) -> Iterator[tuple[EngineProcess, dict[str, Any]]]:
     """Start the server; yield the engine and its first answer as JSON; stop the engine on exit.
 
     output: receives what the engine prints. Raises QuantkitError, with the engine's last lines, if it ends or
     does not answer.
     """
-    engine = Engine(prepared.command, output)
+    engine = EngineProcess(prepared.command, output)
     try:
         listen.phase(f"waiting for {prepared.offer.engine} to be healthy")
         seconds = _wait(prepared, engine)
@@ -158,7 +161,7 @@ def serving(
         engine.stop()
 
 
-def _wait(prepared: Prepared, engine: Engine) -> float:
+def _wait(prepared: Prepared, engine: EngineProcess) -> float:
     """Wait until the engine is healthy; return the seconds waited. Raises QuantkitError if it ends."""
     began, limit = time.monotonic(), prepared.settings.start_timeout
     health = prepared.url.removesuffix("/v1") + "/health"
@@ -166,7 +169,7 @@ def _wait(prepared: Prepared, engine: Engine) -> float:
         code = engine.wait(ASK_SECONDS)
         if code is not None:
             raise ended(prepared, engine, code, " while starting")
-        with suppress(RequestFailed):  # it does not listen yet
+        with suppress(QuantkitError):  # it does not listen yet
             request(health, min(5.0, limit))
             return waited
     error = engine.failure(f"{prepared.offer.engine} was not healthy within {limit:g} s")
@@ -174,26 +177,50 @@ def _wait(prepared: Prepared, engine: Engine) -> float:
     raise error
 
 
-def _prove(prepared: Prepared, engine: Engine) -> dict[str, Any]:
+def _prove(prepared: Prepared, engine: EngineProcess) -> dict[str, Any]:
     """Request a first answer with default sampling, which transformers keeps; return it as JSON."""
     path, prompt, body = prepared.request()
     name, began = prepared.offer.engine, time.monotonic()
+    body |= {"max_tokens": TOKENS}
     try:
-        body |= {"max_tokens": TOKENS}
-        answer = untrusted.parse(request(prepared.url + path, PROOF_SECONDS, body, prepared.settings.api_key))
-        choice = answer["choices"][0]
+        data = request(prepared.url + path, PROOF_SECONDS, body, prepared.settings.api_key)
+    except QuantkitError as error:
+        raise engine.failure(f"{name} is healthy, but answers no request: {error.message}") from error
+    seconds = time.monotonic() - began
+    try:
+        answer = untrusted.parse(data)
+        choice, usage = answer["choices"][0], answer.get("usage")
         message = choice.get("message") or {}
         text = choice.get("text") or message.get("content") or message.get("reasoning_content") or ""
-    except RequestFailed as error:
-        raise engine.failure(f"{name} is healthy, but answers no request: {error.message}") from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise engine.failure(f"{name} answers with no completion") from error
-    seconds = time.monotonic() - began
-    usage = answer.get("usage")
     return {"api": path, "prompt": prompt, "text": str(text), "usage": usage, "seconds": seconds}
 
 
-def ended(prepared: Prepared, engine: Engine, code: int, when: str = "") -> QuantkitError:
+def request(url: str, timeout: float, body: Mapping[str, Any] | None = None, key: str | None = None) -> bytes:
+    """Return the answer to a POST of `body` as JSON, or to a GET. Redirects and proxies are not followed.
+
+    timeout: seconds without a byte. key: API key. Raises QuantkitError, without the key.
+    """
+    address = urlsplit(url)
+    connection = HTTPConnection(address.netloc, timeout=timeout)
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    try:
+        connection.request("POST" if body else "GET", address.path, body and json.dumps(body), headers)
+        response = connection.getresponse()
+        answer = response.read(MOST_BYTES)
+    except (OSError, HTTPException) as error:
+        raise QuantkitError(f"{url} cannot be reached: {first_line(error)}") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        text = answer.decode("utf-8", "replace").replace(key or "\0", "…").strip()
+        shown = textwrap.shorten(text, SHOWN_CHARACTERS, placeholder=" …")
+        raise QuantkitError(f"the server answers {response.status} {response.reason}: {shown}")
+    return answer
+
+
+def ended(prepared: Prepared, engine: EngineProcess, code: int, when: str = "") -> QuantkitError:
     """Return the error for an engine that ended by itself, with exit code `code`."""
     how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
     return engine.failure(f"{prepared.offer.engine} ended {how}{when}")

@@ -14,16 +14,16 @@ from contextlib import suppress
 from typing import BinaryIO
 
 from quantkit.errors import NOT_FOUND, QuantkitError, printable
-from quantkit.serving.server.command import Command
+from quantkit.serving.server.command import ServerCommand
 
 LAST_LINES = 15  # lines shown of an engine that ended
 GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
-class Engine:
+class EngineProcess:
     """A running engine. last: the last lines of its output."""
 
-    def __init__(self, command: Command, output: BinaryIO | None):
+    def __init__(self, command: ServerCommand, output: BinaryIO | None):
         """Start the engine; copy what it prints to `output`, if given.
 
         Raises QuantkitError if the program is missing.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models import kv_types
 from quantkit.options import check_value, option, parse_tokens
-from quantkit.serving.bench.settings import require_numbers
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServeSettings:
     """Flags. If one is None, the engine or sizing.py decides. extra: further arguments for the engine."""
 
     engine: str | None = option(
@@ -55,13 +56,25 @@ class Settings:
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        require_numbers(("--parallel", self.parallel, 1), ("--start-timeout", self.start_timeout, 0.001))
+        check_value(
+            "--parallel", self.parallel, self.parallel is None or self.parallel >= 1, "choose 1 or more"
+        )
+        check_value(
+            "--start-timeout", self.start_timeout, self.start_timeout > 0, "choose more than 0 seconds"
+        )
         require(0 <= self.port <= 65535, f"--port {self.port} is no port", "0 takes a free one", USAGE)
         share = self.memory_fraction
         check_value("--memory-fraction", share, 0 < share <= 1, "above 0, at most 1")
         valid = (key := self.api_key) is None or (key.strip() and key.isascii() and key.isprintable())
         require(valid, "the API key is empty or not printable ASCII", "give another", USAGE)
         _ = self.cache  # raises for an unknown precision
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether `host` is localhost or a loopback address; names are not looked up."""
+        with suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
 
     @property
     def reached_at(self) -> str:

@@ -17,11 +17,11 @@ from quantkit.tables import print_facts, print_line, size
 def announce(prepared: Prepared) -> None:
     """Print the engine, its memory and lengths, and its command on stderr."""
     console = Console(stderr=True, highlight=False, markup=False)
-    room, offer = prepared.room, prepared.offer
-    cache = "" if room.cache_bytes is None else f", cache {size(room.cache_bytes)}"
+    sized, offer = prepared.size, prepared.offer
+    cache = "" if sized.cache_bytes is None else f", cache {size(sized.cache_bytes)}"
     facts = {
         "engine": offer.engine + (f" ({offer.reason})" if offer.reason else ""),
-        "room": f"{room.parallel} × {room.ctx:,} tokens{cache}, weights {size(room.weight_bytes)}",
+        "room": f"{sized.parallel} × {sized.ctx:,} tokens{cache}, weights {size(sized.weight_bytes)}",
     }
     print_facts(console, facts)
     line = f"{'command':12s} {prepared.command.line()}"

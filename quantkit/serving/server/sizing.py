@@ -12,7 +12,7 @@ from quantkit.capacity import Unsupported, kv_cache
 from quantkit.capacity.source import Source
 from quantkit.errors import RESOURCES, QuantkitError
 from quantkit.models import kv_types
-from quantkit.serving.server.settings import Settings
+from quantkit.serving.server.settings import ServeSettings
 from quantkit.tables import size
 
 USUAL = 8192  # default tokens per sequence if the engine allocates the cache in advance
@@ -20,7 +20,7 @@ SHORT, SHORTEST = 2048, 512
 
 
 @dataclass(frozen=True)
-class Room:
+class ServerSize:
     """Lengths and memory of a server. ctx: tokens per sequence. parallel: sequences at once. cache_bytes: for
     the cache of all sequences, None if unknown; cache_tokens: tokens that fit in it. memory_bytes: usable
     memory of the device, for weights and cache. on_cpu: whether the device is the CPU."""
@@ -37,13 +37,13 @@ class Room:
 def fit(
     source: Source | None,
     weight_bytes: int,
-    settings: Settings,
+    settings: ServeSettings,
     usable: int,
     on_cpu: bool,
     parallel: int,
     reserves: bool,
     notes: list[str],
-) -> Room:
+) -> ServerSize:
     """Return lengths and memory that fit; defaults unchanged for a model whose cache is unknown.
 
     Requested numbers stay. Defaults are halved until they fit: first the length down to SHORT, then the
@@ -53,43 +53,45 @@ def fit(
     the engine allocates the full length of all sequences in advance. Appends notes for the user to `notes`.
     Raises QuantkitError (exit code 5) if even the least does not fit.
     """
-    found, requested = source and source.settings, settings.ctx
-    limit = found.context if found else None
+    model, requested = source and source.settings, settings.ctx
+    limit = model.context if model else None
     if requested and limit and requested > limit:
         notes.append(f"{requested:,} tokens are more than the {limit:,} that the model was made for")
     paged = not reserves and not on_cpu
-    ctx = requested or (limit or USUAL if paged else min(limit or USUAL, USUAL))
-    slots = settings.parallel or parallel
+    most = requested or (limit or USUAL if paged else min(limit or USUAL, USUAL))
+    sequences = settings.parallel or parallel
     try:
-        caches = kv_cache.layer_caches(found, source.parameters) if found and source.parameters else None
+        caches = kv_cache.layer_caches(model, source.parameters) if model and source.parameters else None
     except Unsupported as error:
         caches = None
         notes.append(f"the cache is not counted: {error}")
     if caches is None:
-        return Room(ctx, slots, None, ctx * slots, weight_bytes, usable, on_cpu)
+        return ServerSize(most, sequences, None, most * sequences, weight_bytes, usable, on_cpu)
     dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
+    left, ctx, count = usable - weight_bytes, most, sequences
 
-    def one(tokens: int) -> int:
-        """Return the bytes of the cache of one sequence of `tokens`, in whole pages."""
-        return kv_cache.sequence_bytes(caches, tokens, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
+    def sequence_bytes() -> int:
+        return kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
 
-    left, length, count = usable - weight_bytes, ctx, slots
-    while (each := one(length)) * (count if reserves else 1) > left:
-        if not requested and length // 2 >= min(ctx, SHORT):
-            length //= 2
+    while sequence_bytes() * (count if reserves else 1) > left:
+        shorter = ctx // 2 if not requested else 0
+        if shorter >= min(most, SHORT):
+            ctx = shorter
         elif not settings.parallel and count > 1:
             count //= 2
-        elif not requested and length // 2 >= min(ctx, SHORTEST):
-            length //= 2
+        elif shorter >= min(most, SHORTEST):
+            ctx = shorter
         else:
+            cache = size(sequence_bytes() * (settings.parallel or 1))
             raise QuantkitError(
-                f"weights of {size(weight_bytes)} and a cache of {size(each * (settings.parallel or 1))} do "
-                f"not fit the {size(usable)} of memory that may be used",
+                f"weights of {size(weight_bytes)} and a cache of {cache} do not fit the {size(usable)} of "
+                "memory that may be used",
                 "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
                 RESOURCES,
             )
-    if (length, count) != (ctx, slots):
-        notes.append(f"of {ctx:,} tokens × {slots}, {length:,} × {count} fit in {size(usable)}")
+    if (ctx, count) != (most, sequences):
+        notes.append(f"of {most:,} tokens × {sequences}, {ctx:,} × {count} fit in {size(usable)}")
+    each = sequence_bytes()
     cache = left if paged else min(each * count, left)
-    tokens = cache * length // each if each else length * count  # 0 without attention
-    return Room(length, count, cache, tokens, weight_bytes, usable, on_cpu)
+    tokens = cache * ctx // each if each else ctx * count  # 0 without attention
+    return ServerSize(ctx, count, cache, tokens, weight_bytes, usable, on_cpu)

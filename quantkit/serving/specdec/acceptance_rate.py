@@ -20,7 +20,7 @@ from quantkit.serving.specdec.settings import MOST
 
 
 @dataclass(frozen=True)
-class Step:
+class DraftStep:
     """One pass of the target. drafted: number of tokens to check. accepted: number that the target accepted.
     tokens: new tokens of the text, accepted + 1 unless the text ended earlier."""
 
@@ -35,7 +35,7 @@ class Step:
         return self.accepted + (self.accepted < self.drafted and self.tokens > self.accepted)
 
 
-def acceptance(steps: Iterable[Step]) -> tuple[float | None, int]:
+def acceptance(steps: Iterable[DraftStep]) -> tuple[float | None, int]:
     """Return the maximum likelihood estimate of α (None if nothing was drafted) and the number of tokens it
     is estimated from.
 

@@ -1,103 +1,238 @@
-"""Measures a draft: every k and the target alone, interleaved on the same prompts; compares the texts."""
+"""Measures drafts: every k and the target alone, interleaved on the same prompts; compares the texts."""
 
 from __future__ import annotations
 
+import gc
+import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
 
+from quantkit.capacity.source import cache_bytes
+from quantkit.errors import UNSUPPORTED, USAGE, VERIFICATION, QuantkitError, require
+from quantkit.evaluation.evaluate import check_comparable
+from quantkit.evaluation.generate import shared_dtype
+from quantkit.evaluation.sampling import Sampling, ends_of_text
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import choose_device
+from quantkit.models.machine.memory import return_freed_pages
+from quantkit.options import CalibrationOptions
+from quantkit.quantize.progress import Progress
+from quantkit.serving.engines import transformers as engine
 from quantkit.serving.specdec import acceptance_rate
-from quantkit.serving.specdec.settings import LOOKUP, MOST, Settings
-from quantkit.serving.specdec.transformers import Pair, Run
+from quantkit.serving.specdec import transformers as assisted
+from quantkit.serving.specdec.settings import LOOKUP, MOST, SpecdecSettings
+from quantkit.serving.specdec.transformers import DraftedText
+from quantkit.text import calibration
 
-Repeats = Sequence[Sequence[Run]]  # by repeat, then by prompt
+SCHEMA = "quantkit.specdec/2"
+Repeats = Sequence[Sequence[DraftedText]]  # by repeat, then by prompt
 
 
-def measure(
-    draft: Checkpoint | None, pair: Pair, settings: Settings, counting: Callable[[int, int], None]
+def refuse_unlike(record: dict[str, Any]) -> None:
+    """Raise QuantkitError (exit code 6) if a draft changed the text more than rounding can explain."""
+    unlike = [row["draft"] for row in record["drafts"] if row["proof"] and not row["proof"]["alike"]]
+    if unlike:
+        what = f"text drafted by {', '.join(unlike)} differs from text of the target alone"
+        hint = "do not use this pair: the rule that accepts tokens is wrong, or a kernel"
+        raise QuantkitError(what, hint, VERIFICATION, record)
+
+
+def compare(
+    target: Checkpoint, drafts: Sequence[Checkpoint | None], settings: SpecdecSettings, progress: Progress
 ) -> dict[str, Any]:
-    """Measure a draft and return its record. counting: called with the numbers of runs done and planned.
+    """Measure every draft (None: prompt-lookup) and the target alone; return the versioned JSON.
+
+    drafts: the results of `figures`. prompts_sha256: hash of the prompts' token ids (int64, little-endian).
+    Raises QuantkitError before loading if vocabularies differ or a context is too short, and later if memory
+    is too small (exit code 5) or a model has a recurrent state (4).
+    """
+    device = choose_device(settings.device)
+    dtype = shared_dtype(settings.dtype, target, device)
+    _check([target, *(draft for draft in drafts if draft is not None)], settings)
+    prompts = _prompts(target, settings)
+    progress.phase(f"loading {target.source}")
+    model, target_memory = _load(target, settings, device, dtype)
+    measured = []
+    for draft in drafts:
+        name = draft.source if draft else LOOKUP
+        progress.phase(f"loading {name}")
+        draft_model, draft_memory = _load(draft, settings, device, dtype) if draft else (None, None)
+        pair = _Pair(model, draft_model, prompts.to(device), settings, ends_of_text(target))
+        texts = pair.interleaved(partial(progress.counting, f"drafting by {name}"))
+        by_bytes = draft_memory["stored"] / target_memory["stored"] if draft else 0.0
+        row = {"draft": name, "engine": f"transformers {transformers.__version__}"}
+        row |= figures(texts, by_bytes, draft is not None)
+        row |= {"proof": None if settings.temperature else _prove(pair, texts)}
+        measured.append(row | {"target_memory": target_memory, "draft_memory": draft_memory})
+        del pair, draft_model  # before the next one is loaded
+        gc.collect()
+        return_freed_pages()
+    recorded = asdict(settings) | {
+        "ks": settings.ks,
+        "text": settings.prompt_text.name if settings.prompt_text else "shipped",
+        "prompts_sha256": hashlib.sha256(prompts.numpy().astype("<i8").tobytes()).hexdigest(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
+    del recorded["k"], recorded["prompt_text"], recorded["text_column"]
+    return {"schema": SCHEMA, "target": target.source, "settings": recorded, "drafts": measured}
+
+
+def _check(models: Sequence[Checkpoint], settings: SpecdecSettings) -> None:
+    """Raise QuantkitError if prompt and new tokens exceed a model's context (exit code 2), or if a draft's
+    vocabulary differs from the target's (4).
+
+    The logits' widths must be equal too, since the acceptance rule compares both distributions by index.
+    """
+    needed = settings.prompt_tokens + settings.tokens
+    for model in models:
+        what = f"{model.source} was made for {model.context} tokens; prompt and new tokens make {needed}"
+        hint = f"choose --prompt-tokens and --tokens of at most {model.context} together"
+        require(model.context is None or needed <= model.context, what, hint, USAGE)
+    hint = "choose a smaller model of its family, a compressed copy of it, or prompt-lookup"
+    check_comparable(models, hint)
+
+
+def _prompts(checkpoint: Checkpoint, settings: SpecdecSettings) -> Tensor:
+    """Return token ids, int64 `[prompts, tokens]`, from --prompt-text or the shipped text. Raises
+    QuantkitError if the text cannot be read or is too short."""
+    options = CalibrationOptions(
+        calibration=str(settings.prompt_text) if settings.prompt_text else None,
+        text_column=settings.text_column,
+        samples=settings.prompts,
+        seqlen=settings.prompt_tokens,
+        seed=settings.seed,
+    )
+    return calibration.load(checkpoint, options).tokens
+
+
+def _load(
+    checkpoint: Checkpoint, settings: SpecdecSettings, device: torch.device, dtype: torch.dtype
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the model and {weights: bytes in memory, kv: bytes of the cache of one text or None, stored:
+    bytes on disk, kernels: name, note: why weights were decoded}."""
+    tokens = settings.prompt_tokens + settings.tokens
+    loaded = engine.load(checkpoint, dtype, device, tokens)
+    # transformers refuses recurrent models as targets, and fails with them as drafts
+    what = f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back"
+    require(not loaded.model._is_stateful, what, "choose a model with attention alone", UNSUPPORTED)
+    return loaded.model, {
+        "weights": loaded.weight_bytes,
+        "kv": cache_bytes(checkpoint.folder, tokens, str(dtype).removeprefix("torch.")),
+        "stored": sum(info.nbytes for info in checkpoint.infos.values()),
+        "kernels": loaded.kernels,
+        "note": loaded.note,
+    }
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A target and its draft (None: prompt-lookup). prompts: token ids, int64 `[prompts, tokens]`. ends: ids
+    that end a text."""
+
+    target: nn.Module
+    draft: nn.Module | None
+    prompts: Tensor
+    settings: SpecdecSettings
+    ends: list[int]
+
+    def interleaved(self, counting: Callable[[int, int], None]) -> dict[int, Repeats]:
+        """Return the texts of every k; 0: the target alone. Each k takes turns at being first.
+
+        counting: called with the numbers of texts done and planned.
+        """
+        settings, ks = self.settings, [0, *self.settings.ks]
+        planned, done = len(ks) * (settings.prompts * settings.repeats + 1), itertools.count(1)
+
+        def run(prompt: int, k: int, repeat: int) -> DraftedText:
+            number = (repeat * settings.prompts + prompt) * (MOST + 1) + k  # another seed for each run
+            seed = (settings.seed * 1_000_003 + number) % 2**31
+            how = Sampling(settings.tokens, settings.temperature, seed)
+            made = assisted.generate(self.target, self.prompts[prompt, None], how, self.ends, k, self.draft)
+            counting(next(done), planned)
+            return made
+
+        for k in ks:  # warm up
+            run(0, k, 0)
+        texts: dict[int, list[list[DraftedText]]] = {k: [[] for _ in range(settings.repeats)] for k in ks}
+        turns = itertools.product(range(settings.repeats), range(settings.prompts))
+        for turn, (repeat, prompt) in enumerate(turns):
+            first = turn % len(ks)
+            for k in (*ks[first:], *ks[:first]):
+                texts[k][repeat].append(run(prompt, k, repeat))
+        return texts
+
+
+def figures(texts: Mapping[int, Repeats], cost_by_bytes: float, is_model: bool) -> dict[str, Any]:
+    """Return the figures of one draft. texts: by k; 0: of the target alone. is_model: not prompt-lookup.
 
     alone: the target without a draft; seconds for all texts, step_seconds per decoded token. swept: results
     of `sweep`. alpha, cost: α and c over all k. Three best k (0: do not draft) with speed-ups: measured: best
     of the k tried, for the whole call; in_theory: from alpha and cost, k up to MOST; by_bytes: from alpha and
-    cost_by_bytes, the ratio of the models' sizes on disk. proof: comparison of the texts.
+    cost_by_bytes, the ratio of the models' sizes on disk.
     """
-    sizes = pair.load(draft)
-    planned, done = (1 + len(settings.ks)) * (settings.prompts * settings.repeats + 1), itertools.count(1)
-
-    def run(prompt: int, k: int, repeat: int) -> Run:
-        place = (repeat * settings.prompts + prompt) * (MOST + 1) + k  # another seed for each run
-        made = pair.run(prompt, k, (settings.seed * 1_000_003 + place) % 2**31)
-        counting(next(done), planned)
-        return made
-
-    ks = [0, *settings.ks]
-    for k in ks:
-        run(0, k, 0)
-    found: dict[int, list[list[Run]]] = {k: [[] for _ in range(settings.repeats)] for k in ks}
-    turns = itertools.product(range(settings.repeats), range(settings.prompts))
-    for turn, (repeat, prompt) in enumerate(turns):
-        by = turn % len(ks)  # each k is the first in its turn
-        for k in (*ks[by:], *ks[:by]):
-            found[k][repeat].append(run(prompt, k, repeat))
-    step = _spread(map(_decoding, found[0]))
-    swept = [sweep(k, found[k], found[0]) for k in settings.ks]
+    alone = texts[0]
+    step = _spread(map(_decoding, alone))
+    swept = [sweep(k, repeats, alone) for k, repeats in texts.items() if k]
     judged = sum(row["judged"] for row in swept)  # each k weighs as much as it has judged tokens
     alpha = sum((row["alpha"] or 0.0) * row["judged"] for row in swept) / judged if judged else None
     cost = float(np.median([row["cost"] for row in swept]))
-    by_bytes = sizes["draft_memory"]["stored"] / sizes["target_memory"]["stored"] if draft else 0.0
     best = max(swept, key=lambda row: row["net"]["median"])
-    seconds = _spread(_sum(runs, "seconds") for runs in found[0])
+    seconds = _spread(_sum(repeat, "seconds") for repeat in alone)
     return {
-        "draft": draft.source if draft else LOOKUP,
-        "engine": pair.name,
         "alone": {"seconds": seconds, "step_seconds": step, "tokens_per_second": 1 / step["median"]},
         "swept": swept,
         "alpha": alpha,
         "cost": cost,
-        "in_theory": _in_theory(swept, alpha, cost, draft is not None),
+        "in_theory": _in_theory(swept, alpha, cost, is_model),
         "measured": {"k": best["k"], "speedup": best["net"]["median"]},
-        "cost_by_bytes": by_bytes,
-        "by_bytes": _in_theory(swept, alpha, by_bytes, draft is not None),
-        "proof": None if settings.temperature else _prove(pair, found),
-    } | sizes
+        "cost_by_bytes": cost_by_bytes,
+        "by_bytes": _in_theory(swept, alpha, cost_by_bytes, is_model),
+    }
 
 
 def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
-    """Return the figures of one k. repeats, alone: runs with the draft and of the target alone, per repeat.
+    """Return the figures of one k. repeats, alone: texts with the draft and of the target alone, per repeat.
 
-    tokens_per_step: mean; expected_tokens: mean by equation 1, from α and each step's drafted tokens.
-    histogram: number of steps that accepted 0, 1, …, k tokens. cost, check: c and v (see acceptance_rate.py).
+    tokens_per_step: mean; expected_tokens: mean by equation 1, from α and each pass's drafted tokens.
+    histogram: number of steps that accepted 0, 1, …, k tokens. cost, check: c and v of acceptance_rate.py.
     Speed-ups: expected by theory; decode as measured, without the prompts' passes; net for the whole call.
     seconds: time of all texts.
     """
-    runs = list(itertools.chain(*repeats))
-    steps = [step for run in runs for step in run.steps]
-    each = sum(step.drafted for step in steps) / len(steps)
+    texts = list(itertools.chain(*repeats))
+    steps = [step for text in texts for step in text.steps]
+    later = sum(step.drafted for text in texts for step in text.steps[1:])  # the first reads a prompt
+    drafted = sum(step.drafted for step in steps) / len(steps)
     alpha, judged = acceptance_rate.acceptance(steps)
     tokens = [acceptance_rate.tokens_of_step(alpha or 0.0, step.drafted) for step in steps]
-    # the first pass of each text reads its prompt
-    step = np.median([_decoding(plain) for plain in alone])
-    later = sum(one.drafted for run in runs for one in run.steps[1:])
-    cost = float(_sum(runs, "drafting") / step / later) if later else 0.0
+    accepted = [step.accepted for step in steps if step.drafted]
+    step_seconds = np.median([_decoding(repeat) for repeat in alone])
+    cost = float(_sum(texts, "drafting") / step_seconds / later) if later else 0.0
     return {
         "k": k,
         "tokens_per_step": sum(step.tokens for step in steps) / len(steps),
         "expected_tokens": float(np.mean(tokens)),
-        "drafted_per_step": each,
+        "drafted_per_step": drafted,
         "alpha": alpha,
         "alpha_error": None if alpha is None else acceptance_rate.standard_error(alpha, judged),
         "judged": judged,
-        "histogram": np.bincount([one.accepted for one in steps if one.drafted], minlength=k + 1).tolist(),
+        "histogram": np.bincount(accepted, minlength=k + 1).tolist(),
         "cost": cost,
-        "check": float(_sum(runs, "checking") / step / max(1, len(steps) - len(runs))),
-        "expected": float(np.mean(tokens)) / (each * cost + 1),
+        "check": float(_sum(texts, "checking") / step_seconds / max(1, len(steps) - len(texts))),
+        "expected": float(np.mean(tokens)) / (drafted * cost + 1),
         "decode": _gain(_decoding, alone, repeats),
-        "net": _gain(lambda found: _sum(found, "seconds") / _tokens(found), alone, repeats),
+        "net": _gain(
+            lambda texts: _sum(texts, "seconds") / sum(len(text.ids) for text in texts), alone, repeats
+        ),
         "seconds": _spread(_sum(repeat, "seconds") for repeat in repeats),
     }
 
@@ -107,32 +242,30 @@ def _spread(values: Iterable[float]) -> dict[str, float]:
     return dict(zip(("median", "low", "high"), np.quantile(list(values), (0.5, 0, 1)).tolist(), strict=True))
 
 
-def _sum(runs: Iterable[Run], name: str) -> float:
-    return sum(getattr(run, name) for run in runs)
+def _sum(texts: Iterable[DraftedText], name: str) -> float:
+    return sum(getattr(text, name) for text in texts)
 
 
-def _tokens(runs: Iterable[Run]) -> int:
-    return sum(len(run.ids) for run in runs)
-
-
-def _decoding(runs: Sequence[Run]) -> float:
+def _decoding(texts: Sequence[DraftedText]) -> float:
     """Return the mean seconds per decoded token."""
-    return _sum(runs, "decode_seconds") / max(1, _sum(runs, "decoded"))
+    return _sum(texts, "decode_seconds") / max(1, _sum(texts, "decoded"))
 
 
-def _gain(seconds: Callable[[Sequence[Run]], float], alone: Repeats, repeats: Repeats) -> dict[str, float]:
-    """Return the spread of speed-ups. Each compares runs of one repeat, since other load slows both."""
+def _gain(
+    seconds: Callable[[Sequence[DraftedText]], float], alone: Repeats, repeats: Repeats
+) -> dict[str, float]:
+    """Return the spread of speed-ups. Each compares texts of one repeat, since other load slows both."""
     pairs = zip(alone, repeats, strict=True)
-    return _spread(seconds(plain) / max(seconds(runs), 1e-12) for plain, runs in pairs)
+    return _spread(seconds(plain) / max(seconds(texts), 1e-12) for plain, texts in pairs)
 
 
 def _in_theory(
-    swept: Sequence[Mapping[str, Any]], alpha: float | None, cost: float, model: bool
+    swept: Sequence[Mapping[str, Any]], alpha: float | None, cost: float, is_model: bool
 ) -> dict[str, float]:
     """Return the best k and its speed-up by α and c. For prompt-lookup, which often drafts nothing, only the
     k tried are considered."""
     gains = {0: 1.0}
-    if alpha is not None and model:
+    if alpha is not None and is_model:
         gains = {(k := acceptance_rate.best_k(alpha, cost)): acceptance_rate.speedup(alpha, cost, k)}
     elif alpha is not None:
         gains |= {row["k"]: row["expected_tokens"] / (row["drafted_per_step"] * cost + 1) for row in swept}
@@ -140,15 +273,15 @@ def _in_theory(
     return {"k": best, "speedup": gains[best]}
 
 
-def _prove(pair: Pair, found: Mapping[int, Repeats]) -> dict[str, Any]:
+def _prove(pair: _Pair, texts: Mapping[int, Repeats]) -> dict[str, Any]:
     """Compare drafted texts with the target's own; return the numbers of texts, equal texts and equal tokens.
     partings: first difference of each other text. `alike`: whether rounding explains all differences."""
-    partings, texts, tokens = [], 0, 0
-    for k, (prompt, own) in itertools.product([*found][1:], enumerate(found[0][0])):
-        for one in {tuple(runs[prompt].ids): runs[prompt] for runs in found[k]}.values():
-            texts += 1  # usually one per prompt and k
-            parted = pair.part(prompt, k, own, one)
+    partings, compared, tokens = [], 0, 0
+    for k, (prompt, own) in itertools.product([k for k in texts if k], enumerate(texts[0][0])):
+        for ids in dict.fromkeys(tuple(repeat[prompt].ids) for repeat in texts[k]):
+            compared += 1  # usually one per prompt and k
+            parted = assisted.parting(pair.target, pair.prompts[prompt, None], own.ids, ids)
             tokens += len(own.ids) if parted is None else parted["index"]
             partings += [] if parted is None else [{"prompt": prompt, "k": k} | parted]
-    counts = {"texts": texts, "equal": texts - len(partings), "tokens": tokens, "partings": partings}
+    counts = {"texts": compared, "equal": compared - len(partings), "tokens": tokens, "partings": partings}
     return counts | {"alike": all(parted["tie"] for parted in partings)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from quantkit.errors import count
 from quantkit.tables import make_table, megabytes, print_line
 
 SHOWN_PARTINGS = 3  # differences that are printed
+NO_GAIN = "no k gains anything"
 LEGEND = (
     "tokens: of a step, which is a pass of the target; by α: (1 − α^(k+1)) / (1 − α). α: a drafted token "
     "is accepted. c: drafting a token, in steps of the target alone; v: checking k + 1 tokens, likewise. "
@@ -20,7 +21,7 @@ LEGEND = (
 
 
 def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None:
-    """Print a record of `job.compare`. tokenizer: the target's, to name tokens; quiet: no explanations."""
+    """Print a record of `measure.compare`. tokenizer: the target's; quiet: no explanations."""
     console = Console(highlight=False, markup=False)
     for draft in record["drafts"]:
         slows = draft["measured"]["speedup"] <= 1
@@ -32,8 +33,8 @@ def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None
         table.padding = (0, 1, 0, 0)  # ten columns on a narrow terminal
         seconds = f"{draft['alone']['seconds']['median']:.2f}"
         table.add_row("alone", "1.00", "", "", "", "1.00", "", "", "1.00x", seconds)
-        for row in draft["swept"]:
-            table.add_row(*_row(row))
+        for swept in draft["swept"]:
+            table.add_row(*_cells(swept))
         console.print(table)
         for text in (*_theory(draft), _memory(draft), *_proof(draft, tokenizer)):
             print_line(console, text)
@@ -46,7 +47,7 @@ def show(record: Mapping[str, Any], tokenizer: Any, quiet: bool = False) -> None
 def verdict(draft: Mapping[str, Any]) -> str:
     """Return a line that says whether drafting pays."""
     best, name = draft["measured"], draft["draft"]
-    net = next(row["net"] for row in draft["swept"] if row["k"] == best["k"])
+    net = next(swept["net"] for swept in draft["swept"] if swept["k"] == best["k"])
     summary = f"{best['speedup']:.2f}x at best (k = {best['k']})"
     if best["speedup"] <= 1:
         return f"{name}: drafting slows this target down, {summary}"
@@ -55,77 +56,78 @@ def verdict(draft: Mapping[str, Any]) -> str:
     return f"{name}: drafting pays, {summary}"
 
 
-def _row(row: Mapping[str, Any]) -> list[str]:
+def _cells(swept: Mapping[str, Any]) -> list[str]:
+    """Return the table row of one k."""
     names = ("tokens_per_step", "expected_tokens", "alpha", "cost", "check")
-    spread = (row["net"]["high"] - row["net"]["low"]) / 2  # unknown for one repeat
+    spread = (swept["net"]["high"] - swept["net"]["low"]) / 2  # unknown for one repeat
     return [
-        str(row["k"]),
-        *("–" if row[name] is None else f"{row[name]:.2f}" for name in names),
-        f"{row['expected']:.2f}x",
-        f"{row['decode']['median']:.2f}x",
-        f"{row['net']['median']:.2f}x " + (f"±{spread:.2f}" if spread else "±?"),
-        f"{row['seconds']['median']:.2f}",
+        str(swept["k"]),
+        *("–" if swept[name] is None else f"{swept[name]:.2f}" for name in names),
+        f"{swept['expected']:.2f}x",
+        f"{swept['decode']['median']:.2f}x",
+        f"{swept['net']['median']:.2f}x " + (f"±{spread:.2f}" if spread else "±?"),
+        f"{swept['seconds']['median']:.2f}",
     ]
 
 
-def _theory(draft: Mapping[str, Any]) -> list[str]:
-    alpha, best = draft["alpha"], draft["in_theory"]
+def _theory(draft: Mapping[str, Any]) -> Iterator[str]:
+    """Yield lines with the best k by theory: as measured, and where steps take as long as reading weights."""
+    alpha, best, by_bytes = draft["alpha"], draft["in_theory"], draft["by_bytes"]
     if alpha is None:
-        return ["nothing was drafted: the texts repeat nothing"]
-    gain = f"{best['speedup']:.2f}x" if best["k"] else "no k gains anything"
-    figures = f"α = {alpha:.2f}, c = {draft['cost']:.2f}: {gain}"
+        yield "nothing was drafted: the texts repeat nothing"
+        return
+    gain = f"{best['speedup']:.2f}x" if best["k"] else NO_GAIN
     measured = f"{draft['measured']['k']} ({draft['measured']['speedup']:.2f}x net)"
-    lines = [f"best k by theory: {best['k'] or 'none'} ({figures}); best measured: {measured}"]
+    figures = f"α = {alpha:.2f}, c = {draft['cost']:.2f}: {gain}"
+    yield f"best k by theory: {best['k'] or 'none'} ({figures}); best measured: {measured}"
     if draft["draft_memory"] is not None:
-        known = draft["by_bytes"]
-        gain = f"{known['speedup']:.2f}x at k = {known['k']}" if known["k"] else "no k gains anything"
-        lines.append(
+        gain = f"{by_bytes['speedup']:.2f}x at k = {by_bytes['k']}" if by_bytes["k"] else NO_GAIN
+        yield (
             "where a step takes as long as its stored weights take to be read, as on a GPU with one text "
             f"and kernels for this layout (c = {draft['cost_by_bytes']:.2f}), the same α gives {gain}"
         )
-    return lines
 
 
 def _memory(draft: Mapping[str, Any]) -> str:
-    parts, known = [], 0
+    models, total = [], 0
     for name in ("target", "draft"):
-        if size := draft[f"{name}_memory"]:
-            cache = "a KV cache of unknown size" if size["kv"] is None else f"{megabytes(size['kv'])} KV"
-            decoded = ", decoded" if name == "draft" and size["note"] else ""
-            parts.append(f"{name} {megabytes(size['weights'])} weights + {cache}{decoded}")
-            known += size["weights"] + (size["kv"] or 0)
-    return f"memory: {'; '.join(parts)}; together {megabytes(known)}"
+        if memory := draft[f"{name}_memory"]:
+            cache = "a KV cache of unknown size" if memory["kv"] is None else f"{megabytes(memory['kv'])} KV"
+            decoded = ", decoded" if name == "draft" and memory["note"] else ""
+            models.append(f"{name} {megabytes(memory['weights'])} weights + {cache}{decoded}")
+            total += memory["weights"] + (memory["kv"] or 0)
+    return f"memory: {'; '.join(models)}; together {megabytes(total)}"
 
 
-def _proof(draft: Mapping[str, Any], tokenizer: Any) -> list[str]:
+def _proof(draft: Mapping[str, Any], tokenizer: Any) -> Iterator[str]:
+    """Yield how many texts equal the target's own, and the differences, the largest first."""
     proof = draft["proof"]
     if proof is None:
-        return ["proof: none; only greedy text can be compared with the target's own"]
-    partings = sorted(proof["partings"], key=lambda found: (found["tie"], -(found["margin"] or 0.0)))
-    ties = sum(found["tie"] for found in partings)
+        yield "proof: none; only greedy text can be compared with the target's own"
+        return
+    partings = sorted(proof["partings"], key=lambda parting: (parting["tie"], -(parting["margin"] or 0.0)))
+    ties = sum(parting["tie"] for parting in partings)
     summary = f"; {len(partings) - ties} DIFFER, {ties} part at a tie" if partings else ""
-    return [
+    yield (
         f"proof: greedy text equals the target's own in {proof['equal']} of {count(proof['texts'], 'text')} "
-        f"({count(proof['tokens'], 'token')} one by one){summary}",
-        *(_parted(found, tokenizer) for found in partings[:SHOWN_PARTINGS]),
-    ]
-
-
-def _parted(parted: Mapping[str, Any], tokenizer: Any) -> str:
-    where = f"  text {parted['prompt'] + 1}, k = {parted['k']}, token {parted['index'] + 1}: "
-    if parted["token"] is None:
-        return f"{where}one text ends, the other goes on"
-    found, own = (repr(tokenizer.decode([parted[name]])) for name in ("token", "expected"))
-    cause = "rounding" if parted["tie"] else "more than rounding explains"
-    return (
-        f"{where}{found} instead of {own}, whose logit is {parted['margin']:.4f} higher; {cause} "
-        f"(passes of one token and of many differ by up to {parted['noise']:.4f} here)"
+        f"({count(proof['tokens'], 'token')} one by one){summary}"
     )
+    for parting in partings[:SHOWN_PARTINGS]:
+        where = f"  text {parting['prompt'] + 1}, k = {parting['k']}, token {parting['index'] + 1}: "
+        if parting["token"] is None:
+            yield f"{where}one text ends, the other goes on"
+            continue
+        token, expected = (repr(tokenizer.decode([parting[name]])) for name in ("token", "expected"))
+        cause = "rounding" if parting["tie"] else "more than rounding explains"
+        yield (
+            f"{where}{token} instead of {expected}, whose logit is {parting['margin']:.4f} higher; {cause} "
+            f"(passes of one token and of many differ by up to {parting['noise']:.4f} here)"
+        )
 
 
 def _conditions(record: Mapping[str, Any]) -> str:
-    settings, heat = record["settings"], record["settings"]["temperature"]
-    how = f"sampled at temperature {heat:g}" if heat else "greedy"
+    settings, temperature = record["settings"], record["settings"]["temperature"]
+    how = f"sampled at temperature {temperature:g}" if temperature else "greedy"
     return (
         f"{record['drafts'][0]['engine']}, {settings['dtype']} on {settings['device']}, "
         f"{count(settings['threads'], 'thread')}; {count(settings['prompts'], 'prompt')} of "

@@ -6,9 +6,8 @@ constant here; by default transformers adapts k and drafts fewer tokens if the d
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,29 +15,23 @@ import transformers
 from torch import Tensor, nn
 from transformers.generation.streamers import BaseStreamer
 
-from quantkit.capacity.source import cache_bytes
-from quantkit.errors import UNSUPPORTED, require
 from quantkit.evaluation import sampling
 from quantkit.evaluation.generate import first_difference
-from quantkit.evaluation.sampling import Sampling, ends_of_text
-from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import synchronize
-from quantkit.serving.engines import transformers as engine
-from quantkit.serving.specdec import lossless
-from quantkit.serving.specdec.acceptance_rate import Step
-from quantkit.serving.specdec.settings import Settings
+from quantkit.evaluation.sampling import Sampling
+from quantkit.serving.engines.transformers import Clock, clock_of
+from quantkit.serving.specdec.acceptance_rate import DraftStep
 
 LOOKUP_NGRAM = 2  # length of the n-grams that prompt-lookup looks up, transformers' default
 
 
 @dataclass(frozen=True)
-class Run:
+class DraftedText:
     """One generated text. ids: its new tokens' ids. steps: the target's passes. seconds: time of the whole
     call. decode_seconds: time after the first pass, of which drafting: seconds between passes of the target;
     checking: seconds from a pass's start until its tokens are chosen."""
 
     ids: list[int]
-    steps: list[Step]
+    steps: list[DraftStep]
     seconds: float
     decode_seconds: float
     drafting: float
@@ -50,64 +43,6 @@ class Run:
         return len(self.ids) - self.steps[0].tokens
 
 
-class Pair:
-    """A target, measured with one draft after the other. prompts: token ids, int64 `[prompts, tokens]`.
-
-    Raises QuantkitError if a model does not fit the memory (exit code 5) or has a recurrent state (4).
-    """
-
-    name = f"transformers {transformers.__version__}"
-
-    def __init__(
-        self,
-        target: Checkpoint,
-        prompts: Tensor,
-        settings: Settings,
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
-        self._settings, self._device, self._dtype = settings, device, dtype
-        self.precision = str(dtype).removeprefix("torch.")
-        self._prompts = prompts.to(device)
-        self._sampling, self._ends = Sampling(settings.tokens, settings.temperature), ends_of_text(target)
-        self._model, self._size = self._load(target)
-        self.draft: nn.Module | None = None
-
-    def load(self, draft: Checkpoint | None) -> dict[str, Any]:
-        """Load a draft (None: prompt-lookup); return the sizes of target and draft, see `_load`."""
-        self.draft, size = (None, None) if draft is None else self._load(draft)
-        return {"target_memory": self._size, "draft_memory": size}
-
-    def close(self) -> None:
-        """Free the draft."""
-        self.draft = None
-
-    def _load(self, checkpoint: Checkpoint) -> tuple[nn.Module, dict[str, Any]]:
-        """Return the model and {weights: bytes in memory, kv: bytes of the cache of one text or None, stored:
-        bytes on disk, kernels: name, note: why weights were decoded}."""
-        tokens = self._settings.prompt_tokens + self._settings.tokens
-        loaded = engine.load(checkpoint, self._dtype, self._device, tokens)
-        # transformers refuses recurrent models as targets, and fails with them as drafts
-        what = f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back"
-        require(not loaded.model._is_stateful, what, "choose a model with attention alone", UNSUPPORTED)
-        return loaded.model, {
-            "weights": loaded.weight_bytes,
-            "kv": cache_bytes(checkpoint.folder, tokens, self.precision),
-            "stored": sum(info.nbytes for info in checkpoint.infos.values()),
-            "kernels": loaded.kernels,
-            "note": loaded.note,
-        }
-
-    def run(self, prompt: int, k: int, seed: int) -> Run:
-        """Continue prompt number `prompt`, drafting k tokens per pass; k = 0: the target alone."""
-        how = replace(self._sampling, seed=seed)
-        return generate(self._model, self._prompts[prompt, None], how, self._ends, k, self.draft)
-
-    def part(self, prompt: int, k: int, own: Run, drafted: Run) -> dict[str, Any] | None:
-        """Return the first difference between a drafted text and the target's own; see `lossless.parting`."""
-        return lossless.parting(self._model, self._prompts[prompt, None], own.ids, drafted.ids)
-
-
 def generate(
     target: nn.Module,
     prompt: Tensor,
@@ -115,76 +50,102 @@ def generate(
     ends: list[int],
     k: int = 0,
     draft: nn.Module | None = None,
-) -> Run:
-    """Continue a prompt, int64 `[1, tokens]`, drafting k tokens per step; k = 0: the target alone. draft: the
+) -> DraftedText:
+    """Continue a prompt, int64 `[1, tokens]`, drafting k tokens per pass; k = 0: the target alone. draft: the
     draft model; None: prompt-lookup, which copies from the text so far. ends: ids that end a text."""
-    drafting_options, notes = {}, _Notes(prompt.device)
+    config, assistant = {}, {}
     if k and draft is None:
-        drafting_options = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM}
+        config = {"prompt_lookup_num_tokens": k, "max_matching_ngram_size": LOOKUP_NGRAM}
     elif k:
+        assistant = {"assistant_model": draft}
         draft.generation_config = transformers.GenerationConfig(
             num_assistant_tokens=k,
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
         )
     target.generation_config = transformers.GenerationConfig()  # not the checkpoint's settings
-    hook = target.register_forward_pre_hook(notes.begin, with_kwargs=True)
+    recorder = _PassRecorder(clock_of(prompt.device))
+    hook = target.register_forward_pre_hook(recorder.begin, with_kwargs=True)
+    began = recorder.clock()
     try:
-        notes.chosen.append(notes.now())
-        given = {"assistant_model": draft} if k and draft is not None else {}
-        out = sampling.generate(target, prompt, how, ends, drafting_options, streamer=notes, **given)
-        ended = notes.now()
+        out = sampling.generate(target, prompt, how, ends, config, streamer=recorder, **assistant)
+        seconds = recorder.clock() - began
     finally:
         hook.remove()
-    return notes.run(out[0, prompt.shape[1] :].tolist(), prompt.shape[1], ended)
+    begun, (_, *chosen) = recorder.begun, recorder.chosen
+    known = [prompt.shape[1], *[1] * (len(begun) - 1)]  # the first pass also reads the prompt
+    steps = [
+        draft_step(given[read:], kept)
+        for read, (given, _), (kept, _) in zip(known, begun, chosen, strict=True)
+    ]
+    made = DraftedText(
+        ids=out[0, prompt.shape[1] :].tolist(),
+        steps=steps,
+        seconds=seconds,
+        decode_seconds=chosen[-1][1] - chosen[0][1],
+        drafting=sum(start - end for (_, start), (_, end) in zip(begun[1:], chosen, strict=False)),
+        checking=sum(end - start for (_, start), (_, end) in zip(begun[1:], chosen[1:], strict=True)),
+    )
+    assert sum(step.tokens for step in steps) == len(made.ids)
+    return made
 
 
-@dataclass
-class _Notes(BaseStreamer):
-    """Records the tokens of each pass of the target, when it begins, and when its tokens are chosen."""
+class _PassRecorder(BaseStreamer):
+    """Records (ids, time) of each pass of the target: `begun` its input, `chosen` the tokens that are kept.
+    The first entry of `chosen` is the prompt."""
 
-    device: torch.device
-    given: list[Tensor] = field(default_factory=list)  # input ids of each pass
-    kept: list[list[int]] = field(default_factory=list)  # the prompt, then the tokens kept by each pass
-    begun: list[float] = field(default_factory=list)
-    chosen: list[float] = field(default_factory=list)  # the first entry is the start of generation
-
-    def now(self) -> float:
-        synchronize(self.device)
-        return time.perf_counter()
+    def __init__(self, clock: Clock):
+        self.clock = clock
+        self.begun: list[tuple[list[int], float]] = []
+        self.chosen: list[tuple[list[int], float]] = []
 
     def begin(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        self.given.append(kwargs["input_ids"][0])
-        self.begun.append(self.now())
+        """Record the input of a pass; a forward pre-hook."""
+        self.begun.append((kwargs["input_ids"][0].tolist(), self.clock()))
 
     def put(self, value: Tensor) -> None:
-        """Store the tokens of a step. transformers calls this with the prompt first."""
-        self.kept.append(value.flatten().tolist())
-        if len(self.kept) > 1:
-            self.chosen.append(self.now())
+        """Record the tokens of a pass. transformers calls this with the prompt first."""
+        self.chosen.append((value.flatten().tolist(), self.clock()))
 
     def end(self) -> None:
         """Do nothing; transformers calls this when the text has ended."""
 
-    def run(self, ids: list[int], prompt_tokens: int, ended: float) -> Run:
-        steps = []
-        for place, (given, kept) in enumerate(zip(self.given, self.kept[1:], strict=True)):
-            known = prompt_tokens if place == 0 else 1  # the first pass also reads the prompt
-            steps.append(step(given.tolist()[known:], kept))
-        assert sum(s.tokens for s in steps) == len(ids)
-        began, first, *_ = self.chosen
-        later = list(zip(self.begun[1:], self.chosen[2:], self.chosen[1:-1], strict=True))
-        return Run(
-            ids=ids,
-            steps=steps,
-            seconds=ended - began,
-            decode_seconds=self.chosen[-1] - first,
-            drafting=sum(begun - before for begun, _, before in later),
-            checking=sum(chosen - begun for begun, chosen, _ in later),
-        )
+
+def draft_step(drafted: Sequence[int], kept: Sequence[int]) -> DraftStep:
+    """Return the pass that checked the ids `drafted` and added the ids `kept` to the text."""
+    index = first_difference(drafted, kept)
+    return DraftStep(len(drafted), len(drafted) if index is None else index, len(kept))
 
 
-def step(drafted: Sequence[int], kept: Sequence[int]) -> Step:
-    """Return the step; accepted: number of leading `drafted` tokens that equal the `kept` ones."""
-    parted = first_difference(drafted, kept)
-    return Step(len(drafted), len(drafted) if parted is None else parted, len(kept))
+@torch.no_grad()
+def parting(
+    target: nn.Module, prompt: Tensor, own: Sequence[int], drafted: Sequence[int]
+) -> dict[str, Any] | None:
+    """Return the first difference between a drafted greedy text and the target's own, or None.
+
+    A pass over several tokens rounds differently than passes over single tokens. So two texts may differ
+    where two tokens have nearly equal logits. The difference of these logits is compared with the change that
+    the length of a pass causes in the target's logits.
+
+    prompt: int64 `[1, tokens]`. own, drafted: new token ids. index: position of the first difference among
+    the new tokens. token, expected: ids of the drafted and the own text there; None if one text ends there.
+    margin: logit of `expected` minus logit of `token`, computed token by token. noise: largest difference of
+    the target's logits at that position between token by token and one pass. tie: margin <= 2 · noise.
+    """
+    index = first_difference(own, drafted)
+    if index is None:
+        return None
+    position = min(index, len(own) - 1)
+    options = {"output_logits": True, "return_dict_in_generate": True}
+    alone = sampling.generate(target, prompt, Sampling(position + 1), [], **options)
+    single = alone.logits[position][0].to("cpu").float()
+    whole = torch.cat([prompt, torch.tensor([list(own)], device=prompt.device)], 1)
+    at_once = target(input_ids=whole, use_cache=False).logits[0, prompt.shape[1] - 1 + position]
+    noise = (at_once.to("cpu").float() - single).abs().max().item()
+    ended = index >= min(len(own), len(drafted))  # rounding cannot explain that
+    token, expected = (None, None) if ended else (drafted[index], own[index])
+    margin = None if ended else (single[expected] - single[token]).item()
+    tie = margin is not None and margin <= 2 * noise
+    return {
+        "index": index, "noise": noise, "token": token, "expected": expected, "margin": margin, "tie": tie,
+    }  # fmt: skip

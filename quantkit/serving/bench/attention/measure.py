@@ -23,11 +23,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.capacity.kv_cache import attention_scores
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all, require
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import free_memory, give_back, is_accelerator, synchronize
+from quantkit.models.machine.device import free_memory, give_back, is_accelerator
 from quantkit.quantize.progress import SILENT, Progress
-from quantkit.serving.bench.settings import Attention
+from quantkit.serving.bench.memory import Meter
+from quantkit.serving.bench.settings import AttentionSettings
 from quantkit.serving.engines import transformers as engine
 from quantkit.tables import megabytes
 
@@ -43,7 +44,7 @@ SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
 Row = dict[str, Any]
 
 
-def plan(settings: Attention, context: int | None) -> list[int]:
+def plan(settings: AttentionSettings, context: int | None) -> list[int]:
     """Return the prompt lengths to measure, the shortest first.
 
     Raises QuantkitError (exit code 2) where prompt and new tokens exceed the model's context.
@@ -51,17 +52,17 @@ def plan(settings: Attention, context: int | None) -> list[int]:
     longest = (context or 1 << 30) - settings.tokens
     if settings.prompt_tokens is None:
         return [length for length in LENGTHS if length <= longest] or [max(1, longest)]
-    found = list(settings.numbers("prompt_tokens"))
-    if over := [str(length) for length in found if length > longest]:
-        what = f"prompts of {name_all(over)} and {settings.tokens} new tokens"
-        message = f"{what} are longer than the model's context of {context}"
-        raise QuantkitError(message, f"choose --prompt-tokens {max(1, longest)} or less", USAGE)
-    return found
+    lengths = list(settings.numbers("prompt_tokens"))
+    too_long = [str(length) for length in lengths if length > longest]
+    what = f"prompts of {name_all(too_long)} and {settings.tokens} new tokens"
+    message = f"{what} are longer than the model's context of {context}"
+    require(not too_long, message, f"choose --prompt-tokens {max(1, longest)} or less", USAGE)
+    return lengths
 
 
 def measure(
     checkpoint: Checkpoint,
-    settings: Attention,
+    settings: AttentionSettings,
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress = SILENT,
@@ -75,11 +76,11 @@ def measure(
     progress.phase(f"loading {checkpoint.source}")
     loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _Bench(checkpoint, loaded.model, settings, device)
+    bench = _AttentionBench(checkpoint, loaded.model, settings, device)
     bench.each(names, bench.watch, bench.draw(min(SHORT, lengths[0])), {name: {} for name in names})
     rows: list[Row] = []
-    for place, length in enumerate(lengths):  # long prompts take long
-        progress.counting("measuring, in prompt tokens", sum(lengths[:place]), sum(lengths))
+    for index, length in enumerate(lengths):  # long prompts take long
+        progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
         rows += bench.at(names, length)
     if all(row["refused"] for row in rows):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
@@ -97,24 +98,27 @@ def measure(
     }
 
 
-class _Bench:
+class _AttentionBench:
     """The loaded model, and the implementations refused so far, with the reason."""
 
-    def __init__(self, checkpoint: Checkpoint, model: nn.Module, settings: Attention, device: torch.device):
+    def __init__(
+        self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings, device: torch.device
+    ):
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
-        self.batch = settings.batch
         self.refused: dict[str, str] = {}
         self.kernels: dict[str, str] = {}
         self.clock = engine.clock_of(device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         # logits of the last token only where the model can, as in serving: all take more than attention does
-        last = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.few = {"logits_to_keep": 1} if last else {}
+        can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.last_only = {"logits_to_keep": 1} if can_skip else {}
 
     def draw(self, length: int) -> Tensor:
         """Return prompts of random tokens `[batch, length]`."""
         vocabulary = self.checkpoint.text_config.vocab_size
-        return torch.randint(vocabulary, (self.batch, length), generator=self.generator).to(self.device)
+        return torch.randint(vocabulary, (self.settings.batch, length), generator=self.generator).to(
+            self.device
+        )
 
     def at(self, names: Sequence[str], length: int) -> list[Row]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
@@ -174,14 +178,14 @@ class _Bench:
 
     def _forward(self, ids: Tensor, cache: Any = None) -> tuple[Any, Tensor]:
         """Return the cache and the next token `[batch, 1]`."""
-        out = self.model(ids, past_key_values=cache, use_cache=True, **self.few)
+        out = self.model(ids, past_key_values=cache, use_cache=True, **self.last_only)
         return out.get("past_key_values"), out.logits[:, -1:].argmax(-1)
 
     def _too_large(self, length: int) -> str:
         """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""
         heads = getattr(self.checkpoint.text_config, "num_attention_heads", 1) or 1
-        one = attention_scores(heads, length, self.model.dtype.itemsize) * self.batch
-        need, free = WRITTEN_OUT * one, free_memory(self.device)
+        scores = attention_scores(heads, length, self.model.dtype.itemsize) * self.settings.batch
+        need, free = WRITTEN_OUT * scores, free_memory(self.device)
         short = f"scores of one layer take {megabytes(need)}, {megabytes(free)} of memory are free"
         return short if need > free else ""
 
@@ -194,15 +198,11 @@ def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
     """
     gc.collect()
     if is_accelerator(device):
-        module = torch.get_device_module(device)
-        if not hasattr(module, "reset_peak_memory_stats"):
-            return None
-        synchronize(device)
-        module.reset_peak_memory_stats(device)
-        before = module.memory_allocated(device)
+        meter = Meter(device)
+        meter.reset()
+        before = meter.peak()
         work()
-        synchronize(device)
-        return module.max_memory_allocated(device) - before
+        return None if before is None else meter.peak() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         work()
     events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -30,7 +30,7 @@ def report(record: Record) -> Report:
     medians = f"medians of {settings['repeats']} runs in turn after a warm-up, ± half their range"
     medians = medians if settings["repeats"] > 1 else "one run after a warm-up"
     lengths = sorted({row["length"] for row in record["rows"]})
-    groups = [("", list(_rows(record, length))) for length in lengths]
+    groups = [("", [*_cells(record, length)]) for length in lengths]
     return Report(
         title=f"Speed and memory of attention in {record['model']}",
         facts={
@@ -44,48 +44,54 @@ def report(record: Record) -> Report:
     )
 
 
-def _rows(record: Record, length: int) -> Iterator[list[str]]:
+def _by_name(record: Record) -> dict[str, list[Record]]:
+    """Return the rows of each implementation."""
+    names = dict.fromkeys(row["attention"] for row in record["rows"])
+    return {name: [row for row in record["rows"] if row["attention"] == name] for name in names}
+
+
+def _cells(record: Record, length: int) -> Iterator[list[str]]:
     """Yield table rows for prompts of `length` tokens; ratios are to the first implementation that ran."""
     ran = [row for row in record["rows"] if row["length"] == length and not row["refused"]]
     for row in ran:
-        middle, first = statistics.median(row["seconds"]), statistics.median(ran[0]["seconds"])
-        half = (max(row["seconds"]) - min(row["seconds"])) / 2 / middle
+        median, first = statistics.median(row["seconds"]), statistics.median(ran[0]["seconds"])
+        half = (max(row["seconds"]) - min(row["seconds"])) / 2 / median
         spread = f"{half:.0%}" if len(row["seconds"]) > 1 else NOTHING
         memory = NOTHING if row["prefill_bytes"] is None else size(row["prefill_bytes"])
         step = figure(1e3 * statistics.median(row["step_seconds"]))
-        yield [row["attention"], f"{length:,}", figure(1e3 * middle), spread,
-               f"{first / middle:.2f}×", memory, step]  # fmt: skip
+        yield [row["attention"], f"{length:,}", figure(1e3 * median), spread,
+               f"{first / median:.2f}×", memory, step]  # fmt: skip
 
 
 def _kernels(record: Record) -> Iterator[tuple[str, str]]:
     """Yield each implementation's name, with its kernel or the reason and length of its failure."""
-    for name in dict.fromkeys(row["attention"] for row in record["rows"]):
-        rows = [row for row in record["rows"] if row["attention"] == name]
+    for name, rows in _by_name(record).items():
         if kernel := rows[0]["kernel"]:
             yield f"{name} ran: {kernel}", ""
         if refused := next((row for row in rows if row["refused"]), None):
-            place = f" from {refused['length']:,} tokens on" if kernel else ""
-            yield f"{name} refused{place}: {refused['refused']}", "yellow"
+            where = f" from {refused['length']:,} tokens on" if kernel else ""
+            yield f"{name} refused{where}: {refused['refused']}", "yellow"
 
 
 def _figures(record: Record, lengths: list[int]) -> list[Figure]:
     """Return prefill time and peak memory over the length of the prompt."""
-    times, memory = [], []
-    for place, name in enumerate(dict.fromkeys(row["attention"] for row in record["rows"])):
-        rows = [row for row in record["rows"] if row["attention"] == name and not row["refused"]]
-        taken = [(row["length"], statistics.median(row["seconds"]), row["seconds"]) for row in rows]
-        points = [Point(length, middle, min(found), max(found)) for length, middle, found in taken]
-        counted = [Point(row["length"], row["prefill_bytes"]) for row in rows if row["prefill_bytes"]]
-        times += [Series(name, tuple(points), place, joined=True)] if points else []
-        memory += [Series(name, tuple(counted), place, joined=True)] if counted else []
+    seconds, memory = [], []
+    for colour, (name, rows) in enumerate(_by_name(record).items()):
+        ran = [row for row in rows if not row["refused"]]
+        points = [
+            Point(row["length"], statistics.median(row["seconds"]), min(row["seconds"]), max(row["seconds"]))
+            for row in ran
+        ]
+        peaks = [Point(row["length"], row["prefill_bytes"]) for row in ran if row["prefill_bytes"]]
+        seconds += [Series(name, tuple(points), colour, joined=True)] if points else []
+        memory += [Series(name, tuple(peaks), colour, joined=True)] if peaks else []
     x = Axis("tokens of the prompt", "whole", log=True, ticks=tuple(lengths))
-    y = Axis("bytes above the loaded model", "bytes", log=True)
-    bars = "Bars: fastest and slowest run."
-    seconds = Axis("seconds", log=True)
-    made = [
-        Figure("time", "Time of the prefill", "The median of all runs.", x, seconds, tuple(times), bars=bars),
+    y_seconds, y_bytes = Axis("seconds", log=True), Axis("bytes above the loaded model", "bytes", log=True)
+    bars, most = "Bars: fastest and slowest run.", "The most that was allocated at once."
+    figures = [
         Figure(
-            "memory", "Memory of the prefill", "The most that was allocated at once.", x, y, tuple(memory)
+            "time", "Time of the prefill", "The median of all runs.", x, y_seconds, tuple(seconds), bars=bars
         ),
+        Figure("memory", "Memory of the prefill", most, x, y_bytes, tuple(memory)),
     ]
-    return [one for one in made if one.series]
+    return [drawn for drawn in figures if drawn.series]

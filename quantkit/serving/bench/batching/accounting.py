@@ -16,7 +16,7 @@ PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchStep:
     """One forward pass.
 
     end: time of the virtual clock. seconds: duration. prompt_slots: computed positions of prompts, padding
@@ -50,13 +50,12 @@ class Replay:
     """A trace served by one strategy. requests: in the trace's order. steps: in the order of time."""
 
     requests: tuple[Served, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[BatchStep, ...]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return p50, p90 and p99, linearly interpolated."""
-    found = np.percentile(values, PERCENTILES).tolist()
-    return {f"p{percent}": value for percent, value in zip(PERCENTILES, found, strict=True)}
+    return {f"p{percent}": float(np.percentile(values, percent)) for percent in PERCENTILES}
 
 
 def figures(replay: Replay) -> dict[str, Any]:

@@ -15,8 +15,8 @@ import torch
 import transformers
 from torch import nn
 
-from quantkit.serving.bench.batching.accounting import Replay, Served, Step
-from quantkit.serving.bench.batching.trace import Request
+from quantkit.serving.bench.batching.accounting import BatchStep, Replay, Served
+from quantkit.serving.bench.batching.trace import TraceRequest
 from quantkit.serving.engines.transformers import Clock
 
 MOST_TOKENS = 2048  # per step; longer prompts are processed in pieces
@@ -25,7 +25,7 @@ PAGE = 16  # tokens of a cache block
 
 def serve(
     model: nn.Module,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     prompts: Sequence[Sequence[int]],
     size: int,
     clock: Clock,
@@ -50,7 +50,7 @@ def serve(
         gc.collect()
 
 
-def _manager(model: nn.Module, requests: Sequence[Request], size: int, page: int) -> Any:
+def _manager(model: nn.Module, requests: Sequence[TraceRequest], size: int, page: int) -> Any:
     """Return a manager whose cache has room for `size` requests as long as the longest. Requests share no
     blocks, so that every prompt is computed as in the other strategies."""
     longest = max(request.prompt + request.output for request in requests)
@@ -71,31 +71,33 @@ def _manager(model: nn.Module, requests: Sequence[Request], size: int, page: int
 
 def _loop(
     manager: Any,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     prompts: Sequence[Sequence[int]],
     clock: Clock,
 ) -> Replay:
     processor = manager.batch_processor = manager._create_batch_processor()
-    now, come, steps = 0.0, 0, []
+    now, arrived, steps = 0.0, 0, []
     first: dict[int, float] = {}
     served: dict[int, Served] = {}
     while len(served) < len(requests):
-        if come < len(requests) and not processor.has_pending_requests():
-            now = max(now, requests[come].arrival)  # nothing to do until the next arrival
-        while come < len(requests) and requests[come].arrival <= now:
-            manager.add_request(prompts[come], request_id=str(come), max_new_tokens=requests[come].output)
-            come += 1
+        if arrived < len(requests) and not processor.has_pending_requests():
+            now = max(now, requests[arrived].arrival)  # nothing to do until the next arrival
+        while arrived < len(requests) and requests[arrived].arrival <= now:
+            manager.add_request(
+                prompts[arrived], request_id=str(arrived), max_new_tokens=requests[arrived].output
+            )
+            arrived += 1
         began = clock()
         if not processor.prepare_next_batch():
             raise RuntimeError("transformers' scheduler has requests, and schedules none")
         manager._generation_step()
         batch = list(processor.inputs_and_outputs.requests_in_batch)
         counted = _count(processor, batch)
-        begun = [int(part.state.request_id) for part in batch if part.has_new_token]
+        begun = [int(entry.state.request_id) for entry in batch if entry.has_new_token]
         processor.update_batch()
         took = clock() - began
         now += took
-        steps.append(Step(end=now, seconds=took, **counted))
+        steps.append(BatchStep(end=now, seconds=took, **counted))
         for index in begun:
             first.setdefault(index, now)
         while not manager.output_router.output_queue.empty():
@@ -109,12 +111,12 @@ def _loop(
 
 
 def _count(processor: Any, batch: Sequence[Any]) -> dict[str, int]:
-    """Return the counts of a computed step (fields of `Step`). Call it before finished requests leave.
+    """Return the counts of a computed step (fields of `BatchStep`). Call it before finished requests leave.
 
     used and reserved, which count token slots, are averaged over the layers.
     """
-    prompt = sum(part.query_length for part in batch if not part.state.generated_tokens)
-    decoding = sum(1 for part in batch if part.state.generated_tokens)
+    prompt = sum(entry.query_length for entry in batch if not entry.state.generated_tokens)
+    decoding = sum(1 for entry in batch if entry.state.generated_tokens)
     padding = max(0, processor.inputs_and_outputs.num_q_tokens - prompt - decoding)
     layers = used = reserved = 0
     for allocator in processor.cache.cache_allocators.values():

@@ -12,10 +12,9 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quantkit.serving.bench.batching.accounting import Replay, Served, Step
-from quantkit.serving.bench.batching.trace import Request
-from quantkit.serving.bench.generation import run
-from quantkit.serving.engines.transformers import Clock
+from quantkit.serving.bench.batching.accounting import BatchStep, Replay, Served
+from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.engines.transformers import Clock, continue_batch
 
 
 def next_batch(
@@ -35,7 +34,7 @@ def next_batch(
 
 def serve(
     model: nn.Module,
-    requests: Sequence[Request],
+    requests: Sequence[TraceRequest],
     prompts: Sequence[Sequence[int]],
     size: int,
     wait: float,
@@ -45,10 +44,10 @@ def serve(
     arrivals = [request.arrival for request in requests]
     free, served, steps = 0.0, [], []
     while len(served) < len(requests):
-        places, start = next_batch(arrivals, len(served), free, size, wait)
-        members = [requests[place] for place in places]
+        indices, start = next_batch(arrivals, len(served), free, size, wait)
+        members = [requests[index] for index in indices]
         longest = max(request.output for request in members)
-        written, seconds, _ = run(model, [prompts[place] for place in places], longest, clock)
+        written, seconds, _ = continue_batch(model, [prompts[index] for index in indices], longest, clock)
         answers, passes = account(members, start, seconds, written)
         served += answers
         steps += passes
@@ -57,8 +56,8 @@ def serve(
 
 
 def account(
-    requests: Sequence[Request], start: float, seconds: Sequence[float], written: Sequence[Sequence[int]]
-) -> tuple[list[Served], list[Step]]:
+    requests: Sequence[TraceRequest], start: float, seconds: Sequence[float], written: Sequence[Sequence[int]]
+) -> tuple[list[Served], list[BatchStep]]:
     """Return the answers and steps of one batch that started at `start`. seconds: time of each step.
 
     All answers are done when the batch ends, because `generate` returns them together; first tokens count
@@ -72,7 +71,7 @@ def account(
         used = sum(request.prompt + made for request in live)
         prefill = made == 0
         steps.append(
-            Step(
+            BatchStep(
                 end=clock,
                 seconds=took,
                 prompt_slots=size * width if prefill else 0,
@@ -84,7 +83,7 @@ def account(
             )
         )
     served = [
-        Served(request.arrival, start + seconds[0], clock, tuple(row[: request.output]))
-        for request, row in zip(requests, written, strict=True)
+        Served(request.arrival, start + seconds[0], clock, tuple(ids[: request.output]))
+        for request, ids in zip(requests, written, strict=True)
     ]
     return served, steps
