@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import VERIFICATION, refuse_problems
 from quantkit.errors import QuantkitError as QuantkitError
 from quantkit.quantize.prepare import recipe
+from quantkit.quantize.prepare.values import filled
 from quantkit.quantize.progress import Progress
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def evaluate(
     from quantkit.evaluation.settings import Settings
 
     named = [models] if isinstance(models, str | os.PathLike) else models
-    asked = recipe.filled(Settings, options | ({"text": os.fspath(text)} if text else {}), "evaluate")
+    asked = filled(Settings, options | ({"text": os.fspath(text)} if text else {}), "evaluate")
     with _listening(progress) as listener:
         from quantkit.evaluation import job
 
@@ -118,7 +119,7 @@ def plan(
     from quantkit.capacity import forecast
     from quantkit.capacity.question import Question
 
-    question = recipe.filled(Question, options, "plan")
+    question = filled(Question, options, "plan")
     return forecast.answer(model and os.fspath(model), params, question, revision, offline)
 
 
@@ -131,7 +132,7 @@ def auto(
     from quantkit.auto.options import AutoOptions, AutoRequest
 
     own = {name: value for name, value in options.items() if name in AutoOptions.__dataclass_fields__}
-    asked = recipe.filled(AutoOptions, own, "auto")
+    asked = filled(AutoOptions, own, "auto")
     asked.check()
     shared = recipe.of_options("gptq", {name: options[name] for name in options.keys() - own.keys()}).values
     opened = output and Path(output), revision, offline, trust_remote_code, resume, overwrite

@@ -432,4 +432,4 @@ def test_engines_that_do_not_read_zero_points_say_so(engine):
     request = AutoRequest("nowhere", AutoOptions(bpw=4, engine=engine, sym=False), {})
     with pytest.raises(QuantkitError, match=f"--no-sym: {engine} does not read"):
         prepare(request, jobs.Progress())
-    assert replace(ENGINES["any"], symmetric=False).options.sym is False
+    assert replace(ENGINES["any"], symmetric=False).method.options.sym is False

@@ -25,10 +25,11 @@ from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.windows import Windows
 from quantkit.models.machine.device import free_memory
-from quantkit.options import MOST, CalibrationOptions, RunOptions, size_bytes
+from quantkit.options import MOST, size_bytes
 from quantkit.quantize import job
 from quantkit.quantize.job import Job
 from quantkit.quantize.prepare import linears, recipe
+from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.text.calibration import hold_out
@@ -109,12 +110,11 @@ class Auto:
         head = "# Made by quantkit auto; repeat it with: quantkit run FILE\n"
         return head + yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=1000)
 
-    def job_of(self, written: str, output: Path) -> job.Request:
+    def job_of(self, written: str, output: Path) -> Request:
         """Return the request that `quantkit run` would make of the recipe `written`."""
         request, unfinished = self.request, output.with_name(f"{output.name}.partial")
-        opening = {name: getattr(request, name) for name in ("revision", "offline", "trust_remote_code")}
         parsed, typed = recipe.parse("", "the recipe", written), {"output": str(output)}
-        return recipe.merge(parsed, (), typed, resume=unfinished.exists(), overwrite=True, **opening)
+        return recipe.merge(parsed, (), typed, resume=unfinished.exists(), overwrite=True, **request.opening)
 
     @cached_property
     def streams(self) -> int:
@@ -198,21 +198,10 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         require(space.zero_points, what, "leave out --no-sym, or use --engine any", UNSUPPORTED)
         space = replace(space, symmetric=False)
     output, one_file = request.place, space.method.name == "gguf"
-    prepared = job.prepare(
-        job.Request(
-            source=request.source,
-            method=space.method,
-            calibration=_options(CalibrationOptions, "calibration", request.typed),
-            run=_options(RunOptions, "run", {"run.dtype": MEASURED_IN} | request.typed),
-            output=output,
-            revision=request.revision,
-            offline=request.offline,
-            trust_remote_code=request.trust_remote_code,
-            open_groups=not one_file,
-        ),
-        progress,
-        dry_run=True,
-    )
+    shared = recipe.Recipe(space.method.name, values={"run.dtype": MEASURED_IN} | request.typed)
+    listing = recipe.merge(shared, (), {"model": request.source, "output": output}, **request.opening)
+    listing = replace(listing, method=space.method, open_groups=not one_file)
+    prepared = job.prepare(listing, progress, dry_run=True)
     may_replace.check_source(output, prepared.checkpoint.folder)
     if not dry_run:
         may_replace.check(output, one_file, request.overwrite)
@@ -227,11 +216,6 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
         sized = request.options.max_size is not None
         allocation.refuse_too_few(units, budget, auto.fixed_bytes if sized else None)
     return auto
-
-
-def _options(kind: type, section: str, typed: dict[str, Any]) -> Any:
-    prefix = f"{section}."
-    return kind(**{key.removeprefix(prefix): value for key, value in typed.items() if key.startswith(prefix)})
 
 
 def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:

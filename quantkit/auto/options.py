@@ -110,6 +110,11 @@ class AutoRequest:
     overwrite: bool = False
 
     @property
+    def opening(self) -> dict[str, Any]:
+        """How the source is opened, in fields of `Request`."""
+        return {name: getattr(self, name) for name in ("revision", "offline", "trust_remote_code")}
+
+    @property
     def place(self) -> Path:
         """The output: as requested, or derived, such as `model-auto-3.5bpw`; a file goes into a folder that
         exists."""

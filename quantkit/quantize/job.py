@@ -16,7 +16,7 @@ from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all, require
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import open_checkpoint, watched
+from quantkit.models.files.open import watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import choose_device, choose_dtype
 from quantkit.models.skeleton import Skeleton
@@ -145,16 +145,18 @@ def prepare(
         fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan, skeleton.is_mixture)
         check_equal(fingerprint)
     batches = plan.own_batches(tokens, batch_size) if method.needs else [tokens]
+    held_back = calibrated.held_back if calibrated else None
+    if not held_back and loss_size and not dry_run:
+        held_back = calibration.shipped_held_out(checkpoint, loss_size)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
-        source_sha256, -(-len(tokens) // batch_size),
-        _held_back(checkpoint, calibrated, 0 if dry_run else loss_size),
+        source_sha256, -(-len(tokens) // batch_size), held_back,
     )  # fmt: skip
 
 
 def _open_source(request: Request, progress: Progress) -> Checkpoint:
     """Open the source. Raises QuantkitError if it is already quantized, unless --allow-requantize is set."""
-    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    checkpoint = request.open()
     for note in checkpoint.notes:
         progress.warn(note)
     if not checkpoint.quantized:
@@ -175,8 +177,7 @@ def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
     the job's identity contain it."""
     if not request.method.has_open_groups:
         return request
-    source = request.source, request.revision, request.offline, request.trust_remote_code
-    skeleton = Skeleton(checkpoint or open_checkpoint(*source), torch.float32, torch.device("cpu"))
+    skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
     if request.method.options.head:
         skeleton.add_head()
     method = linears.fitted(skeleton, request.method, request.run.exclude, request.run.override)
@@ -246,13 +247,6 @@ def calibrate(
     if calibrated.warning:
         progress.warn(calibrated.warning)
     return calibrated
-
-
-def _held_back(checkpoint: Checkpoint, calibrated: CalibrationSet | None, tokens: int) -> HeldBack | None:
-    """Return the tokens to measure the loss on: of the calibration text, else of the shipped text."""
-    if calibrated and calibrated.held_back:
-        return calibrated.held_back
-    return calibration.shipped_held_out(checkpoint, tokens) if tokens else None
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

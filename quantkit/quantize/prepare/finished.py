@@ -8,7 +8,6 @@ from pathlib import Path
 
 from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.files import gguf_shards, headers, untrusted
-from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.job import staging_of
 from quantkit.quantize.prepare.request import Request
@@ -64,7 +63,7 @@ def _unlike(request: Request) -> list[str] | None:
     job = manifest.get("job") or {}
     if different := differences(*_compared(request, manifest, job)):
         return different
-    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    checkpoint = request.open()
     if made := job.get("calibration"):
         ours = calibration.load(checkpoint, request.calibration, request.offline).record()
         if different := differences({"calibration": made}, {"calibration": json.loads(json.dumps(ours))}):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.open import open_checkpoint, watched
+from quantkit.models.files.open import watched
 from quantkit.models.gguf import imatrix, tensors
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import is_accelerator
@@ -70,7 +70,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     Raises QuantkitError for everything that would fail later.
     """
     request.run.check()
-    checkpoint = open_checkpoint(request.source, request.revision, request.offline, request.trust_remote_code)
+    checkpoint = request.open()
     output = request.output or Path(f"{base_name(request.source)}.imatrix.gguf")
     distributed.broadcast(lambda: _check_output(output, checkpoint, request.overwrite))
     hint = "an importance matrix is made from the original checkpoint: give that one"

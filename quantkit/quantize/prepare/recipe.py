@@ -8,28 +8,22 @@ from __future__ import annotations
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any
 
 from quantkit.errors import NOT_FOUND, USAGE, QuantkitError, did_you_mean, nearest, require
 from quantkit.models.files import untrusted
-from quantkit.options import DTYPES, CalibrationOptions, RunOptions, mean_bits
+from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Method
 from quantkit.quantize.prepare.request import Request
+from quantkit.quantize.prepare.values import Key, checked, keys_of
 from quantkit.text.shipped import shipped_folder
 
 RECIPE_BYTES = 1 << 20
 SHARED = {"calibration": CalibrationOptions, "run": RunOptions}  # sections every method has
-
-
-class Key(NamedTuple):
-    """A key of a recipe. kind: type of its value."""
-
-    kind: Any
-    help: str
 
 
 ABOUT = {"method": Key(str, "One of the methods."), "description": Key(str, "A line on what it is for.")}
@@ -57,9 +51,9 @@ def sections(method: str) -> dict[str, type]:
 def keys(method: str) -> dict[str, Key]:
     """Return every key that a recipe of this method may have."""
     options = {
-        f"{section}.{option.name}": Key(get_type_hints(kind)[option.name], option.metadata["help"])
+        f"{section}.{name}": key
         for section, kind in sections(method).items()
-        for option in dataclasses.fields(kind)
+        for name, key in keys_of(kind).items()
     }
     return ABOUT | PLACES | options
 
@@ -117,7 +111,7 @@ def parse(name: str, path: Path | str, text: str, method: str | None = None) -> 
         elif value is not None:
             hint = f"put options under it, two spaces in: see quantkit recipes init {named}"
             raise QuantkitError(f"{path}: {key} is {value!r}, not a section", hint, USAGE)
-    values = _checked(str(path), flat, valid)
+    values = checked(str(path), flat, valid)
     about = {key: values.pop(key) for key in ABOUT if key in values}
     return Recipe(name=name, values=values, **about)
 
@@ -158,75 +152,6 @@ def _not_yaml(origin: str, error: Exception) -> QuantkitError:
     return QuantkitError(f"{origin} is not YAML: {why}", "see quantkit recipes init", USAGE)
 
 
-# ---- checking
-
-
-def _checked(origin: str, values: Mapping[str, Any], valid: dict[str, Key]) -> dict[str, Any]:
-    """Return values converted to the types of their options: integers to floats, lists to tuples, texts to
-    paths and paths to texts.
-
-    Raises QuantkitError naming every unknown key with similar and valid ones, or a value of a wrong type.
-    """
-    if unknown := [key for key in values if key not in valid]:
-        near = [name for key in unknown for name in _nearest(key, valid)]
-        concerned = {key.rpartition(".")[0] for key in unknown}
-        listed = [key for key in valid if "" not in concerned and key.rpartition(".")[0] in concerned]
-        hint = did_you_mean(near, ", ") + f"valid keys: {', '.join(listed or valid)}"
-        raise QuantkitError(f"{origin} has unknown keys: {', '.join(unknown)}", hint, USAGE)
-    checked = {}
-    for name, value in values.items():
-        key = valid[name]
-        if isinstance(value, str | Path):
-            value = Path(value) if Path in (key.kind, *get_args(key.kind)) else str(value)
-        if isinstance(value, str) and DTYPES.get(value) in _choices(key.kind):
-            value = DTYPES[value]
-        if not _fits(value, key.kind):
-            what = f"{origin}: {name} is {value!r}, not {_named(key.kind)}"
-            hint = mean_bits(str(value)) if name.endswith("bits") else ""
-            hint = hint or did_you_mean(nearest(str(value), _choices(key.kind))) + key.help
-            raise QuantkitError(what, hint, USAGE)
-        value = tuple(value) if isinstance(value, list) else value
-        checked[name] = float(value) if key.kind is float else value
-    return checked
-
-
-def _nearest(key: str, valid: Iterable[str]) -> list[str]:
-    """Return the most similar key or section; [] if none is similar."""
-    names = {name.rpartition(".")[2]: name for name in valid}
-    names |= {name.partition(".")[0]: name.partition(".")[0] for name in valid}
-    last = key.replace("-", "_").rpartition(".")[2]
-    return [names[near] for near in nearest(last, names)]
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return value in parts
-    if get_origin(kind) is tuple:
-        return isinstance(value, list | tuple) and all(_fits(item, parts[0]) for item in value)
-    if parts:
-        return any(_fits(value, part) for part in parts)
-    return (
-        isinstance(value, Path)
-        if kind is Path
-        else type(value) is kind or (kind is float and type(value) is int)
-    )
-
-
-def _choices(kind: Any) -> list[str]:
-    return [str(part) for part in get_args(kind)] if get_origin(kind) is Literal else []
-
-
-def _named(kind: Any) -> str:
-    """Return the name of a type for messages."""
-    parts = get_args(kind)
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(_choices(kind))
-    if get_origin(kind) is tuple:
-        return f"a list of {_named(parts[0])}"
-    return " or ".join(_named(part) for part in parts if part is not type(None)) if parts else kind.__name__
-
-
 # ---- merging
 
 
@@ -261,24 +186,8 @@ def of_options(method: str, values: Mapping[str, Any]) -> Recipe:
     """Return a recipe from a method's options by the names of their fields, such as bits=4."""
     valid = {key: value for key, value in keys(method).items() if key not in ABOUT}
     full = {key.rpartition(".")[2]: key for key in valid}
-    checked = _checked(method, values, {name: valid[key] for name, key in full.items()})
-    return Recipe(method, method, values={full[name]: value for name, value in checked.items()})
-
-
-def filled(kind: type, values: Mapping[str, Any], origin: str) -> Any:
-    """Return an instance of a dataclass of options. Raises QuantkitError for unknown names or wrong types."""
-    hints = get_type_hints(kind)
-    valid = {field.name: Key(hints[field.name], field.metadata["help"]) for field in dataclasses.fields(kind)}
-    texts = {name for name, key in valid.items() if key.kind in (str, str | None)}
-    typed = {name: _as_typed(value) if name in texts else value for name, value in values.items()}
-    return kind(**_checked(origin, typed, valid))
-
-
-def _as_typed(value: Any) -> Any:
-    """Return a number or a list of texts as the text of a flag: 0.5 as "0.5", ["ppl", "kld"] as "ppl,kld"."""
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return ",".join(value)
-    return str(value) if type(value) in (int, float) else value
+    values = checked(method, values, {name: valid[key] for name, key in full.items()})
+    return Recipe(method, method, values={full[name]: value for name, value in values.items()})
 
 
 def _settings(settings: Sequence[str], valid: dict[str, Key], flag: str = "--set") -> dict[str, Any]:
@@ -290,7 +199,7 @@ def _settings(settings: Sequence[str], valid: dict[str, Key], flag: str = "--set
         require(equals, f"{flag} {setting} has no value", f"write {flag} {setting}=VALUE", USAGE)
         key = leaves.get(name.strip().replace("-", "_"), name)
         values[key] = _parse(f"{flag} {key}={text}", text)
-    return _checked(flag, values, valid)
+    return checked(flag, values, valid)
 
 
 # ---- writing

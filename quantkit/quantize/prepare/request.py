@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.methods import Method
 from quantkit.quantize.methods._override import Override
 from quantkit.quantize.prepare.names import base_name
+
+if TYPE_CHECKING:
+    from quantkit.models.files.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,12 @@ class Request:
         if any(Override.parse(text).bits != bits for text in self.run.override):
             suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
         return Path(f"{base_name(self.source)}-{suffix}")
+
+    def open(self) -> Checkpoint:
+        """Open the source."""
+        from quantkit.models.files.open import open_checkpoint
+
+        return open_checkpoint(self.source, self.revision, self.offline, self.trust_remote_code)
 
     def each(self) -> list[Request]:
         """Return a request for each output of the command."""
