@@ -205,7 +205,7 @@ class Parameters:
             key = role, name, tensor.shape, tensor.nbytes, tensor.stored_nbytes, tensor.is_linear
             first.setdefault(key, tensor)
             counts[key] += 1
-        return [(tensor, key[0], counts[key]) for key, one in first.items()]
+        return [(tensor, key[0], counts[key]) for key, tensor in first.items()]
 
 
 def from_headers(
