@@ -195,10 +195,12 @@ def test_embeddings_that_take_most_of_the_budget_are_named(tiny_model, tmp_path,
 def test_the_steps_of_a_search_are_counted(options, most, capsys):
     auto = SimpleNamespace(request=SimpleNamespace(options=AutoOptions(**options)))
     progress = Lines()
-    steps = run._Steps(auto, progress)
-    for _ in range(most + 1):
-        steps.next()
+    search = run._Search(auto, {}, progress)
+    progress.step(1, cost.most_steps(auto))
+    for _ in range(most):
         progress.phase("loading")
+        search._next_step()
+    progress.phase("loading")
     progress.close()
     heard = capsys.readouterr().err.splitlines()
     assert heard == [

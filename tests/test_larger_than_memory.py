@@ -410,7 +410,7 @@ def test_a_limit_that_nothing_fits_names_the_one_that_would(quantkit, tiny_model
     assert quantkit("nf4", model, "--max-memory", "lots", "-q").code == 2
 
 
-@pytest.mark.parametrize("command", ["nf4", "gptq", "eval"])
+@pytest.mark.parametrize("command", ["nf4", "gptq", "imatrix", "eval"])
 def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
     command, quantkit, tiny_model, tmp_path, monkeypatch
 ):
@@ -419,9 +419,11 @@ def test_a_limit_is_told_in_figures_of_one_moment_that_add_up(
     looks = iter(range(300 * 10**6, 10**10, 10**9))
     monkeypatch.setattr(memory, "resident", lambda: next(looks))
     text = jobs.calibration(tmp_path, 16, 64).calibration
+    calibration = "--calibration", text, "--samples", 16, "--seqlen", 64
     words = {
         "nf4": (),
-        "gptq": ("--group-size", 32, "--calibration", text, "--samples", 16, "--seqlen", 64),
+        "gptq": ("--group-size", 32, *calibration),
+        "imatrix": calibration,
         "eval": ("--text", text, "--ctx", 32),
     }
     done = quantkit(command, model, *words[command], "--max-memory", "100MB", "-q")

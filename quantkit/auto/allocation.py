@@ -58,10 +58,9 @@ def within_loss(units: Sequence[Unit], losses: Losses, bound: float) -> dict[str
 def _undominated(unit: Unit, losses: Losses) -> list[Candidate]:
     """Return the unit's candidates, without any that another one beats in size and loss."""
     kept: list[Candidate] = []
-    for candidate in sorted(
-        unit.candidates, key=lambda candidate: (candidate.nbytes, losses[unit.name, candidate.name])
-    ):
-        if not kept or losses[unit.name, candidate.name] < losses[unit.name, kept[-1].name]:
+    loss = {candidate.name: losses[unit.name, candidate.name] for candidate in unit.candidates}
+    for candidate in sorted(unit.candidates, key=lambda candidate: (candidate.nbytes, loss[candidate.name])):
+        if not kept or loss[candidate.name] < loss[kept[-1].name]:
             kept.append(candidate)
     return kept
 

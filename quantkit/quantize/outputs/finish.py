@@ -165,9 +165,8 @@ def of_finished(job: Job) -> Summary:
             timings = Timings(seconds=dict(seconds["seconds"]), notes=list(seconds["steps_down"]))
         manifest = headers.at(str(place), place).manifest
         measured = Loss(**manifest["loss"]) if manifest.get("loss") else None
-        return summarize(
-            job, timings, measured, [linear for linear in manifest["linears"] if "error" in linear]
-        )
+        records = [linear for linear in manifest["linears"] if "error" in linear]
+        return summarize(job, timings, measured, records)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         what = f"the manifest or the timings of {place} are damaged: {first_line(error)}"
         raise QuantkitError(what, "make it again with --overwrite") from error

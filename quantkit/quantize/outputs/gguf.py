@@ -208,16 +208,14 @@ class GgufOutput(Output):
                 for expert, matrix in enumerate(target.parts):
                     if matrix.stored and matrix.stored[0] in staged:
                         scale = staged_scales.get(matrix.stored[0])
-                        matrix_scales = [] if scale is None else reading.tensor(scale).tolist()
-                        encoded = [(reading.tensor(staged[matrix.stored[0]]), matrix_scales)]
+                        added = [] if scale is None else reading.tensor(scale).tolist()
+                        encoded = [(reading.tensor(staged[matrix.stored[0]]), added)]
                     else:
                         encoded = self._encoded(matrix, source, chosen_types, weights[expert], progress)
-                    for write, (rows, matrix_scales), file_scales in zip(
-                        writers, encoded, scales, strict=True
-                    ):
+                    for write, (rows, added), file_scales in zip(writers, encoded, scales, strict=True):
                         moved = rows if target.index is None else rows.index_select(0, target.index)
                         write(target.name, [moved.contiguous().numpy()])
-                        file_scales += matrix_scales
+                        file_scales += added
                 for write, type, file_scales in zip(writers, chosen_types, scales, strict=True):
                     if scale := scale_of(target.name, type, target.shape):
                         write(scale[0], [np.array(file_scales, np.float32)])

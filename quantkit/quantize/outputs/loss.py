@@ -78,10 +78,8 @@ class _Baseline:
     def of(job: Job, skeleton: Skeleton) -> _Baseline | None:
         """Return the baseline of a job with error feedback; None for other jobs, for a layout with stored
         scales of inputs, and if the head is a last block."""
-        method, head = (
-            job.method,
-            any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding),
-        )
+        method = job.method
+        head = any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding)
         fits = "hessian" in method.needs and "peak" not in method.layout.needs and not head
         return _Baseline(job, skeleton) if fits else None
 

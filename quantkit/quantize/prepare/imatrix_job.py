@@ -85,13 +85,13 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
     shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
-    rooms = plan.Rooms.of(skeleton.device, plan.max_memory(request.run))
+    free = plan.FreeMemory.of(skeleton.device, plan.max_memory(request.run))
     need, place = forward_memory(shapes), None
-    if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
+    if need > COMFORT * free.computing and not is_accelerator(skeleton.device):
         need = forward_memory(shapes, spilled=True)
         place = Place("disk", output.absolute().parent)
     peak = Peak(need, 0) if is_accelerator(skeleton.device) else Peak(0, need)
-    rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
+    free.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
     if place:
         progress.warn("hidden states do not fit into memory: a file next to the output keeps them")
     names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}

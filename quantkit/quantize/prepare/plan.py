@@ -89,23 +89,34 @@ def job_memory(
     method: BuiltMethod,
     shapes: Shapes,
     shape: tuple[int, int],
-    way: Execution,
+    execution: Execution,
 ) -> Peak:
     """Return the peak bytes of one rank. shape: `[samples, seqlen]` of the calibration tokens."""
     accelerated, (samples, seqlen) = is_accelerator(skeleton.device), shape
-    batches = -(-samples // way.batch_size)
-    samples = min(samples, way.batch_size * -(-batches // distributed.count()))  # at most, on one rank
-    shapes = replace(shapes, tokens=samples * seqlen, batch_tokens=min(way.batch_size, samples) * seqlen)
+    batches = -(-samples // execution.batch_size)
+    samples = min(samples, execution.batch_size * -(-batches // distributed.count()))  # at most, on one rank
+    shapes = replace(
+        shapes, tokens=samples * seqlen, batch_tokens=min(execution.batch_size, samples) * seqlen
+    )
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
-        forward = forward_memory(shapes, way.states == "disk") if method.needs else 0
+        forward = forward_memory(shapes, execution.states == "disk") if method.needs else 0
         loss = loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes)
         peak = max(encode, forward, loss)
         return Peak(peak, encode) if accelerated else Peak(0, peak)
     sample = method.transform.sample if method.transform else 0
-    suspend, outside = way.sequential == "suspend", method.outside or any(spec.embedding for spec in specs)
-    stages = shapes, method.needs, sample, outside, suspend, way.states, accelerated, way.at_once
-    return peak_memory(Stages(*stages))
+    return peak_memory(
+        Stages(
+            shapes,
+            method.needs,
+            sample,
+            outside=method.outside or any(spec.embedding for spec in specs),
+            suspend=execution.sequential == "suspend",
+            states=execution.states,
+            accelerated=accelerated,
+            at_once=execution.at_once,
+        )
+    )
 
 
 def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batch_tokens: int) -> Shapes:
@@ -137,7 +148,7 @@ def check_disk(folder: Path, need: int) -> None:
 
 
 @dataclass(frozen=True)
-class Rooms:
+class FreeMemory:
     """Free bytes on the computing device and on the host; for a CPU both are the same memory."""
 
     computing: int
@@ -146,14 +157,15 @@ class Rooms:
     limit: Limit | None
 
     @staticmethod
-    def of(device: torch.device, limit: Limit | None) -> Rooms:
-        """Return the smallest free memory over all ranks."""
+    def of(device: torch.device, max_memory: int | None) -> FreeMemory:
+        """Return the smallest free memory over all ranks. max_memory: the user's limit in bytes."""
+        limit = Limit.of(max_memory)
         limits = [limit.left] if limit else []
         host = distributed.least(min([host_memory(), *limits]))
         free = distributed.least(min([free_memory(device), *([] if is_accelerator(device) else limits)]))
-        return Rooms(free, host, device, limit)
+        return FreeMemory(free, host, device, limit)
 
-    def hold(self, peak: Peak, share: float = 1.0) -> bool:
+    def holds(self, peak: Peak, share: float = 1.0) -> bool:
         """Return whether a peak fits in a share of this memory."""
         return peak.computing <= share * self.computing and peak.host <= share * self.host
 
@@ -175,35 +187,36 @@ def decide(
     method: BuiltMethod,
     options: RunOptions,
     shape: tuple[int, int],
-    kept: dict,
+    adopted: dict,
     predicted: int = 0,
 ) -> JobPlan:
     """Plan the job on calibration tokens of `shape [samples, seqlen]`.
 
-    kept: the resumed job's execution, or {}; used for options that the user left open. predicted: see Shapes.
-    Chooses the fastest of the ways that fit within COMFORT of the memory. Raises QuantkitError (exit code 5)
-    if the way with the least memory does not fit.
+    adopted: the resumed job's execution, or {}; used for options that the user left open. predicted: see
+    Shapes. Chooses the fastest execution that fits in COMFORT of the memory. Raises QuantkitError (exit code
+    5) if the execution with the least memory does not fit.
     """
     shapes = replace(shapes_of(skeleton, specs, shape[0] * shape[1], 0), predicted=predicted)
     need = partial(job_memory, skeleton, specs, method, shapes, shape)
-    ways = list(_ways(skeleton, method, options, shape, kept))
-    rooms = Rooms.of(skeleton.device, Limit.of(max_memory(options)))
-    way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
-    way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
-    if way.sequential == "repeat" and "hessian" in method.needs:
-        way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way)))
-    peak = need(way)
+    executions = list(_executions(skeleton, method, options, shape, adopted))
+    free = FreeMemory.of(skeleton.device, max_memory(options))
+    execution = next((e for e in executions if free.holds(need(e), COMFORT)), None) or min(
+        executions, key=lambda e: (not free.holds(need(e)), need(e).computing)
+    )
+    if execution.sequential == "repeat" and "hessian" in method.needs:
+        execution = replace(execution, at_once=sites_at_once(shapes, free.computing, need(execution)))
+    peak = need(execution)
     less = f"--target own {LESS}" if "drift" in method.needs else LESS
-    rooms.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
+    free.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
     scratch, spilled = 0, 0
     if "curvature" in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), shapes)
-    if way.states == "disk":
+    if execution.states == "disk":
         spilled = shapes.states * (2 if "drift" in method.needs else 1)
     sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
-        execution=way,
+        execution=execution,
         memory_bytes=peak.computing,
         host_bytes=peak.host,
         disk_bytes=max(staged + sizes.total, scratch) + spilled,  # staged blocks, then the files
@@ -221,16 +234,16 @@ def max_memory(options: RunOptions) -> int | None:
     return None if options.max_memory is None else size_bytes(options.max_memory, "--max-memory")
 
 
-def _ways(
-    skeleton: Skeleton, method: BuiltMethod, options: RunOptions, shape: tuple[int, int], kept: dict
+def _executions(
+    skeleton: Skeleton, method: BuiltMethod, options: RunOptions, shape: tuple[int, int], adopted: dict
 ) -> Iterator[Execution]:
-    """Yield the ways to run a job, fastest first. Ranks can only share experts, and an accelerator only solve
-    them together, in repeated forward passes. Suspended batches keep their states in memory, so `disk` saves
-    nothing there. A data-free job has no states."""
-    batch_size = sequences_at_once(options.batch_size or kept.get("batch_size"), shape)
+    """Yield the executions of a job, fastest first. Ranks can only share experts, and an accelerator only
+    solve them together, in repeated forward passes. Suspended batches keep their states in memory, so `disk`
+    saves nothing there. A data-free job has no states."""
+    batch_size = sequences_at_once(options.batch_size or adopted.get("batch_size"), shape)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
-    requested = kept.get("sequential") if requested == "auto" else requested
+    requested = adopted.get("sequential") if requested == "auto" else requested
     apart = skeleton.is_mixture and (distributed.count() > 1 or (accelerated and "hessian" in method.needs))
     modes = ["repeat"] if apart else ["suspend", "repeat"]
     for mode in [requested] if requested else modes:
