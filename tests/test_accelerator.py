@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 from pathlib import Path
 
 import families
@@ -40,8 +39,6 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import SiteStatistics, replay, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
-
-sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 double_only = pytest.mark.skipif(REAL, reason="only the double counts, limits or lacks this")
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -656,12 +653,12 @@ def test_a_solver_holds_three_matrices_of_the_hessians_size():
 def test_launches_of_a_column(method, most):
     """At most so many kernels for a column of 512, and no more for a matrix of twice the rows. (CUDA replays
     most of them as one.)"""
-    import bench_launches
+    import launches
 
-    run, _ = bench_launches.METHODS[method]
+    run = launches.METHODS[method]
     with present(), torch.inference_mode():
-        few, waits, _ = bench_launches.count(run, 32, 512)
-        many, as_many_waits, _ = bench_launches.count(run, 64, 512)
+        few, waits = launches.count(run, 32, 512)
+        many, as_many_waits = launches.count(run, 64, 512)
     assert many <= few + 32 and few <= most * 512
     assert waits == as_many_waits
 
@@ -717,12 +714,12 @@ def test_pieces_stay_in_one_thread(monkeypatch):
 )
 def test_experts_are_one_batch(rows, columns, grid):
     """Launches and waits of eight experts are those of two, and results those of one after another."""
-    import bench_launches
+    import launches
 
     solver, grids = GptqSolver(), [grid] * len(rows)
 
     def expert(number: int) -> tuple:
-        weight, statistics = bench_launches.problem(sum(rows), columns, number)
+        weight, statistics = launches.problem(sum(rows), columns, number)
         return weight.split(rows), grids, statistics
 
     counts = []
@@ -748,10 +745,10 @@ def test_experts_are_one_batch(rows, columns, grid):
 @pytest.mark.parametrize("act_order", ["none", "full"])
 def test_experts_of_a_batch_keep_their_own_order_and_damping(act_order):
     """A zero Hessian has no order, and one without full rank needs more damping than the others."""
-    import bench_launches
+    import launches
 
     solver, grids = GptqSolver(damp=1e-9, act_order=act_order), [AffineGrid(4, 64)]
-    problems = [bench_launches.problem(256, 128, number, CPU) for number in range(3)]
+    problems = [launches.problem(256, 128, number, CPU) for number in range(3)]
     ones = torch.linspace(1, 2, 128)
     for hessian in (torch.zeros(128, 128), torch.outer(ones, ones)):
         problems[2][1].hessian.copy_(hessian)
@@ -855,11 +852,11 @@ def test_columns_of_compressed_tensors_are_grouped_there(order):
 )
 def test_what_is_replayed_is_what_runs_without(monkeypatch, name):
     """In the third call, too, with the sums that a graph has."""
-    import bench_launches
+    import launches
 
     grid = {"4": AffineGrid(4, 128), "nf4": Nf4Grid(), "mxfp4": MxFp4Grid()}.get(name) or named(name)
     with present(), torch.inference_mode():
-        weight, statistics = bench_launches.problem(256, 512, device=torch.device(NAME))
+        weight, statistics = launches.problem(256, 512, device=torch.device(NAME))
         grid, statistics = grid.together([weight]), SiteStatistics(statistics.hessian)
         replayed = GptqSolver()
         found = [replayed.solve([weight], [grid], statistics)[0] for _ in range(3)][-1]
@@ -881,9 +878,9 @@ def test_what_is_replayed_waits_for_nothing(monkeypatch, name):
         "4": AffineGrid(4, 64), "3 asym": AffineGrid(3, 64, False), "int8": Int8Grid(256), "nf4": Nf4Grid(),
         "fp8": Float8Grid(256), "nf4 single": Nf4Grid(False), "mxfp4": MxFp4Grid(), "nvfp4": NvFp4Grid(),
     }  # fmt: skip
-    import bench_launches
+    import launches
 
-    weight, statistics = bench_launches.problem(24, 256, device=CPU)
+    weight, statistics = launches.problem(24, 256, device=CPU)
     grid = (grids.get(name) or named(name)).together([weight])
     called = []
 

@@ -96,13 +96,11 @@ def test_a_continuation_longer_than_the_context_keeps_its_end(tiny_model):
     assert found.log_prob == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_shipped_passages_are_those_of_the_script(monkeypatch):
-    monkeypatch.syspath_prepend(REPOSITORY / "scripts")
-    import results
-
-    heldout = (REPOSITORY / "heldout" / "heldout.txt").read_text(encoding="utf-8")
+def test_the_shipped_passages_end_in_a_word_that_they_had_before():
+    """As in LAMBADA the word follows from the passage, hardly from its last words."""
+    heldout = " ".join((REPOSITORY / "heldout" / "heldout.txt").read_text(encoding="utf-8").split())
     shipped = [row["text"] for row in tasks.passages()]
-    assert shipped == results.passages(heldout) and len(shipped) > 100
+    assert len(shipped) > 100 and all(passage in heldout for passage in shipped)
     assert len(set(shipped)) == len(shipped)
     for passage in shipped:
         before, word = passage.rsplit(" ", 1)

@@ -1,7 +1,7 @@
 """Tasks of lm-evaluation-harness on streamed models: any layout, in constant memory. The extra `tasks`.
 
-`cloze` comes with quantkit and needs no network: predict the last word of a passage, as in LAMBADA
-(`scripts/results.py cloze`). All other names are the harness's own; the harness downloads their data.
+`cloze` comes with quantkit and needs no network: predict the last word of a passage of the held-out text, as
+in LAMBADA. All other names are the harness's own; the harness downloads their data.
 """
 
 from __future__ import annotations
