@@ -45,6 +45,7 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
     from quantkit.evaluation.comparison.files import Outputs
 
     asked, (as_json, quiet) = flags.options(Settings, values), (values["as_json"], values["quiet"])
+    asked.check()
     outputs = Outputs(values["html"], values["plot"], values["summary"])
     outputs.check()
     from quantkit.cli.progress import listener, uncollected

@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -107,8 +107,11 @@ def run(app: typer.Typer) -> NoReturn:
     state = SimpleNamespace(verbose=False)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # if its retries fail, quantkit prints an error
     try:  # standalone, Typer would print the parser's errors its own way
-        code = app(prog_name="quantkit", standalone_mode=False, obj=state)
+        with _handled([signal.SIGTERM], _terminate):
+            code = app(prog_name="quantkit", standalone_mode=False, obj=state)
         sys.stdout.flush()
+    except _Terminated:
+        _fail(QuantkitError(EXIT_CODES[TERMINATED], f"begin again with: {_typed()}", TERMINATED))
     except QuantkitError as error:
         _fail(error, error if state.verbose else None)
     except UsageError as error:
@@ -131,29 +134,44 @@ def run(app: typer.Typer) -> NoReturn:
     sys.exit(code)
 
 
+class _Terminated(SystemExit):
+    """Raised by SIGTERM in commands without a handler of their own; no handler of interrupts catches it."""
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    raise _Terminated(TERMINATED)
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle signals during the context. Ignored signals stay ignored: shells make background jobs ignore
+    SIGINT."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    for number in heard:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
 @contextmanager
 def stopping() -> Iterator[list[int]]:
     """Turn SIGINT and SIGTERM into KeyboardInterrupt; yield a list that collects their exit codes.
 
-    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions. Ignored
-    signals stay ignored: shells make background jobs ignore SIGINT. Do not use this around a fork:
-    multiprocessing ends its processes by SIGTERM, and a new process would swallow the signal.
+    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions. Do not use this
+    around a fork: multiprocessing ends its processes by SIGTERM, and a new process would swallow the signal.
     """
-    asked: list[int] = []
+    codes: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        asked.append(STOPS[signal.Signals(number)])
+        codes.append(STOPS[signal.Signals(number)])
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in STOPS}
-    heard = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
-    for number in heard:
-        signal.signal(number, stop)
-    try:
-        yield asked
-    finally:
-        for number in heard:
-            signal.signal(number, before[number])
+    with _handled(STOPS, stop):
+        yield codes
 
 
 @contextmanager
@@ -194,10 +212,11 @@ def done_already(output: Path, hint: str) -> Iterator[None]:
     before = may_replace.identity(output)
     try:
         yield
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, _Terminated) as error:
         if may_replace.identity(output) in (None, before):
             raise
-        raise QuantkitError(f"interrupted; {output} finished", hint, INTERRUPTED) from error
+        code = TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
+        raise QuantkitError(f"{EXIT_CODES[code]}; {output} finished", hint, code) from error
 
 
 def _again() -> str:

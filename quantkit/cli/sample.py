@@ -24,7 +24,9 @@ def command(
         Path | None,
         typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
     ] = None,
-    samples: Annotated[int, typer.Option(help="Number of sequences to write.")] = 128,
+    samples: Annotated[
+        int, typer.Option(help="Number of calibration sequences. One in 16, and one more, are spare.")
+    ] = 128,
     seqlen: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     batch_size: Annotated[
@@ -66,7 +68,8 @@ def command(
     if as_json:
         print(json.dumps(record, indent=2))
         return print_written([output], as_json, quiet)
-    print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
+    spare = f"{samples:,} to calibrate on, {record['texts'] - samples:,} spare"
+    print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens ({spare})")
     print_written([output])
     options = f"--calibration {record['output']} --samples {samples} --seqlen {seqlen}"
     print(f"\nnext: quantkit gptq {model} {options} -o {base_name(model)}-gptq-own")

@@ -29,6 +29,7 @@ def measure(
 
     revision: of the first model. described: the model whose card gets its results.
     """
+    asked.check()
     chosen, most = metrics.select(asked.metrics), asked.max_memory
     limits = gates.parse(asked.max_ppl_increase, asked.max_kld, asked.min_top1)
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))

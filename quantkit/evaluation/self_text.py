@@ -29,12 +29,15 @@ from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
 SAMPLED_TOGETHER = 32  # sequences sampled together; the text depends on the number
-SPARE = 16  # sequences per extra one, since texts may have fewer tokens when read again
+# One spare sequence per 16, and one more: a text may have fewer tokens when it is tokenized again, and jobs
+# measure their loss on tokens after the calibration sequences.
+SPARE = 16
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings: number of sequences, tokens per sequence, seed, and sequences sampled at once."""
+    """Settings: calibration sequences that the text suffices for, tokens per sequence, seed, and sequences
+    sampled at once."""
 
     samples: int = 128
     seqlen: int = 512

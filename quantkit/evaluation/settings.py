@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from quantkit.errors import one_of
 from quantkit.options import option, parse_tokens, text_column
+from quantkit.quantize import methods
+from quantkit.quantize.prepare import recipe
 
 
 @dataclass(frozen=True)
@@ -76,3 +79,10 @@ class Settings:
         "file in TMPDIR or /var/tmp. (default: the free memory)",
         metavar="SIZE",
     )
+
+    def check(self) -> None:
+        """Raise QuantkitError for methods and options of --as that do not exist, without importing torch."""
+        for typed in self.trials:
+            name, *settings = typed.split(",")
+            one_of(name, methods.available(), f"--as {typed}: no such method")
+            methods.check(name, recipe.options(name, settings, "--as"))

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
@@ -179,9 +179,14 @@ def prepare(
         check_equal(fingerprint)
     batches = plan.own_batches(tokens, execution.batch_size) if method.needs else [tokens]
     batch_count = -(-len(tokens) // execution.batch_size)
+    held_back = _held_back(checkpoint, calibrated, 0 if dry_run else wanted)
+    measured = held_back.tokens.numel() if held_back else 0
+    asked = request.run.loss_tokens
+    if asked and not dry_run and measured <= asked - calibration.HELD_BACK:
+        progress.warn(f"--loss-tokens {asked}: the loss is measured on {count(measured, 'token')} only")
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
-        source_sha256, batch_count, _held_back(checkpoint, calibrated, 0 if dry_run else wanted),
+        source_sha256, batch_count, held_back,
     )  # fmt: skip
 
 
