@@ -146,9 +146,11 @@ CLAIMS = {
 }
 
 
-def own_text(model: str, folder: Path, settings: self_text.Settings | None = None) -> CalibrationOptions:
+def own_text(
+    model: str, folder: Path, settings: self_text.SampleSettings | None = None
+) -> CalibrationOptions:
     """As many sequences as of the shipped text, written by the model the first time that it is asked."""
-    settings = settings or self_text.Settings()
+    settings = settings or self_text.SampleSettings()
     output = folder / f"own-{settings.samples}.jsonl"
     if not output.exists():
         self_text.write(open_checkpoint(model), settings, output, torch.float32, choose_device("auto"))

@@ -101,15 +101,15 @@ def print_plans(jobs: Sequence[Job]) -> None:
     print_facts(console, facts)
 
 
-def _sizes(found: JobPlan | Summary, linears: int) -> dict[str, str]:
+def _sizes(sized: JobPlan | Summary, linears: int) -> dict[str, str]:
     """Return the sizes of source and output, and the bits per weight of the output."""
-    before, after = found.source_bytes, found.output_bytes
+    before, after = sized.source_bytes, sized.output_bytes
     ratio = f"{after / before:.2f}× larger" if after > before else f"{before / after:.2f}× smaller"
     sizes = f"{megabytes(before)} → {megabytes(after)} ({ratio})"
-    bits = f"{found.bits_per_weight_model:.2f} over the whole model"
-    if found.bits_per_weight is not None:
-        word = count(linears, "linear") if found.matrices == linears else f"{found.matrices} matrices"
-        bits = f"{found.bits_per_weight:.2f} in {word.replace(' ', ' quantized ')}, {bits}"
+    bits = f"{sized.bits_per_weight_model:.2f} over the whole model"
+    if sized.bits_per_weight is not None:
+        word = count(linears, "linear") if sized.matrices == linears else f"{sized.matrices} matrices"
+        bits = f"{sized.bits_per_weight:.2f} in {word.replace(' ', ' quantized ')}, {bits}"
     return {"size": sizes, "bits/weight": bits}
 
 
@@ -162,14 +162,14 @@ def _scaled(linears: Mapping[str, dict]) -> str:
     return "; ".join(parts) or "no linear: scaling does not reduce the error"
 
 
-def _loss(found: Loss | None) -> str:
+def _loss(loss: Loss | None) -> str:
     """Return a phrase such as `KL divergence 0.105 ± 0.007 (round to nearest: 0.718), same top token 82%`."""
-    if found is None:
+    if loss is None:
         return "not measured"
-    nearest = "" if found.rtn_kld is None else f" (round to nearest: {found.rtn_kld:#.3g})"
+    nearest = "" if loss.rtn_kld is None else f" (round to nearest: {loss.rtn_kld:#.3g})"
     return (
-        f"KL divergence {found.kld:#.3g} ± {found.stderr:.1g}{nearest}, same top token {found.top1:.0%}; "
-        f"{found.tokens} held-back tokens ({found.text})"
+        f"KL divergence {loss.kld:#.3g} ± {loss.stderr:.1g}{nearest}, same top token {loss.top1:.0%}; "
+        f"{loss.tokens} held-back tokens ({loss.text})"
     )
 
 

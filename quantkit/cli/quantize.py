@@ -93,23 +93,23 @@ def _check_early(choice: recipe.Choice, values: dict[str, Any]) -> None:
     if named and named.endswith(sources.FILES):
         with sources.opened(Path(named)):
             pass
-    place = hub.local(choice.model)
-    if place and place.is_dir():
-        headers.at(choice.model, place, strict=True)
+    folder = hub.local(choice.model)
+    if folder and folder.is_dir():
+        headers.at(choice.model, folder, strict=True)
     if not (values["overwrite"] or values["resume"] or values["dry_run"]):
-        may_replace.check_new(_outputs(choice, place))
+        may_replace.check_new(_outputs(choice, folder))
 
 
-def _outputs(choice: recipe.Choice, place: Path | None) -> list[Path]:
+def _outputs(choice: recipe.Choice, folder: Path | None) -> list[Path]:
     """Return the outputs of a command, unless their names depend on more than the headers at `place`."""
     options, run = choice.options, choice.run
     if methods.has_open_groups(options) and not choice.output:
         from quantkit.capacity import source
 
-        if not place or run.exclude or run.override or options.head or options.embedding:
+        if not folder or run.exclude or run.override or options.head or options.embedding:
             return []
         try:
-            parameters = source.read(str(place)).parameters
+            parameters = source.read(str(folder)).parameters
         except QuantkitError:  # the job will say it, if the model does not suit the job either
             return []
         if parameters.fused_experts:

@@ -67,15 +67,9 @@ VERBOSE = Annotated[
 ]
 
 
-def add_verbose(app: typer.Typer) -> None:
-    """Add `--verbose` to every command of an application and of its groups."""
-    for command in app.registered_commands:
-        command.callback = _with_verbose(command.callback)
-    for group in app.registered_groups:
-        add_verbose(group.typer_instance)
+def with_verbose(function: Callable[..., None]) -> Callable[..., None]:
+    """Add `--verbose` to the function of a command, and decode the text of its options."""
 
-
-def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(verbose: bool, **values: Any) -> None:
         function(**{name: decoded(value) for name, value in values.items()})
@@ -186,13 +180,16 @@ def resumable(
     folders: the staging folder of each output. kept: words for their content. made: returns the outputs that
     are finished. begun: returns whether nothing has been staged yet.
     """
-    with stopping() as asked, ranks.resumable(f"{kept()} kept in {folders[0]}", _again()):
+    with stopping() as asked:
         try:
             yield
         except BaseException as error:
             if not asked and isinstance(error, KeyboardInterrupt):
                 asked.append(INTERRUPTED)
             if not asked:
+                if ranks.process_count() > 1 and isinstance(error, QuantkitError) and not error.hint:
+                    again = f"continue, with any number of processes, with: {_again()}"
+                    error.hint = f"{kept()} kept in {folders[0]}; {again}"
                 raise
             finished, word = made(), EXIT_CODES[asked[0]]
             if len(finished) == len(folders):

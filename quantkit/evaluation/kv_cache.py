@@ -50,13 +50,13 @@ class KvCache:
     def attach(self, index: int, block: nn.Module) -> None:
         """Make block `index` use this cache; do nothing if it does already."""
         if index not in self._places:
-            found = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
+            modules = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
             self._places[index] = [
-                _Place(module, name, self._rounding_of(index, place)) for place, module, name in found
+                _Place(module, name, self._rounding_of(index, place)) for place, module, name in modules
             ]
 
-    def _rounding_of(self, index: int, place: str) -> KvRounding:
-        scales = self._scales.get((index, place))
+    def _rounding_of(self, index: int, attention: str) -> KvRounding:
+        scales = self._scales.get((index, attention))
         return kv_rounding.scaled(*scales) if scales else self._rounding
 
     def describe(self, source: str) -> Kv:
@@ -71,15 +71,15 @@ class KvCache:
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """Return the calibrated scales stored in a checkpoint, as compressed-tensors and vLLM use them: {(block,
     name of the attention in the block): (k_scale, v_scale)}."""
-    found, checkpoint = {}, skeleton.checkpoint
+    stored, checkpoint = {}, skeleton.checkpoint
     keys, values = (checkpoint.layout or Layout).cache_scales
     for index, block in enumerate(skeleton.names.stored_blocks):
         inside = (name.removesuffix(f".{keys}") for name in checkpoint.infos if name.endswith(f".{keys}"))
         for owner in inside:
             if owner.startswith(block) and f"{owner}.{values}" in checkpoint.infos:
-                scales = (checkpoint.load(f"{owner}.{part}").float() for part in (keys, values))
-                found[index, owner.removeprefix(block)] = tuple(scales)
-    return found
+                scales = (checkpoint.load(f"{owner}.{suffix}").float() for suffix in (keys, values))
+                stored[index, owner.removeprefix(block)] = tuple(scales)
+    return stored
 
 
 def _parameter(module: nn.Module) -> str | None:

@@ -136,8 +136,8 @@ def _file_type(contents: Contents) -> str | None:
         return None
     from gguf import LlamaFileType
 
-    known = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
-    return known.get(code, f"file type {code}")
+    names = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
+    return names.get(code, f"file type {code}")
 
 
 def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -44,12 +44,12 @@ def score(model: StreamedModel, requests: Sequence[Request], longest: int, liste
         for place, (context, continuation) in enumerate(requests)
     ]
     rows.sort(key=lambda row: len(row.ids), reverse=True)
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for batches in _rounds(rows, longest):
         states = model.states([ids for ids, _ in batches], listen)
         for (_, inside), hidden in zip(batches, states, strict=True):
-            found |= _scores(model, inside, hidden)
-    return [found[place] for place in range(len(requests))]
+            scores |= _scores(model, inside, hidden)
+    return [scores[place] for place in range(len(requests))]
 
 
 def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
