@@ -42,17 +42,17 @@ def plan_record(job: Job) -> dict:
         "calibration": job.calibration.record() if job.calibration else None,
         "plan": asdict(job.plan),
         "matrices": [
-            {"name": row.name, "block": row.block, "shape": list(row.shape), "becomes": row.becomes}
-            for row in job.method.output.planned(job.checkpoint, job.specs)
+            {"name": m.name, "block": m.block, "shape": list(m.shape), "becomes": m.becomes}
+            for m in job.method.output.planned(job.checkpoint, job.specs)
         ],
         "linears": [
             {
-                "name": row.name,
-                "shape": [row.out_features, row.in_features],
-                "grid": asdict(row.grid) if row.grid else None,
-                "kept": row.kept,
+                "name": spec.name,
+                "shape": [spec.out_features, spec.in_features],
+                "grid": asdict(spec.grid) if spec.grid else None,
+                "kept": spec.kept,
             }
-            for row in job.specs
+            for spec in job.specs
         ],
         "kept_parameters": job.kept_parameters,
         "copied": job.copied,
@@ -70,7 +70,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
-        linears = len([row for row in job.specs if not row.kept])
+        linears = len([spec for spec in job.specs if not spec.kept])
         facts = {"output": _whole(job.method.output.paths(job.material)), **_sizes(job.plan, linears)}
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
@@ -117,9 +117,9 @@ def _print_linears(console: Console, job: Job) -> None:
     """Print the linears; identical linears of several blocks or experts share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
     equal: dict[tuple, set[int]] = {}
-    for row in job.method.output.planned(job.checkpoint, job.specs):
-        name, block = starred(row.name) if row.block is None else (row.name, row.block)
-        blocks = equal.setdefault((of_experts(name), row.shape, row.becomes), set())
+    for matrix in job.method.output.planned(job.checkpoint, job.specs):
+        name, block = starred(matrix.name) if matrix.block is None else (matrix.name, matrix.block)
+        blocks = equal.setdefault((of_experts(name), matrix.shape, matrix.becomes), set())
         blocks |= set() if block is None else {block}
     order = list(dict.fromkeys(name for name, *_ in equal))
     for (name, shape, becomes), blocks in sorted(
@@ -293,6 +293,6 @@ def _print_outliers(console: Console, counts: dict[str, int]) -> None:
     for name, number in counts.items():
         _, _, local = re.split(r"\.(\d+)\.", name, maxsplit=1)
         kinds.setdefault(local, []).append(number)
-    for local, row in kinds.items():
-        table.add_row(local, " ".join(map(str, row)))
+    for local, numbers in kinds.items():
+        table.add_row(local, " ".join(map(str, numbers)))
     print_table(console, table, 1)

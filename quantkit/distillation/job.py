@@ -275,9 +275,9 @@ def _trained(student: Student, request: Request) -> dict[str, int]:
     """Return the numbers of linears, and of norms and biases, to train. Raises QuantkitError without any
     linears."""
     what = f"no linear in the blocks of {request.student} has codes that quantkit writes"
-    require(student.rows, what, "compress the teacher with quantkit, and distill that", UNSUPPORTED)
+    require(student.specs, what, "compress the teacher with quantkit, and distill that", UNSUPPORTED)
     blocks = sum(len(vectors(block)) for block in student.skeleton.blocks)
-    return {"linears": len(student.rows), "norms_and_biases": blocks + len(student.rest().dtypes)}
+    return {"linears": len(student.specs), "norms_and_biases": blocks + len(student.rest().dtypes)}
 
 
 def _stage(name: str, before: float, after: float, progress: Progress) -> dict:

@@ -62,18 +62,18 @@ class TracedBlock:
 
 
 class Student:
-    """A compressed checkpoint to train, in `dtype` on `device`. rows: its packed linears."""
+    """A compressed checkpoint to train, in `dtype` on `device`. specs: of its packed linears."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
         if isinstance(checkpoint, GgufCheckpoint):
-            rows = linears(Skeleton(checkpoint, dtype, device))
-            checkpoint = checkpoint.coded([row.name for row in rows])  # they stay packed when read
+            specs = linears(Skeleton(checkpoint, dtype, device))
+            checkpoint = checkpoint.coded([spec.name for spec in specs])  # they stay packed when read
         self.skeleton = Skeleton(checkpoint, dtype, device)
         self.skeleton.names.check_complete()
         self.skeleton.streams = False  # a block is trained as a whole
         self.checkpoint = self.skeleton.checkpoint
-        self.rows = [
-            row for row in linears(self.skeleton) if self.checkpoint.is_quantized(f"{row.name}.weight")
+        self.specs = [
+            spec for spec in linears(self.skeleton) if self.checkpoint.is_quantized(f"{spec.name}.weight")
         ]
         self._loaded: dict[int, TracedBlock] = {}
         self._checked: set[int] = set()  # blocks already checked by refuse_unlike

@@ -45,14 +45,15 @@ class KvCache:
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
         self.name, self._scales = name, scales if name == "fp8" else EMPTY
         self._rounding = kv_rounding.named(name)
-        self._places: dict[int, list[_Place]] = {}  # by block
+        self._modules: dict[int, list[_RoundedModule]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
         """Make block `index` use this cache; do nothing if it does already."""
-        if index not in self._places:
+        if index not in self._modules:
             modules = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
-            self._places[index] = [
-                _Place(module, name, self._rounding_of(index, place)) for place, module, name in modules
+            self._modules[index] = [
+                _RoundedModule(module, name, self._rounding_of(index, attention))
+                for attention, module, name in modules
             ]
 
     def _rounding_of(self, index: int, attention: str) -> KvRounding:
@@ -61,11 +62,11 @@ class KvCache:
 
     def describe(self, source: str) -> Kv:
         """Describe the cache after a run. Raises QuantkitError for a model without keys and values."""
-        layers = sum(any(place.used for place in places) for places in self._places.values())
+        layers = sum(any(module.used for module in modules) for modules in self._modules.values())
         what = f"{source} keeps no keys and values: there is nothing to quantize"
         require(layers, what, "leave out --kv-dtype", UNSUPPORTED)
         kind = kv_types.TYPES[self.name]
-        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._places))
+        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._modules))
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
@@ -88,7 +89,7 @@ def _parameter(module: nn.Module) -> str | None:
     return next((name for name in PARAMETERS if name in names), None)
 
 
-class _Place:
+class _RoundedModule:
     """Replaces the forward of a module that takes a cache, and gives it a rounding one. used: whether the
     module passed keys and values to the cache."""
 

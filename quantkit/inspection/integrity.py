@@ -91,8 +91,8 @@ def model_problems(
     if not contents.absent:
         yield from _blocks(config, {split(w.name)[0] for w in weights if stack_of(w.name) == stack})
     for weight in weights:
-        own = split(weight.name)[0] is None and weight.name.startswith(parent(stack))
-        if own and EMBEDDING.fullmatch(weight.name) and len(weight.shape or ()) == 2:
+        outside = split(weight.name)[0] is None and weight.name.startswith(parent(stack))
+        if outside and EMBEDDING.fullmatch(weight.name) and len(weight.shape or ()) == 2:
             yield from _embeddings(config, weight, tokenizer["tokens"] if tokenizer else None)
 
 
