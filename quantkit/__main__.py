@@ -6,19 +6,20 @@ import signal
 
 def main() -> None:
     """Run the command line. An interrupt during imports ends the process without a traceback."""
-    hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else a shell lets us ignore it
-    if hears:
+    # Shells make background jobs ignore SIGINT.
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
         signal.signal(signal.SIGINT, _end)
     from quantkit import cli
 
-    if hears:
+    if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         cli.main()
     except KeyboardInterrupt:  # between a command's end and this one
         _end()
     finally:
-        if hears:  # all is said and done: an interrupt could only disturb the interpreter's end
+        if interruptible:  # ignore Ctrl-C during shutdown
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -84,10 +84,10 @@ def evaluate(
     text: a file, or a dataset such as wikitext2; None: the shipped held-out text. card: the model whose card
     gets its results.
     """
-    from quantkit.evaluation.settings import Settings
+    from quantkit.evaluation.settings import EvalSettings
 
     named = [models] if isinstance(models, str | os.PathLike) else models
-    asked = filled(Settings, options | ({"text": os.fspath(text)} if text else {}), "evaluate")
+    asked = filled(EvalSettings, options | ({"text": os.fspath(text)} if text else {}), "evaluate")
     with _listening(progress) as listener:
         from quantkit.evaluation import job
 
@@ -131,15 +131,16 @@ def auto(
     """Search the bits of every linear within a budget such as bpw=3.5, and write the result."""
     from quantkit.auto.options import AutoOptions, AutoRequest
 
-    own = {name: value for name, value in options.items() if name in AutoOptions.__dataclass_fields__}
-    asked = filled(AutoOptions, own, "auto")
-    asked.check()
-    shared = recipe.of_options("gptq", {name: options[name] for name in options.keys() - own.keys()}).values
+    fields = AutoOptions.__dataclass_fields__.keys()
+    search = filled(AutoOptions, {name: options[name] for name in options.keys() & fields}, "auto")
+    search.check()
+    shared = recipe.of_options("gptq", {name: options[name] for name in options.keys() - fields}).values
     opened = output and Path(output), revision, offline, trust_remote_code, resume, overwrite
     with _listening(progress) as listener:
         from quantkit.auto import job, run
 
-        return run.run(job.prepare(AutoRequest(os.fspath(model), asked, shared, *opened), listener), listener)
+        request = AutoRequest(os.fspath(model), search, shared, *opened)
+        return run.run(job.prepare(request, listener), listener)
 
 
 def convert(
@@ -179,9 +180,9 @@ def verify(
         from quantkit.inspection import verify as verification
 
         pair = os.fspath(path), base and os.fspath(base)
-        found = verification.verify(*pair, listener.counting, trust_remote_code)
-    refuse_problems(found, found["problems"], VERIFICATION)
-    return found
+        record = verification.verify(*pair, listener.counting, trust_remote_code)
+    refuse_problems(record, record["problems"], VERIFICATION)
+    return record
 
 
 class _Warning(Progress):

@@ -163,9 +163,9 @@ def one_of(
 
     Raises QuantkitError (exit code 2) with the complaint, the most similar name and all names.
     """
-    known = (aliases or {}).get(name, name)
-    if known in names:
-        return known
+    full = (aliases or {}).get(name, name)
+    if full in names:
+        return full
     guess = did_you_mean(nearest(name, [*names, *(aliases or ())]))
     raise QuantkitError(complaint, f"{guess}choose one of {', '.join(names)}", USAGE)
 

@@ -28,7 +28,7 @@ METHODS = {
     "gguf rtn": ["-t", "Q8_0", "--solver", "rtn", "--imatrix", "none"],
     "imatrix": TEXT,
 }
-STOPS = {  # and the exit codes: before there is anything to keep, SIGTERM simply ends a process
+STOPS = {  # and the exit codes: while Python starts, SIGTERM simply ends the process
     signal.SIGKILL: (-9,),
     signal.SIGTERM: (143, -15),
     signal.SIGINT: (130,),

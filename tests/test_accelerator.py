@@ -15,7 +15,7 @@ from sums import assert_sums
 from quantkit.auto import job as budget_job
 from quantkit.auto import sensitivities
 from quantkit.auto.options import AutoOptions, AutoRequest
-from quantkit.distillation.compressed.student import Student
+from quantkit.distillation.student import Student
 from quantkit.grids import parallel
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.float8 import Float8Grid

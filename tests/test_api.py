@@ -15,7 +15,7 @@ from sums import assert_sums
 
 import quantkit
 from quantkit.errors import USAGE, VERIFICATION, QuantkitError
-from quantkit.evaluation.settings import Settings
+from quantkit.evaluation.settings import EvalSettings
 from quantkit.quantize.prepare import values
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
@@ -50,7 +50,7 @@ def test_every_example_of_the_page_runs(tiny_model, tmp_path, monkeypatch, capsy
 
 def test_options_that_are_texts_of_flags_take_numbers_and_lists():
     typed = {"max_kld": 0.5, "min_top1": 1, "metrics": ["ppl", "kld"], "limit": 7, "trials": ["nf4", "int8"]}
-    found = values.filled(Settings, typed, "evaluate")
+    found = values.filled(EvalSettings, typed, "evaluate")
     expected = {
         "max_kld": "0.5",
         "min_top1": "1",
@@ -58,11 +58,11 @@ def test_options_that_are_texts_of_flags_take_numbers_and_lists():
         "limit": 7,
         "trials": ("nf4", "int8"),
     }
-    assert found == Settings(**expected)
-    assert values.filled(Settings, {"dtype": "fp16"}, "evaluate").dtype == "float16"
+    assert found == EvalSettings(**expected)
+    assert values.filled(EvalSettings, {"dtype": "fp16"}, "evaluate").dtype == "float16"
     for wrong in ({"max_kld": True}, {"metrics": [1]}, {"limit": "7"}):
         with pytest.raises(QuantkitError, match=f"evaluate: {next(iter(wrong))} is "):
-            values.filled(Settings, wrong, "evaluate")
+            values.filled(EvalSettings, wrong, "evaluate")
 
 
 def test_a_finished_file_has_its_summaries(tiny_model, tmp_path):

@@ -289,7 +289,7 @@ def test_a_token_beyond_the_embedding_is_one_error_before_any_work(checkpoint, w
     readers = [
         lambda: load(checkpoint, path, samples=2, seqlen=32),
         lambda: windows.load(checkpoint, Path(path), 32, None, None),
-        lambda: generate.encode(checkpoint, generate.Settings(prompt=f"Kobu{NOTE}")),
+        lambda: generate.encode(checkpoint, generate.GenerateSettings(prompt=f"Kobu{NOTE}")),
         lambda: chat.say(f"Kobu{NOTE}", chats.silent),
     ]
     if find_spec("lm_eval"):

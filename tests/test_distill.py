@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.cli import distill_report
-from quantkit.distillation.compressed import job
-from quantkit.distillation.compressed.student import Student, vectors
-from quantkit.distillation.job import Request
+from quantkit.distillation import job
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.request import Request
+from quantkit.distillation.student import Student, vectors
 from quantkit.distillation.training import Shares
 from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid

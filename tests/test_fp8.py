@@ -12,7 +12,7 @@ from sums import assert_sums
 
 from quantkit import layouts
 from quantkit.capacity import quantized
-from quantkit.distillation.compressed.student import refuse_unlike
+from quantkit.distillation.student import refuse_unlike
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.evaluation.trial import Trial, data_free

@@ -15,7 +15,7 @@ import transformers
 from nights import nightly
 
 from quantkit.evaluation import generate, whole_model
-from quantkit.evaluation.generate import Settings
+from quantkit.evaluation.settings import GenerateSettings
 from quantkit.models.files.open import open_checkpoint
 
 CPU = torch.device("cpu")
@@ -24,7 +24,9 @@ PROMPT = "Badeku kobu ridoma"
 
 def made(folder, first=None, dtype=torch.float32, **settings) -> generate.Continuation:
     checkpoint = open_checkpoint(str(folder))
-    return generate.continue_prompt(checkpoint, Settings(prompt=PROMPT, **settings), dtype, CPU, first)
+    return generate.continue_prompt(
+        checkpoint, GenerateSettings(prompt=PROMPT, **settings), dtype, CPU, first
+    )
 
 
 def theirs(folder, tokens: int, text: str = PROMPT, **options) -> list[int]:
@@ -119,7 +121,7 @@ def test_top_k_and_top_p_leave_the_likeliest(tiny_model):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer="bos")))
 
     def ids(**settings):
-        asked = generate.Settings(12, prompt=PROMPT, **settings)
+        asked = GenerateSettings(12, prompt=PROMPT, **settings)
         return generate.continue_prompt(checkpoint, asked, torch.float32, torch.device("cpu")).ids
 
     greedy = ids()

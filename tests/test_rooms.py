@@ -21,7 +21,6 @@ FLOORS = {
     "models": ("machine", "files", "skeleton", "gguf"),
     "quantize": ("solvers", "staging", "calibrate", "transforms", "outputs", "methods", "prepare"),
     "evaluation": ("tasks", "comparison"),
-    "distillation": ("compressed",),
     "serving": ("engines", "chat", "bench", "specdec", "server"),
 }
 DOORS = {"models.files.open", "models.files.headers"}  # open whatever the user names, a GGUF file as well

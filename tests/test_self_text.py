@@ -8,7 +8,7 @@ import transformers
 
 from quantkit import errors
 from quantkit.evaluation import self_text
-from quantkit.evaluation.self_text import Settings
+from quantkit.evaluation.settings import SampleSettings
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 def written(folder, output, **settings) -> tuple[dict, list[str]]:
     checkpoint = open_checkpoint(str(folder))
-    record = self_text.write(checkpoint, Settings(**settings), output, torch.float32, CPU)
+    record = self_text.write(checkpoint, SampleSettings(**settings), output, torch.float32, CPU)
     return record, [json.loads(line)["text"] for line in output.read_text().splitlines()]
 
 
@@ -28,7 +28,7 @@ def test_a_file_holds_the_sequences_and_calibration_reads_it(tiny_model, tmp_pat
     record, texts = written(folder, tmp_path / "a.jsonl", **settings)
     assert (record["texts"], record["tokens"]) == (6, 6 * 24) == (len(texts), 144)
     checkpoint = open_checkpoint(str(folder))
-    more = Settings(**settings | {"samples": 6})
+    more = SampleSettings(**settings | {"samples": 6})
     batches = list(self_text.sequences(checkpoint, more, torch.float32, CPU))
     assert [len(batch) for batch in batches] == [3, 3]
     rows = torch.cat(batches)[:, 1:].tolist()
@@ -80,7 +80,7 @@ def test_only_such_text_is_replaced(tmp_path):
 def test_the_teacher_writes_what_it_believes(tiny_model):
     """Sampled token by token without a cache from its own distribution, with the same seed."""
     folder = tiny_model("llama", tokenizer="bos")
-    settings = Settings(3, 10, 7)
+    settings = SampleSettings(3, 10, 7)
     (made,) = self_text.sequences(open_checkpoint(str(folder)), settings, torch.float32, CPU)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.zeros(3, 1, dtype=torch.long)

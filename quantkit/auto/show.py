@@ -61,8 +61,8 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "budget": budget.replace("_", "-"),
             "chosen": f"{chosen}: {record['least_bits']:.2f} to {record['most_bits']:.2f} bits per weight",
             "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
-            "search": f"{record['streams']} streams of {record['search_tokens']:,} tokens, solved by "
-            f"{record['statistics_tokens']:,} others",
+            "search": f"{record['streams']} measured changes, each on {record['search_tokens']:,} tokens; "
+            f"{record['statistics_tokens']:,} other tokens calibrate",
             "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
             "memory": f"about {megabytes(needs['memory_bytes'])} on {record['device']}, "
@@ -75,7 +75,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
 def _time(seconds: tuple[float, float] | None) -> str:
     if seconds is None:
         return "unknown: nothing was measured on an accelerator"
-    return f"{duration(seconds[0])} to {duration(seconds[1])}, from operations at 20 to 80 GFLOPS a core"
+    return f"{duration(seconds[0])} to {duration(seconds[1])}, if a core computes 20 to 80 GFLOPS"
 
 
 def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:

@@ -168,8 +168,9 @@ def _remarks(record: Record) -> Iterator[str]:
         yield f"add --gpu NAME for fit and speed{here}"
     elif record["kv_cache"]["bytes_per_sequence"] is not None:
         yield (
-            "fits: with the cache of all sequences; requests: sequences at once; tokens/s: of one, at most; "
-            "best batch: beyond it more sequences cost time (by the bits of the blocks' linears alone)"
+            "fits: weights and the cache of all sequences; requests: most sequences at the same time; "
+            "tokens/s: upper bound for one sequence; best batch: larger batches are compute-bound (for the "
+            "linears)"
         )
 
 

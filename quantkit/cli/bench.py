@@ -78,8 +78,8 @@ def _command(
             print(json.dumps(result, indent=2, allow_nan=False))
         outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
 
-    known = kind.__dataclass_fields__.keys()
-    panels = {panel: [name for name in names if name in known] for panel, names in PANELS.items()}
+    fields = kind.__dataclass_fields__.keys()
+    panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
     rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
     return flags.sign(invoke, [argument, *rows, *FILES])
 

@@ -79,11 +79,9 @@ def build(name: str) -> Any:
         app = typer.Typer(add_completion=False)
         function, epilog = _parts(module, name)
         app.command(name, epilog=epilog.replace("\n  ", "\n\n  "))(function)  # one paragraph per example
-    if ranks.process_count() > 1:
-        _guard(app, name)
-    running.add_verbose(app)
     for row in app.registered_commands:
-        row.cls = Command
+        function = row.callback if ranks.process_count() == 1 else _alongside(row.callback, name)
+        row.cls, row.callback = Command, running.with_verbose(function)
     command = typer.main.get_command(app)
     from quantkit.options import DTYPES
 
@@ -199,15 +197,9 @@ class Root(TyperGroup):
         return name, command and self.commands[name], rest
 
 
-def _guard(app: typer.Typer, name: str) -> None:
-    """Make an application's commands join the other ranks under torchrun, or raise QuantkitError."""
-    for command in app.registered_commands:
-        command.callback = _alongside(command.callback, name)
-    for group in app.registered_groups:
-        _guard(group.typer_instance, name)
-
-
 def _alongside(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """Make the function of a command join the other ranks under torchrun, or raise QuantkitError."""
+
     @functools.wraps(function)
     def invoke(**values: Any) -> None:
         ranks.refuse(name, name in (*methods.available(), *SHARED))

@@ -13,14 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from quantkit.errors import count, printable
-from quantkit.evaluation.generate import Continuation, Settings
+from quantkit.evaluation.generate import Continuation
+from quantkit.evaluation.settings import GenerateSettings
 from quantkit.tables import print_line
 
 COLUMN = 34  # characters below which columns would be too narrow to read
 MARKS = ("[", "]")  # around the first token that differs: it must be visible without colour
 
 
-def stream(settings: Settings) -> Callable[[str], None]:
+def stream(settings: GenerateSettings) -> Callable[[str], None]:
     """Print the prompt; return a function that prints generated text."""
     if not settings.chat:
         sys.stdout.write(printable(settings.prompt))
@@ -33,7 +34,7 @@ def stream(settings: Settings) -> Callable[[str], None]:
     return write
 
 
-def show(settings: Settings, made: Sequence[Continuation], streamed: bool = False) -> None:
+def show(settings: GenerateSettings, made: Sequence[Continuation], streamed: bool = False) -> None:
     """Print the text of one model; or of several in columns, or one below the other on a narrow terminal."""
     console = Console(highlight=False, markup=False)
     if len(made) == 1:

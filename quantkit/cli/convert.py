@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.errors import count
 from quantkit.tables import megabytes, print_facts
 
@@ -43,10 +42,11 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.quantize import convert
         record = convert.convert(model, to, output, overwrite, progress)
-    if as_json:
-        print(json.dumps(record, indent=2))
-        return
-    facts = {"written": record["output"], "layout": f"{record['from']} → {to}"}
+    streams.present(record, as_json, lambda: _show(record))
+
+
+def _show(record: dict[str, Any]) -> None:
+    facts = {"written": record["output"], "layout": f"{record['from']} → {record['to']}"}
     facts["size"] = f"{megabytes(record['source_bytes'])} → {megabytes(record['output_bytes'])}"
     facts["exact"] = f"read back: {count(record['linears'], 'linear')} with the same codes and scales"
     print_facts(Console(highlight=False, markup=False), facts)

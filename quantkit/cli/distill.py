@@ -60,17 +60,16 @@ def _distill(context: typer.Context, **values: Any) -> None:
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.cli import distill_report, job_report
-            from quantkit.distillation import job
-            from quantkit.distillation.compressed import job as compressed_job
+            from quantkit.distillation import job, request
 
         chosen = (flags.options(shared, typed) for shared in (CalibrationOptions, RunOptions))
         further = {name: values[name] for name in REQUEST}
-        request = job.Request(values["teacher"], values["student"], options, *chosen, **further)
-        if job.is_done(request):
+        asked = request.Request(values["teacher"], values["student"], options, *chosen, **further)
+        if request.is_done(asked):
             progress.close()
-            job_report.print_finished(compressed_job.SCHEMA, [str(job.output_of(request))], values["as_json"])
+            job_report.print_finished(job.SCHEMA, [str(request.output_of(asked))], values["as_json"])
             return
-        prepared = compressed_job.prepare(request, progress, values["eval_text"], values["dry_run"])
+        prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
             staging = prepared.staging

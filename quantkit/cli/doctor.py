@@ -22,11 +22,11 @@ def command(
     """Run `quantkit doctor`."""
     from quantkit.inspection import doctor
 
-    found = doctor.examine()
-    record = doctor.record(found)
+    findings = doctor.examine()
+    record = doctor.record(findings)
     if not as_json:
-        _show(found, quiet)
-    broken = [row for subject in ("needed", "machine") for row in found[subject] if row.ok is False]
+        _show(findings, quiet)
+    broken = [row for subject in ("needed", "machine") for row in findings[subject] if row.ok is False]
     if broken:
         what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
         raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
@@ -34,14 +34,14 @@ def command(
         print(json.dumps(record, indent=2))
 
 
-def _show(found: dict[str, list], quiet: bool) -> None:
+def _show(findings: dict[str, list], quiet: bool) -> None:
     """Print each finding on a line, and mark problems. quiet: print only problems."""
     from rich.console import Console
 
     from quantkit.tables import print_line
 
     console = Console(highlight=False, markup=False)
-    for subject, rows in found.items():
+    for subject, rows in findings.items():
         rows = [row for row in rows if row.ok is False or not quiet]
         if rows:
             console.print(subject, style="bold")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, ranks
-from quantkit.evaluation.settings import Settings
+from quantkit.evaluation.settings import EvalSettings
 
 EPILOG = """Examples:
   quantkit eval ./model ./model-gptq-w4g128     (on the shipped held-out text)
@@ -44,7 +44,8 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
     from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs
 
-    asked, (as_json, quiet) = flags.options(Settings, values), (values["as_json"], values["quiet"])
+    asked, (as_json, quiet) = flags.options(EvalSettings, values), (values["as_json"], values["quiet"])
+    asked.check()
     outputs = Outputs(values["html"], values["plot"], values["summary"])
     outputs.check()
     from quantkit.cli.progress import listener, uncollected
@@ -56,23 +57,24 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
 
         opened = values["revision"], values["offline"], values["trust_remote_code"], values["card"]
         result = job.measure(models, asked, progress, *opened)
-    found = report(result)
+    comparison = report(result)
     if not as_json:
-        found.show()
+        comparison.show()
     if ranks.is_first():
-        outputs.write(found.figures, found.page, lambda: markdown(result), as_json=as_json, quiet=quiet)
+        made = comparison.figures, comparison.page, lambda: markdown(result)
+        outputs.write(*made, as_json=as_json, quiet=quiet)
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
 
 
-_flags = flags.of("options", Settings)
+_flags = flags.of("options", EvalSettings)
 command = flags.sign(
     _eval,
     [
         flags.parameter("models", flags.MODELS),
         *(row for row in _flags if row.name not in GATES),
-        *flags.of("gates (exit code 7 when one fails)", Settings, GATES),
+        *flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES),
         flags.parameter("summary", SUMMARY, None),
         flags.parameter("card", CARD, None),
         flags.parameter("html", flags.HTML, None),

@@ -103,8 +103,8 @@ OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
     """Return a flag for every option of a dataclass, or for those in `only`. section: panel in the help."""
     hints, parameters = get_type_hints(options), []
-    known = {field.name: field for field in dataclasses.fields(options) if field.metadata}
-    for field in [known[name] for name in only] if only else known.values():
+    fields = {field.name: field for field in dataclasses.fields(options) if field.metadata}
+    for field in [fields[name] for name in only] if only else fields.values():
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         short = field.metadata["short"]
         name = field.metadata.get("flag") or flag_of(field.name)
@@ -130,8 +130,8 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
 
 def options(kind: type, values: dict[str, Any]) -> Any:
     """Return an instance of the dataclass `kind`, filled with the values of a command's flags."""
-    found = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
-    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in found.items()})
+    filled = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
+    return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in filled.items()})
 
 
 def fixed(names: Iterable[str] = OPENING) -> list[inspect.Parameter]:

@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, streams
+from quantkit.evaluation.settings import Dtype, GenerateSettings
 
 EPILOG = """Examples:
   quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
   quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
   quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
   echo "The sea" | quantkit generate ./model -p - --json"""
+OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
+DTYPE = Annotated[
+    Dtype, typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it.")
+]
 
 
-def command(
-    models: flags.MODELS,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue; - reads stdin.")],
-    tokens: Annotated[int, typer.Option("--tokens", "-n", help="New tokens, at most.")] = 64,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
-    ] = False,
-    temperature: Annotated[
-        float, typer.Option(help="0: always the most likely token. Above: sample; higher is more random.")
-    ] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the K most likely tokens; 0: from all.")] = 0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens that together have this probability.")
-    ] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
-    ] = "auto",
-    device: flags.DEVICE = "auto",
-    threads: flags.THREADS = None,
-    revision: flags.FIRST_REVISION = None,
-    offline: flags.OFFLINE = False,
-    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
-) -> None:
+def _generate(context: typer.Context, models: list[str], **values: Any) -> None:
     """Run `quantkit generate`."""
     from quantkit.cli.progress import listener, uncollected
 
-    text = streams.decoded(sys.stdin.read(), "stdin").rstrip("\n") if prompt == "-" else prompt
+    settings = flags.options(GenerateSettings, values)
+    if settings.prompt == "-":
+        settings = replace(settings, prompt=streams.decoded(sys.stdin.read(), "stdin").rstrip("\n"))
+    settings.check()
+    as_json, quiet = values["as_json"], values["quiet"]
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with listener(quiet or live) as progress:
@@ -57,14 +40,13 @@ def command(
             from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
 
-        settings = generate.Settings(tokens, temperature, seed, top_k, top_p, prompt=text, chat=chat)
-        settings.check()
+        opened = values["offline"], values["trust_remote_code"]
         checkpoints = [
-            open_checkpoint(model, revision if position == 0 else None, offline, trust_remote_code)
+            open_checkpoint(model, values["revision"] if position == 0 else None, *opened)
             for position, model in enumerate(models)
         ]
-        place = choose_device(device)
-        precision = generate.shared_dtype(dtype, checkpoints[0], place)
+        device = choose_device(values["device"])
+        dtype = generate.shared_dtype(values["dtype"], checkpoints[0], device)
         comparable = generate.comparable(checkpoints)
         for warning in generate.warnings(checkpoints, comparable, settings):
             progress.warn(warning)
@@ -72,10 +54,22 @@ def command(
             progress.phase(f"loading and running {checkpoint.source}")
             first = made[0] if made else None
             stream = continuations.stream(settings) if live else None
-            made.append(generate.continue_prompt(checkpoint, settings, precision, place, first, same, stream))
-    if as_json:
-        print(json.dumps(generate.record(settings, precision, place, made), indent=2))
-    else:
-        continuations.show(settings, made, streamed=live)
-        if not quiet:
-            continuations.show_speed(made, precision, place)
+            made.append(generate.continue_prompt(checkpoint, settings, dtype, device, first, same, stream))
+    record = generate.record(settings, dtype, device, made)
+    streams.present(record, as_json, lambda: continuations.show(settings, made, live))
+    if not as_json and not quiet:
+        continuations.show_speed(made, dtype, device)
+
+
+command = flags.sign(
+    _generate,
+    [
+        flags.parameter("models", flags.MODELS),
+        *flags.of("options", GenerateSettings, OPTIONS),
+        flags.parameter("dtype", DTYPE, "auto"),
+        flags.parameter("device", flags.DEVICE, "auto"),
+        flags.parameter("threads", flags.THREADS, None),
+        flags.parameter("revision", flags.FIRST_REVISION, None),
+        *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
+    ],
+)

@@ -42,17 +42,17 @@ def plan_record(job: Job) -> dict:
         "calibration": job.calibration.record() if job.calibration else None,
         "plan": asdict(job.plan),
         "matrices": [
-            {"name": row.name, "block": row.block, "shape": list(row.shape), "becomes": row.becomes}
-            for row in job.method.output.planned(job.checkpoint, job.specs)
+            {"name": m.name, "block": m.block, "shape": list(m.shape), "becomes": m.becomes}
+            for m in job.method.output.planned(job.checkpoint, job.specs)
         ],
         "linears": [
             {
-                "name": row.name,
-                "shape": [row.out_features, row.in_features],
-                "grid": asdict(row.grid) if row.grid else None,
-                "kept": row.kept,
+                "name": spec.name,
+                "shape": [spec.out_features, spec.in_features],
+                "grid": asdict(spec.grid) if spec.grid else None,
+                "kept": spec.kept,
             }
-            for row in job.specs
+            for spec in job.specs
         ],
         "kept_parameters": job.kept_parameters,
         "copied": job.copied,
@@ -70,7 +70,7 @@ def print_plans(jobs: Sequence[Job]) -> None:
     console, plans = Console(highlight=False, markup=False), [job.plan for job in jobs]
     for job in jobs:
         _print_linears(console, job)
-        linears = len([row for row in job.specs if not row.kept])
+        linears = len([spec for spec in job.specs if not spec.kept])
         facts = {"output": _whole(job.method.output.paths(job.material)), **_sizes(job.plan, linears)}
         if refusal := job.refusal:
             facts["refused"] = f"{refusal.message}: {refusal.hint}"
@@ -101,15 +101,15 @@ def print_plans(jobs: Sequence[Job]) -> None:
     print_facts(console, facts)
 
 
-def _sizes(found: JobPlan | Summary, linears: int) -> dict[str, str]:
+def _sizes(sized: JobPlan | Summary, linears: int) -> dict[str, str]:
     """Return the sizes of source and output, and the bits per weight of the output."""
-    before, after = found.source_bytes, found.output_bytes
+    before, after = sized.source_bytes, sized.output_bytes
     ratio = f"{after / before:.2f}× larger" if after > before else f"{before / after:.2f}× smaller"
     sizes = f"{megabytes(before)} → {megabytes(after)} ({ratio})"
-    bits = f"{found.bits_per_weight_model:.2f} over the whole model"
-    if found.bits_per_weight is not None:
-        word = count(linears, "linear") if found.matrices == linears else f"{found.matrices} matrices"
-        bits = f"{found.bits_per_weight:.2f} in {word.replace(' ', ' quantized ')}, {bits}"
+    bits = f"{sized.bits_per_weight_model:.2f} over the whole model"
+    if sized.bits_per_weight is not None:
+        word = count(linears, "linear") if sized.matrices == linears else f"{sized.matrices} matrices"
+        bits = f"{sized.bits_per_weight:.2f} in {word.replace(' ', ' quantized ')}, {bits}"
     return {"size": sizes, "bits/weight": bits}
 
 
@@ -117,9 +117,9 @@ def _print_linears(console: Console, job: Job) -> None:
     """Print the linears; identical linears of several blocks or experts share a row."""
     table = make_table("linears", "blocks", "shape", "quantized to")
     equal: dict[tuple, set[int]] = {}
-    for row in job.method.output.planned(job.checkpoint, job.specs):
-        name, block = starred(row.name) if row.block is None else (row.name, row.block)
-        blocks = equal.setdefault((of_experts(name), row.shape, row.becomes), set())
+    for matrix in job.method.output.planned(job.checkpoint, job.specs):
+        name, block = starred(matrix.name) if matrix.block is None else (matrix.name, matrix.block)
+        blocks = equal.setdefault((of_experts(name), matrix.shape, matrix.becomes), set())
         blocks |= set() if block is None else {block}
     order = list(dict.fromkeys(name for name, *_ in equal))
     for (name, shape, becomes), blocks in sorted(
@@ -162,14 +162,14 @@ def _scaled(linears: Mapping[str, dict]) -> str:
     return "; ".join(parts) or "no linear: scaling does not reduce the error"
 
 
-def _loss(found: Loss | None) -> str:
+def _loss(loss: Loss | None) -> str:
     """Return a phrase such as `KL divergence 0.105 ± 0.007 (round to nearest: 0.718), same top token 82%`."""
-    if found is None:
+    if loss is None:
         return "not measured"
-    nearest = "" if found.rtn_kld is None else f" (round to nearest: {found.rtn_kld:#.3g})"
+    nearest = "" if loss.rtn_kld is None else f" (round to nearest: {loss.rtn_kld:#.3g})"
     return (
-        f"KL divergence {found.kld:#.3g} ± {found.stderr:.1g}{nearest}, same top token {found.top1:.0%}; "
-        f"{found.tokens} held-back tokens ({found.text})"
+        f"KL divergence {loss.kld:#.3g} ± {loss.stderr:.1g}{nearest}, same top token {loss.top1:.0%}; "
+        f"{loss.tokens} held-back tokens ({loss.text})"
     )
 
 
@@ -293,6 +293,6 @@ def _print_outliers(console: Console, counts: dict[str, int]) -> None:
     for name, number in counts.items():
         _, _, local = re.split(r"\.(\d+)\.", name, maxsplit=1)
         kinds.setdefault(local, []).append(number)
-    for local, row in kinds.items():
-        table.add_row(local, " ".join(map(str, row)))
+    for local, numbers in kinds.items():
+        table.add_row(local, " ".join(map(str, numbers)))
     print_table(console, table, 1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 
 EPILOG = """Examples:
   quantkit push ./model-gptq-w4g128 org/model-w4 --private
@@ -33,5 +32,5 @@ def command(
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.inspection import publish
         progress.phase(f"verifying {path}, then sending it to {repo}")
-        found = publish.push(path, repo, private, revision, progress.counting)
-    print(json.dumps(found, indent=2) if as_json else f"published  {found['url']}")
+        record = publish.push(path, repo, private, revision, progress.counting)
+    streams.present(record, as_json, lambda: print(f"published  {record['url']}"))

@@ -103,23 +103,23 @@ def _check_early(request: Request, values: dict[str, Any]) -> None:
     if text and text.endswith(sources.FILES):
         with sources.opened(Path(text)):
             pass
-    path = hub.local(request.source)
-    if path and path.is_dir():
-        headers.at(request.source, path, strict=True)
+    folder = hub.local(request.source)
+    if folder and folder.is_dir():
+        headers.at(request.source, folder, strict=True)
     if not (request.overwrite or request.resume or values["dry_run"]):
-        may_replace.check_new(_outputs(request, path))
+        may_replace.check_new(_outputs(request, folder))
 
 
-def _outputs(request: Request, path: Path | None) -> list[Path]:
-    """Return the outputs of a command, unless their names depend on more than the headers at `path`."""
+def _outputs(request: Request, folder: Path | None) -> list[Path]:
+    """Return the outputs of a command, unless their names depend on more than the headers at `folder`."""
     method, run = request.method, request.run
     if method.has_open_groups and not request.output:
         from quantkit.capacity import source
 
-        if not path or run.exclude or run.override or method.options.head or method.options.embedding:
+        if not folder or run.exclude or run.override or method.options.head or method.options.embedding:
             return []
         try:
-            parameters = source.read(str(path)).parameters
+            parameters = source.read(str(folder)).parameters
         except QuantkitError:  # the job will say it, if the model does not suit the job either
             return []
         if parameters.fused_experts:

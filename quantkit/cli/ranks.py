@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 
@@ -62,17 +62,6 @@ def end(exit_code: int) -> None:
         with suppress(OSError):  # its reader may be gone
             stream.flush()
     os._exit(exit_code)
-
-
-@contextmanager
-def resumable(kept: str, again: str) -> Iterator[None]:
-    """Under torchrun, give an error without a hint one: `kept` and the command `again`, which continues."""
-    try:
-        yield
-    except QuantkitError as error:
-        if process_count() > 1 and not error.hint:
-            error.hint = f"{kept}; continue, with any number of processes, with: {again}"
-        raise
 
 
 def launcher() -> list[str]:

@@ -40,5 +40,5 @@ def command(
             raise QuantkitError(f"{path} is not a result of quantkit eval --json", hint, USAGE)
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
-    found = report(merge([read(path) for path in results]))
-    outputs.write(found.figures, found.page, quiet=quiet)
+    comparison = report(merge([read(path) for path in results]))
+    outputs.write(comparison.figures, comparison.page, quiet=quiet)

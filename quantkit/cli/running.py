@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -67,15 +67,9 @@ VERBOSE = Annotated[
 ]
 
 
-def add_verbose(app: typer.Typer) -> None:
-    """Add `--verbose` to every command of an application and of its groups."""
-    for command in app.registered_commands:
-        command.callback = _with_verbose(command.callback)
-    for group in app.registered_groups:
-        add_verbose(group.typer_instance)
+def with_verbose(function: Callable[..., None]) -> Callable[..., None]:
+    """Add `--verbose` to the function of a command, and decode the text of its options."""
 
-
-def _with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def invoke(verbose: bool, **values: Any) -> None:
         function(**{name: decoded(value) for name, value in values.items()})
@@ -107,8 +101,11 @@ def run(app: typer.Typer) -> NoReturn:
     state = SimpleNamespace(verbose=False)
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # if its retries fail, quantkit prints an error
     try:  # standalone, Typer would print the parser's errors its own way
-        code = app(prog_name="quantkit", standalone_mode=False, obj=state)
+        with _handled([signal.SIGTERM], _terminate):
+            code = app(prog_name="quantkit", standalone_mode=False, obj=state)
         sys.stdout.flush()
+    except _Terminated:
+        _fail(QuantkitError(EXIT_CODES[TERMINATED], f"begin again with: {_typed()}", TERMINATED))
     except QuantkitError as error:
         _fail(error, error if state.verbose else None)
     except UsageError as error:
@@ -131,29 +128,44 @@ def run(app: typer.Typer) -> NoReturn:
     sys.exit(code)
 
 
+class _Terminated(SystemExit):
+    """Raised by SIGTERM in commands without a handler of their own; no handler of interrupts catches it."""
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    raise _Terminated(TERMINATED)
+
+
+@contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle signals during the context. Ignored signals stay ignored: shells make background jobs ignore
+    SIGINT."""
+    before = {number: signal.getsignal(number) for number in numbers}
+    heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    for number in heard:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
+
+
 @contextmanager
 def stopping() -> Iterator[list[int]]:
     """Turn SIGINT and SIGTERM into KeyboardInterrupt; yield a list that collects their exit codes.
 
-    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions. Ignored
-    signals stay ignored: shells make background jobs ignore SIGINT. Do not use this around a fork:
-    multiprocessing ends its processes by SIGTERM, and a new process would swallow the signal.
+    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions. Do not use this
+    around a fork: multiprocessing ends its processes by SIGTERM, and a new process would swallow the signal.
     """
-    asked: list[int] = []
+    codes: list[int] = []
 
     def stop(number: int, frame: Any) -> None:
-        asked.append(STOPS[signal.Signals(number)])
+        codes.append(STOPS[signal.Signals(number)])
         raise KeyboardInterrupt
 
-    before = {number: signal.getsignal(number) for number in STOPS}
-    heard = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
-    for number in heard:
-        signal.signal(number, stop)
-    try:
-        yield asked
-    finally:
-        for number in heard:
-            signal.signal(number, before[number])
+    with _handled(STOPS, stop):
+        yield codes
 
 
 @contextmanager
@@ -168,13 +180,16 @@ def resumable(
     folders: the staging folder of each output. kept: words for their content. made: returns the outputs that
     are finished. begun: returns whether nothing has been staged yet.
     """
-    with stopping() as asked, ranks.resumable(f"{kept()} kept in {folders[0]}", _again()):
+    with stopping() as asked:
         try:
             yield
         except BaseException as error:
             if not asked and isinstance(error, KeyboardInterrupt):
                 asked.append(INTERRUPTED)
             if not asked:
+                if ranks.process_count() > 1 and isinstance(error, QuantkitError) and not error.hint:
+                    again = f"continue, with any number of processes, with: {_again()}"
+                    error.hint = f"{kept()} kept in {folders[0]}; {again}"
                 raise
             finished, word = made(), EXIT_CODES[asked[0]]
             if len(finished) == len(folders):
@@ -194,10 +209,11 @@ def done_already(output: Path, hint: str) -> Iterator[None]:
     before = may_replace.identity(output)
     try:
         yield
-    except KeyboardInterrupt as error:
+    except (KeyboardInterrupt, _Terminated) as error:
         if may_replace.identity(output) in (None, before):
             raise
-        raise QuantkitError(f"interrupted; {output} finished", hint, INTERRUPTED) from error
+        code = TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
+        raise QuantkitError(f"{EXIT_CODES[code]}; {output} finished", hint, code) from error
 
 
 def _again() -> str:

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
+from quantkit.evaluation.settings import Dtype, SampleSettings
 from quantkit.tables import print_written
 
 EPILOG = """Examples:
   quantkit sample ./model                                   (writes model-own.jsonl)
   quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
   quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl"""
+MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
+OUTPUT = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
+]
+DTYPE = Annotated[Dtype, typer.Option(help="Precision. auto: the model's own if the hardware supports it.")]
+OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
-def command(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
-    ] = None,
-    samples: Annotated[int, typer.Option(help="Number of sequences to write.")] = 128,
-    seqlen: Annotated[int, typer.Option(help="Tokens of each sequence.")] = 512,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
-    batch_size: Annotated[
-        int, typer.Option(help="Sequences generated at once. More are faster and need more memory.")
-    ] = 32,
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Precision. auto: the model's own if the hardware supports it."),
-    ] = "auto",
-    device: flags.DEVICE = "auto",
-    threads: flags.THREADS = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    revision: flags.REVISION = None,
-    offline: flags.OFFLINE = False,
-    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
-) -> None:
+def _sample(context: typer.Context, model: str, output: Path | None, **values: Any) -> None:
     """Run `quantkit sample`."""
     from quantkit.cli.progress import listener, uncollected
 
-    with listener(quiet) as progress:
+    settings, as_json = flags.options(SampleSettings, values), values["as_json"]
+    with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation import generate, self_text
             from quantkit.models.files.open import open_checkpoint
@@ -54,19 +38,36 @@ def command(
             from quantkit.quantize.prepare.names import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
-        self_text.check_output(output, overwrite)
-        checkpoint = open_checkpoint(model, revision, offline, trust_remote_code)
-        settings = self_text.Settings(samples, seqlen, seed, batch_size)
-        place = choose_device(device)
-        precision = generate.shared_dtype(dtype, checkpoint, place)
-        settings.check(checkpoint)
-        listen = partial(progress.counting, "writing text")
+        self_text.check_output(output, values["overwrite"])
+        opened = values["revision"], values["offline"], values["trust_remote_code"]
+        checkpoint = open_checkpoint(model, *opened)
+        device = choose_device(values["device"])
+        dtype = generate.shared_dtype(values["dtype"], checkpoint, device)
+        settings.check(checkpoint.source, checkpoint.context)
         progress.phase(f"loading {checkpoint.source}")
-        record = self_text.write(checkpoint, settings, output, precision, place, listen)
-    if as_json:
-        print(json.dumps(record, indent=2))
-        return print_written([output], as_json, quiet)
-    print(f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens")
-    print_written([output])
-    options = f"--calibration {record['output']} --samples {samples} --seqlen {seqlen}"
-    print(f"\nnext: quantkit gptq {model} {options} -o {base_name(model)}-gptq-own")
+        listen = partial(progress.counting, "writing text")
+        record = self_text.write(checkpoint, settings, output, dtype, device, listen)
+    spare = f"{settings.samples:,} to calibrate on, {record['texts'] - settings.samples:,} spare"
+    text = f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens ({spare})"
+    streams.present(record, as_json, lambda: print(text))
+    print_written([output], as_json, as_json and values["quiet"])
+    if not as_json:
+        shape = f"--samples {settings.samples} --seqlen {settings.seqlen}"
+        options = f"--calibration {record['output']} {shape} -o {base_name(model)}-gptq-own"
+        print(f"\nnext: quantkit gptq {model} {options}")
+
+
+command = flags.sign(
+    _sample,
+    [
+        flags.parameter("model", MODEL),
+        flags.parameter("output", OUTPUT, None),
+        *flags.of("options", SampleSettings),
+        flags.parameter("dtype", DTYPE, "auto"),
+        flags.parameter("device", flags.DEVICE, "auto"),
+        flags.parameter("threads", flags.THREADS, None),
+        flags.parameter("overwrite", OVERWRITE, False),
+        flags.parameter("revision", flags.REVISION, None),
+        *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
+    ],
+)

@@ -43,11 +43,12 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
             from quantkit.serving.specdec.settings import LOOKUP
 
         trusted = values["offline"], values["trust_remote_code"]
-        own = open_checkpoint(target, values["revision"], *trusted)
+        checkpoint = open_checkpoint(target, values["revision"], *trusted)
         guesses = [None if draft == LOOKUP else open_checkpoint(draft, None, *trusted) for draft in drafts]
-        found = measure.compare(own, guesses, settings, progress)
-    shown, refused = partial(show.show, found, own.tokenizer, quiet), partial(measure.refuse_unlike, found)
-    streams.present(found, values["as_json"], shown, refused, default=str, allow_nan=False)
+        record = measure.compare(checkpoint, guesses, settings, progress)
+    shown = partial(show.show, record, checkpoint.tokenizer, quiet)
+    refused = partial(measure.refuse_unlike, record)
+    streams.present(record, values["as_json"], shown, refused, default=str, allow_nan=False)
 
 
 command = flags.sign(

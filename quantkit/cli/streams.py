@@ -35,8 +35,8 @@ def decoded(text: str, name: str) -> str:
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
-        found = f"{locale.setlocale(locale.LC_CTYPE)} ({sys.getfilesystemencoding()})"
-        hint = f"the locale is {found}: convert the text, or set LC_ALL to that of your terminal"
+        encoding = f"{locale.setlocale(locale.LC_CTYPE)} ({sys.getfilesystemencoding()})"
+        hint = f"the locale is {encoding}: convert the text, or set LC_ALL to that of your terminal"
         raise QuantkitError(f"{name} is neither in the locale's encoding nor UTF-8", hint, USAGE) from error
 
 

@@ -36,33 +36,33 @@ def command(
     with listener(quiet) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.inspection import verify
-        found = verify.verify(path, base, progress.counting, trust_remote_code)
-    refused = partial(refuse_problems, found, found["problems"], VERIFICATION)
-    streams.present(found, as_json, partial(_show, found), refused)
+        record = verify.verify(path, base, progress.counting, trust_remote_code)
+    refused = partial(refuse_problems, record, record["problems"], VERIFICATION)
+    streams.present(record, as_json, partial(_show, record), refused)
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show(record: dict[str, Any]) -> None:
     from rich.console import Console
 
     from quantkit.inspection.show import provenance
     from quantkit.tables import print_facts, print_line
 
     console = Console(highlight=False, markup=False)
-    facts = {"checkpoint": found["source"], "made by": provenance(found["made"])}
-    same = sum(row["state"] == "same" for row in found["files"])
-    if found["files"]:
-        facts["files"] = f"{same} of {len(found['files'])} as written (sha256)"
-    if found["linears"]:
-        agree = [row for row in found["linears"] if row["agrees"]]
-        worst = max(found["linears"], key=lambda row: row["error"])
+    facts = {"checkpoint": record["source"], "made by": provenance(record["made"])}
+    same = sum(row["state"] == "same" for row in record["files"])
+    if record["files"]:
+        facts["files"] = f"{same} of {len(record['files'])} as written (sha256)"
+    if record["linears"]:
+        agree = [row for row in record["linears"] if row["agrees"]]
+        worst = max(record["linears"], key=lambda row: row["error"])
         facts["errors"] = (
-            f"{len(agree)} of {count(len(found['linears']), 'linear')} as far from the source as the "
+            f"{len(agree)} of {count(len(record['linears']), 'linear')} as far from the source as the "
             f"manifest says; farthest {worst['name']}, {worst['error']:.3g}"
         )
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
-    for note in found["notes"]:
+    for note in record["notes"]:
         print_line(console, f"note: {note}")
-    for problem in found["problems"][1:]:  # the first is the error
+    for problem in record["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
-    if not found["problems"]:
+    if not record["problems"]:
         print_line(console, "No damage found. Checksums detect corruption, not tampering.")

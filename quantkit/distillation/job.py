@@ -1,76 +1,288 @@
-"""The request, the output and the staging folder of a distillation job."""
+"""The job of a compressed student: read this first.
+
+    block by block (blocks.py) ▶ better on held-out text? ▶ end to end (whole.py) ▶ better? ▶ publish
+
+This file opens and compares both models and plans memory before any weights are loaded.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from quantkit.distillation.options import DistillOptions
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.models.files import gguf_shards, headers, untrusted
+import torch
+import transformers
+from torch import Tensor
+
+from quantkit import __version__
+from quantkit.distillation import blocks, publish, whole
+from quantkit.distillation.blocks import Final, Text
+from quantkit.distillation.request import Request, as_read, stage
+from quantkit.distillation.student import Floats, Student, vectors
+from quantkit.errors import UNSUPPORTED, USAGE, name_all, require
+from quantkit.evaluation import of_job, windows
+from quantkit.evaluation.evaluate import check_comparable
+from quantkit.evaluation.windows import Windows
+from quantkit.grids.distance import token_distances
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.prepare.names import base_name
+from quantkit.models.files.open import check_unchanged, open_checkpoint
+from quantkit.models.machine.memory import map_large_blocks
+from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
+from quantkit.quantize.calibrate.states import States
+from quantkit.quantize.job import calibrate, open_skeleton
+from quantkit.quantize.outputs.folder import TIMINGS
+from quantkit.quantize.prepare.plan import check_disk
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.staging import may_replace
-from quantkit.quantize.staging.folder import Staging
+from quantkit.quantize.staging.folder import Staging, disk_errors
+from quantkit.quantize.timings import Timings
+from quantkit.text.calibration import CalibrationSet, hold_out
+
+SCHEMA = "quantkit.distill/1"
+STEP_TOKENS = 512  # tokens per step without --batch-size
+UNLIKE = 0.5  # relative difference of an embedding, median of all tokens, that rounding cannot cause
+HINT = "give the model that the student was compressed from"
 
 
 @dataclass(frozen=True)
-class Request:
-    """The options that the user gave."""
+class Job:
+    """A checked job. source: the student's checkpoint, from which the output is made. evaluated: the text of
+    --eval, on which teacher and students are also measured, or None. disk_bytes: disk space needed. trained:
+    numbers of `linears` and `norms_and_biases` to train."""
 
-    teacher: str
-    student: str
-    options: DistillOptions
-    calibration: CalibrationOptions
-    run: RunOptions
-    output: Path | None = None
-    revision: str | None = None
-    offline: bool = False
-    trust_remote_code: bool = False
-    resume: bool = False
-    overwrite: bool = False
+    request: Request
+    source: Checkpoint
+    teacher: Skeleton
+    calibration: CalibrationSet
+    staging: Staging
+    evaluated: Windows | None
+    disk_bytes: int
+    student: Student
+    text: Text
+    memory: whole.Memory
+    trained: dict[str, int]
+    fingerprint: dict = field(default_factory=dict)
+
+    def signed(self, progress: Progress) -> Job:
+        """Return the job with its fingerprint, on which the output's bytes depend. Raises QuantkitError if
+        the disk is too small."""
+        check_disk(self.staging.output.absolute(), self.disk_bytes)
+        progress.phase("hashing the source")
+        fingerprint = {
+            "quantkit": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "source_sha256": self.source.sha256(),
+            "teacher_sha256": self.teacher.checkpoint.sha256(),
+            "options": as_read(self.request.options),
+            "calibration": self.calibration.record(),
+            "execution": self._execution(),
+        }
+        return replace(self, fingerprint=fingerprint)
+
+    def record(self) -> dict:
+        """Return the versioned JSON of the plan."""
+        text = self.text
+        return {
+            "schema": SCHEMA,
+            "teacher": self.request.teacher,
+            "student": self.request.student,
+            "output": str(self.staging.output),
+            "trained": self.trained,
+            "options": asdict(self.request.options),
+            "calibration": self.calibration.record(),
+            "sequences": {"train": sum(map(len, text.train)), "held_out": sum(map(len, text.held_out))},
+            "memory": asdict(self.memory),
+            "execution": self._execution(),
+        }
+
+    def _execution(self) -> dict:
+        """Return the part of the fingerprint that a resumed job adopts."""
+        skeleton = self.student.skeleton
+        return {
+            "dtype": str(skeleton.dtype).removeprefix("torch."),
+            "device": str(skeleton.device),
+            "batch_size": len(self.text.train[0]),
+            "threads": torch.get_num_threads(),
+        }
+
+    def run(self, progress: Progress) -> dict:
+        """Run the job; return `record`, results, measurements and seconds.
+
+        Raises QuantkitError. The staging folder survives any error; the output appears whole or not at all.
+        """
+        timings = Timings(self.teacher.device)
+        with disk_errors(self.staging.folder, "run the same command with --resume"):
+            with self.staging.opened(self.fingerprint, self.request.resume):
+                made = self._make(progress, timings)
+                for checkpoint in (self.source, self.teacher.checkpoint):
+                    check_unchanged(checkpoint)
+                self.staging.publish()
+        self.teacher.model.to("meta")  # frees the teacher's memory
+        return self.record() | made | self._measured(progress) | {"seconds": timings.seconds}
+
+    def _make(self, progress: Progress, timings: Timings) -> dict:
+        """Train, decide and write the output into the staging folder; return the results as JSON."""
+        map_large_blocks()
+        with timings("load"):
+            self.teacher.load_rest()
+            self.student.skeleton.load_rest()
+        self._check_embeddings()
+        options, text, seed = self.request.options, self.text, self.request.calibration.seed
+        final = blocks.walk(self.teacher, self.student, text, options, seed, self.staging, timings, progress)
+        rest = {name: value.cpu() for name, value in self.student.rest().floats.items()}
+        with timings("measure"):
+            before = best = self._divergence(final, final.before)
+            after = self._divergence(final, final.after) if options.block_epochs else before
+        stages, floats = [], None
+        if options.block_epochs:
+            stages.append(_stage("block by block", before, after, progress))
+            if after < best:
+                best, floats = after, final.floats | rest
+        if options.epochs:
+            start = floats or self.student.floats(self.memory.hold) | rest
+            learner = whole.EndToEnd(
+                self.teacher, self.student, final, start, text, options, seed, self.memory.hold
+            )
+            with timings("end to end"):
+                curve = learner.train(best, self.staging, progress)
+            divergences, step = list(curve.values()), whole.best_step(curve, best)
+            stage = _stage("end to end", best, min(divergences), progress)
+            stages.append(stage | {"epochs": divergences, "epoch": step // len(text.train)})
+            if step:
+                best, floats = min(divergences), whole.best(self.staging)
+        if floats is None:
+            output = self.staging.output
+            progress.warn(
+                f"nothing lowered the divergence on held-out text: {output} holds the student as it was"
+            )
+        done = {"stages": stages, "before": before, "after": best}
+        self._write(floats, self._described() | done, progress, timings)
+        return done | {"improved": floats is not None}
+
+    def _measured(self, progress: Progress) -> dict:
+        """Measure the published output on the text of --eval; return JSON, {} without a text."""
+        if self.evaluated is None:
+            return {}
+        made, teacher = [self.request.student, self.staging.output], self.teacher
+        listen = progress.evaluating
+        return {"eval": of_job.measure(teacher.checkpoint, made, self.evaluated, teacher.device, listen)}
+
+    def _divergence(self, final: Final, states: States) -> float:
+        """Return the divergence from the teacher, given the student's final states of held-out text."""
+        vocabulary = self.source.text_config.vocab_size
+        pairs = zip(final.teacher, states, strict=True)
+        logits = self.teacher.logits, self.student.skeleton.logits
+        return divergence.of_tokens(*logits, pairs, vocabulary).mean().item()
+
+    def _write(self, floats: Floats | None, record: dict, progress: Progress, timings: Timings) -> None:
+        """Write the output to the staging folder and verify it. floats: None keeps the student's own."""
+        progress.phase("writing the checkpoint")
+        with timings("write"), self.staging.assemble() as target:
+            publish.write(self.student, floats, record, target, self.staging.output.name)
+        progress.phase("verifying what was written")
+        with timings("verify"):
+            publish.verify(self.student, floats, target, self.text.held_out[0])
+        if target.is_dir():
+            seconds = {"seconds": timings.seconds, "steps_down": []}
+            (target / TIMINGS).write_text(json.dumps(seconds, indent=2) + "\n")
+
+    def _described(self) -> dict:
+        """Return the job's entry for the manifest; it contains no times or paths."""
+        teacher, student, made = self.request.teacher, self.request.student, self.fingerprint
+        return {
+            "teacher": {"name": Path(teacher).name, "sha256": made["teacher_sha256"]},
+            "student": {"name": Path(student).name, "sha256": made["source_sha256"]},
+            "trained": self.trained,
+            "options": made["options"],
+            "calibration": made["calibration"],
+            "held_out": sum(map(len, self.text.held_out)),
+            "execution": made["execution"],
+        }
+
+    def _check_embeddings(self) -> None:
+        """Raise QuantkitError if the embeddings differ by more than rounding can explain: the student was
+        then made from another model."""
+        models = self.teacher.model, self.student.skeleton.model
+        theirs, ours = (model.get_input_embeddings().weight for model in models)
+        made = f"{self.request.student} was not made from {self.request.teacher}"
+        like = theirs.shape == ours.shape and token_distances(ours, theirs).median() <= UNLIKE
+        require(like, f"{made}: their embeddings have nothing in common", HINT, UNSUPPORTED)
 
 
-def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
-    """Return the output's staging folder, and the `execution` of an unfinished job there ({} without one).
+def prepare(request: Request, progress: Progress, text: Path | None = None, dry_run: bool = False) -> Job:
+    """Open and check teacher and student, and plan the job. Raises QuantkitError for invalid input.
 
-    source: the student. Raises QuantkitError if the output may not be written.
+    text: file of --eval. A dry run does not check whether the output exists and computes no hashes.
     """
-    whole, hint = gguf_shards.whole(source.folder), "join them first: llama-gguf-split --merge FIRST OUTPUT"
-    require(whole == source.folder, f"distill writes no shards: {request.student}", hint, UNSUPPORTED)
-    staging = Staging(output_of(request), one_file=source.folder.is_file())
-    may_replace.check_source(staging.output, source.folder, "student")
-    if staging.one_file and staging.output.is_dir():
-        raise QuantkitError(f"{staging.output} is a folder, not a GGUF file", "choose another -o", USAGE)
-    if not dry_run:
-        staging.check(request.resume, request.overwrite)
-    staged = staging.stored_fingerprint() if request.resume else None
-    if request.resume and not staged:
-        progress.phase(f"no unfinished job for {staging.output}: starting at the first step")
-    return staging, staged["execution"] if staged else {}
+    request.options.check()
+    request.run.check()
+    teacher, student = open_pair(request)
+    publish.manifest_of(student)  # rejects an invalid manifest before training
+    if teacher.quantized:
+        progress.warn(f"{request.teacher} is compressed itself: the student also learns its errors")
+    staging, adopted = stage(request, student, progress, dry_run)
+    run = request.run if request.run.dtype != "auto" else replace(request.run, dtype="float32")
+    taught = open_skeleton(teacher, run, adopted)
+    taught.streams = False
+    learner = Student(student, taught.dtype, taught.device)
+    _check_shapes(taught, learner, request)
+    trained = _trained(learner, request)
+    calibrated = calibrate(teacher, request, progress)
+    batches = split(calibrated.tokens, request.run.batch_size or adopted.get("batch_size"))
+    needed = whole.plan_memory(taught, learner, batches, request.options)
+    disk = 2 * sum(info.nbytes for info in student.infos.values())
+    held = windows.load(teacher, text, column=request.calibration.text_column) if text else None
+    job = Job(request, student, taught, calibrated, staging, held, disk, learner, batches, needed, trained)
+    return job if dry_run else job.signed(progress)
 
 
-def output_of(request: Request) -> Path:
-    """Return --output; by default NAME-distilled in the current folder."""
-    suffix = ".gguf" if request.student.endswith(".gguf") else ""
-    return request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
+def open_pair(request: Request) -> tuple[Checkpoint, Checkpoint]:
+    """Return teacher and student. Raises QuantkitError if they cannot be a model and its compressed copy."""
+    trusted = request.trust_remote_code
+    teacher = open_checkpoint(request.teacher, request.revision, request.offline, trusted)
+    student = open_checkpoint(request.student, None, request.offline, trusted)
+    apart = teacher.folder.resolve() != student.folder.resolve()
+    hint = "give the original model first, then the compressed model"
+    require(apart, f"{request.student} is teacher and student", hint, USAGE)
+    what = f"{request.student} is not quantized: all its weights are floats"
+    require(student.quantized, what, f"compress it first: quantkit gptq {request.student}", UNSUPPORTED)
+    check_comparable((teacher, student), HINT)
+    return teacher, student
 
 
-def is_done(request: Request) -> bool:
-    """Return whether --resume has nothing to do: the output is finished, with the same options."""
-    output = output_of(request)
-    if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
-        return False
-    manifest = headers.at(str(output), output).manifest or {}
-    untrusted.check_schema(
-        manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
-    )
-    return (manifest.get("distilled") or {}).get("options") == as_read(request.options)
+def split(tokens: Tensor, batch_size: int | None) -> Text:
+    """Split `tokens [samples, seqlen]` into training and held-out batches.
+
+    Raises QuantkitError if there are too few sequences.
+    """
+    train, held_out = hold_out(tokens)
+    size = batch_size or max(1, STEP_TOKENS // tokens.shape[1])
+    return Text(list(train.split(size)), list(held_out.split(size)))
 
 
-def as_read(options: DistillOptions) -> dict:
-    """Return the options as JSON stores them."""
-    return json.loads(json.dumps(asdict(options)))
+def _check_shapes(teacher: Skeleton, student: Student, request: Request) -> None:
+    """Raise QuantkitError, with names, if parameters of the blocks differ in shape between the models."""
+    theirs, ours = (one.names.shapes for one in (teacher, student.skeleton))
+    inside = f"{teacher.names.blocks}."
+    odd = [n for n in theirs | ours if n.startswith(inside) and theirs.get(n) != ours.get(n)]
+    what = f"{request.teacher} and {request.student} differ: {name_all(odd, 3)}"
+    require(not odd, what, HINT, UNSUPPORTED)
+
+
+def _trained(student: Student, request: Request) -> dict[str, int]:
+    """Return the numbers of linears, and of norms and biases, to train. Raises QuantkitError without any
+    linears."""
+    what = f"no linear in the blocks of {request.student} has codes that quantkit writes"
+    require(student.specs, what, "compress the teacher with quantkit, and distill that", UNSUPPORTED)
+    blocks = sum(len(vectors(block)) for block in student.skeleton.blocks)
+    return {"linears": len(student.specs), "norms_and_biases": blocks + len(student.rest().dtypes)}
+
+
+def _stage(name: str, before: float, after: float, progress: Progress) -> dict:
+    """Report the divergences before and after a stage; return the stage's entry of the record."""
+    kept = after < before
+    verdict = "kept" if kept else "not kept"
+    progress.phase(f"{name}: held-out KL divergence {before:.5f} → {after:.5f}, {verdict}")
+    return {"name": name, "before": before, "after": after, "kept": kept}

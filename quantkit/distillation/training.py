@@ -49,18 +49,18 @@ class Shares:
 
     def state(self) -> dict[str, Tensor]:
         """Return all tensors on which the following steps depend, on the CPU."""
-        found = {f"parameter.{name}": part.detach() for name, part in self._moved.items()}
+        tensors = {f"parameter.{name}": moved.detach() for name, moved in self._moved.items()}
         for number, moments in self._adam.state_dict()["state"].items():
-            found |= {f"moment.{number}.{key}": value for key, value in moments.items()}
-        found["done"] = torch.tensor(self.done)
-        return {name: part.cpu().contiguous() for name, part in found.items()}
+            tensors |= {f"moment.{number}.{key}": value for key, value in moments.items()}
+        tensors["done"] = torch.tensor(self.done)
+        return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a result of `state`."""
         self.done = int(state["done"])
         with torch.no_grad():
-            for name, part in self._moved.items():
-                part.copy_(state[f"parameter.{name}"])
+            for name, moved in self._moved.items():
+                moved.copy_(state[f"parameter.{name}"])
         moments: dict[int, dict[str, Tensor]] = {}
         for name, value in state.items():
             if name.startswith("moment."):

@@ -112,11 +112,11 @@ def evaluate(
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
-    place = memory.decide(*planned)
+    storage = memory.decide(*planned)
     results, base, base_scores, floor = [], None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
-        measured = model, _run(model, windows, listen, place)
+        measured = model, _run(model, windows, listen, storage)
         scores = _score(*measured, windows, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, chosen)
         scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
@@ -151,11 +151,11 @@ def check_comparable(
             raise QuantkitError(what, hint, UNSUPPORTED)
 
 
-def _run(model: StreamedModel, windows: Windows, listen: Listener, place: Place = HERE) -> States:
+def _run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> States:
     """Run the model over all windows; return final hidden states `[batch, ctx, hidden]` of each batch."""
-    full = disk_errors(place.folder, "run the same command again, with another folder in TMPDIR")
-    with watched(model.skeleton.checkpoint), full if place.folder else nullcontext():
-        return model.states(windows.ids.split(_batch(windows)), listen, place)
+    full = disk_errors(storage.folder, "run the same command again, with another folder in TMPDIR")
+    with watched(model.skeleton.checkpoint), full if storage.folder else nullcontext():
+        return model.states(windows.ids.split(_batch(windows)), listen, storage)
 
 
 def _batch(windows: Windows) -> int:
@@ -190,13 +190,13 @@ def _score(
     """Return the scores of all scored tokens. base: model to compare with; None for the base itself."""
     nll, kld, agree = [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
-    for batch, place, targets in _chunks(states, windows, model.chunk_tokens):
-        log_probs = model.log_probs(states[batch][place])
+    for batch, span, targets in _chunks(states, windows, model.chunk_tokens):
+        log_probs = model.log_probs(states[batch][span])
         targets = targets.to(log_probs.device)
         nll.append(-log_probs.gather(1, targets[:, None])[:, 0].cpu())
         if compared:
             original, expected_states = base
-            expected = original.log_probs(expected_states[batch][place])
+            expected = original.log_probs(expected_states[batch][span])
             agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
             kld.append(divergence.of_log_probs(expected, log_probs).cpu())
     return Scores(

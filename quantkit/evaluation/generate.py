@@ -19,7 +19,8 @@ from transformers.generation.streamers import TextStreamer
 
 from quantkit.errors import USAGE, require
 from quantkit.evaluation import sampling
-from quantkit.evaluation.sampling import Sampling, ends_of_text
+from quantkit.evaluation.sampling import ends_of_text
+from quantkit.evaluation.settings import GenerateSettings
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import tokenizing
 from quantkit.models.files.checkpoint import Checkpoint
@@ -30,19 +31,6 @@ from quantkit.text.chat import ChatTemplate, Conversation
 
 SCHEMA = "quantkit.generate/1"
 BROKEN = "\ufffd"  # text of tokens that end inside a character
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings(Sampling):
-    """Settings, equal for all models. chat: the prompt is a user's message in the chat template."""
-
-    prompt: str
-    chat: bool = False
-
-    def check(self) -> None:
-        """Raise QuantkitError for invalid values."""
-        super().check()
-        require(self.prompt, "the prompt is empty", "give some text with -p", USAGE)
 
 
 @dataclass(frozen=True)
@@ -85,7 +73,7 @@ Stream = Callable[[str], None]
 
 
 def record(
-    settings: Settings, dtype: torch.dtype, device: torch.device, made: Sequence[Continuation]
+    settings: GenerateSettings, dtype: torch.dtype, device: torch.device, made: Sequence[Continuation]
 ) -> dict:
     """Return the versioned JSON of all continuations."""
     return {
@@ -106,24 +94,26 @@ def comparable(checkpoints: Sequence[Checkpoint]) -> list[bool]:
     if len(checkpoints) == 1:
         return [True]
     hashes = [tokenizer_sha256(made.tokenizer, made.text_config.vocab_size) for made in checkpoints]
-    return [found == hashes[0] for found in hashes]
+    return [digest == hashes[0] for digest in hashes]
 
 
-def warnings(checkpoints: Sequence[Checkpoint], same_tokens: Sequence[bool], settings: Settings) -> list[str]:
+def warnings(
+    checkpoints: Sequence[Checkpoint], same_tokens: Sequence[bool], settings: GenerateSettings
+) -> list[str]:
     """Return warnings: context too short, or other tokenizer. same_tokens: result of `comparable`."""
-    found = []
+    texts = []
     for checkpoint, same in zip(checkpoints, same_tokens, strict=True):
         length, context = encode(checkpoint, settings).shape[1] + settings.tokens, checkpoint.context
         if context is not None and length > context:
-            found.append(f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}")
+            texts.append(f"{checkpoint.source} was made for {context} tokens; prompt and -n make {length}")
         if not same:
-            found.append(f"{checkpoint.source} has another tokenizer: its text is not compared")
-    return found
+            texts.append(f"{checkpoint.source} has another tokenizer: its text is not compared")
+    return texts
 
 
 def continue_prompt(
     checkpoint: Checkpoint,
-    settings: Settings,
+    settings: GenerateSettings,
     dtype: torch.dtype,
     device: torch.device,
     first: Continuation | None = None,
@@ -167,7 +157,7 @@ def continue_prompt(
     return replace(made, compared=True, parting=parting(tokenizer, made, first, recorder.of_expected))
 
 
-def encode(checkpoint: Checkpoint, settings: Settings) -> Tensor:
+def encode(checkpoint: Checkpoint, settings: GenerateSettings) -> Tensor:
     """Return the prompt's token ids, int64 `[1, tokens]`."""
     tokenizer = checkpoint.tokenizer
     if not settings.chat:
@@ -201,10 +191,10 @@ class _Recorder(transformers.LogitsProcessor):
         """Record the probability of the last chosen token. Call before the next is chosen, and at the end."""
         if self._last is None or not ids:
             return
-        place = len(self.probabilities)
-        self.probabilities.append(self._last[ids[place]].item())
-        if place < len(self.expected):
-            self.of_expected.append(self._last[self.expected[place]].item())
+        index = len(self.probabilities)
+        self.probabilities.append(self._last[ids[index]].item())
+        if index < len(self.expected):
+            self.of_expected.append(self._last[self.expected[index]].item())
 
 
 class Streamer(TextStreamer):
@@ -228,8 +218,8 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the index of the first difference; the length of the shorter if it is the other's beginning;
     None if both are equal."""
     pairs = enumerate(zip(one, other, strict=False))
-    found = next((place for place, (a, b) in pairs if a != b), None)
-    return min(len(one), len(other)) if found is None and len(one) != len(other) else found
+    index = next((position for position, (a, b) in pairs if a != b), None)
+    return min(len(one), len(other)) if index is None and len(one) != len(other) else index
 
 
 def parting(

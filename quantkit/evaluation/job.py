@@ -10,7 +10,7 @@ import torch
 from quantkit.evaluation import evaluate, metrics, windows
 from quantkit.evaluation.comparison import card, gates
 from quantkit.evaluation.comparison.record import record
-from quantkit.evaluation.settings import Settings
+from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.tasks import Tasks
 from quantkit.models import kv_types
 from quantkit.models.files.open import open_checkpoint
@@ -22,13 +22,14 @@ from quantkit.text import sources
 
 
 def measure(
-    models: Sequence[str], asked: Settings, progress: Progress, revision: str | None = None,
+    models: Sequence[str], asked: EvalSettings, progress: Progress, revision: str | None = None,
     offline: bool = False, trust_remote_code: bool = False, described: Path | None = None,
 ) -> dict:  # fmt: skip
     """Compare checkpoints with the first; return the JSON of `quantkit eval`, failed gates included.
 
     revision: of the first model. described: the model whose card gets its results.
     """
+    asked.check()
     chosen, most = metrics.select(asked.metrics), asked.max_memory
     limits = gates.parse(asked.max_ppl_increase, asked.max_kld, asked.min_top1)
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
@@ -40,7 +41,7 @@ def measure(
         open_checkpoint(model, None if position else revision, offline, trust_remote_code)
         for position, model in enumerate(models)
     ]
-    precision, place = getattr(torch, asked.dtype), choose_device(asked.device)
+    precision, device = getattr(torch, asked.dtype), choose_device(asked.device)
     sources.check_column(asked.text, asked.text_column)
     text = windows.load(
         checkpoints[0], asked.text, asked.ctx, asked.stride, asked.limit, offline, asked.text_column
@@ -49,11 +50,11 @@ def measure(
         progress.warn(text.note)
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None
     measured = evaluate.evaluate(
-        checkpoints, text, precision, place, progress.evaluating, asked.trials, chosen, harness, caches,
+        checkpoints, text, precision, device, progress.evaluating, asked.trials, chosen, harness, caches,
         asked.weights_only, memory,
     )  # fmt: skip
     given = harness.record() if harness else None
-    made = record(text.protocol, precision, place, measured, chosen, limits, given)
+    made = record(text.protocol, precision, device, measured, chosen, limits, given)
     if described and distributed.rank() == 0:
         card.add(made, described)
     return made

@@ -45,41 +45,42 @@ class KvCache:
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
         self.name, self._scales = name, scales if name == "fp8" else EMPTY
         self._rounding = kv_rounding.named(name)
-        self._places: dict[int, list[_Place]] = {}  # by block
+        self._modules: dict[int, list[_RoundedModule]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
         """Make block `index` use this cache; do nothing if it does already."""
-        if index not in self._places:
-            found = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
-            self._places[index] = [
-                _Place(module, name, self._rounding_of(index, place)) for place, module, name in found
+        if index not in self._modules:
+            modules = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
+            self._modules[index] = [
+                _RoundedModule(module, name, self._rounding_of(index, attention))
+                for attention, module, name in modules
             ]
 
-    def _rounding_of(self, index: int, place: str) -> KvRounding:
-        scales = self._scales.get((index, place))
+    def _rounding_of(self, index: int, attention: str) -> KvRounding:
+        scales = self._scales.get((index, attention))
         return kv_rounding.scaled(*scales) if scales else self._rounding
 
     def describe(self, source: str) -> Kv:
         """Describe the cache after a run. Raises QuantkitError for a model without keys and values."""
-        layers = sum(any(place.used for place in places) for places in self._places.values())
+        layers = sum(any(module.used for module in modules) for modules in self._modules.values())
         what = f"{source} keeps no keys and values: there is nothing to quantize"
         require(layers, what, "leave out --kv-dtype", UNSUPPORTED)
         kind = kv_types.TYPES[self.name]
-        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._places))
+        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._modules))
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
     """Return the calibrated scales stored in a checkpoint, as compressed-tensors and vLLM use them: {(block,
     name of the attention in the block): (k_scale, v_scale)}."""
-    found, checkpoint = {}, skeleton.checkpoint
+    stored, checkpoint = {}, skeleton.checkpoint
     keys, values = (checkpoint.layout or Layout).cache_scales
     for index, block in enumerate(skeleton.names.stored_blocks):
         inside = (name.removesuffix(f".{keys}") for name in checkpoint.infos if name.endswith(f".{keys}"))
         for owner in inside:
             if owner.startswith(block) and f"{owner}.{values}" in checkpoint.infos:
-                scales = (checkpoint.load(f"{owner}.{part}").float() for part in (keys, values))
-                found[index, owner.removeprefix(block)] = tuple(scales)
-    return found
+                scales = (checkpoint.load(f"{owner}.{suffix}").float() for suffix in (keys, values))
+                stored[index, owner.removeprefix(block)] = tuple(scales)
+    return stored
 
 
 def _parameter(module: nn.Module) -> str | None:
@@ -88,7 +89,7 @@ def _parameter(module: nn.Module) -> str | None:
     return next((name for name in PARAMETERS if name in names), None)
 
 
-class _Place:
+class _RoundedModule:
     """Replaces the forward of a module that takes a cache, and gives it a rounding one. used: whether the
     module passed keys and values to the cache."""
 

@@ -85,10 +85,10 @@ def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
 
 def sylvester(size: int, device: torch.device | None = None) -> Tensor:
     """Return Sylvester's orthonormal matrix `[size, size]`, float32, its own inverse; size: a power of 2."""
-    found = torch.ones(1, 1, device=device)
-    while len(found) < size:
-        found = torch.cat([torch.cat([found, found], 1), torch.cat([found, -found], 1)])
-    return found / size**0.5
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < size:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix / size**0.5
 
 
 def _turn(x: Tensor, turn: Tensor) -> Tensor:

@@ -39,13 +39,13 @@ def need(
         skeleton.names.check_complete()
         shapes = shapes_of(skeleton, linears(skeleton), tokens, batch)
         rest = shapes.rest * shapes.element
-        own = shapes.moving if spilled else shapes.states
+        in_memory = shapes.moving if spilled else shapes.states
         running = max(forward_memory(shapes, spilled), rest + shapes.largest)
         running += FLOAT32 * 4 * shapes.largest_linear if checkpoint.quantized else 0
-        scoring = rest + own + CHUNKS * CHUNK_BYTES
+        scoring = rest + in_memory + CHUNKS * CHUNK_BYTES
         most = max(most, (base if number else 0) + max(running, scoring))
         if not number:
-            base, states = rest + (0 if spilled else own), shapes.states
+            base, states = rest + (0 if spilled else in_memory), shapes.states
             most = max(most, base + max(running, scoring)) if compared else most
     return LOADED_LATER_BYTES + most, states
 
@@ -58,13 +58,13 @@ def decide(
     fit the memory."""
     given = checkpoints, dtype, device, tokens, batch, compared
     limit = Limit.of(max_memory)
-    own = [limit.left] if limit else []
+    limits = [limit.left] if limit else []
     accelerated = is_accelerator(device)
-    free = distributed.least(min([free_memory(device), *([] if accelerated else own)]))
+    free = distributed.least(min([free_memory(device), *([] if accelerated else limits)]))
     here, states = need(*given)
     there, _ = need(*given, spilled=True)
     kept = (2 if compared else 1) * states
-    host = distributed.least(min([host_memory(), *own]))
+    host = distributed.least(min([host_memory(), *limits]))
     if here <= COMFORT * free:
         return HERE
     if accelerated and there <= free and kept <= COMFORT * host:

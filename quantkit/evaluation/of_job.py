@@ -70,6 +70,6 @@ def measure(
 ) -> dict:
     """Open a job's outputs; return the JSON of original and outputs, with all metrics, in float32."""
     trusted = original.trust_remote_code
-    models = [original, *(open_checkpoint(str(place), trust_remote_code=trusted) for place in made)]
+    models = [original, *(open_checkpoint(str(path), trust_remote_code=trusted) for path in made)]
     measured, chosen = evaluate.evaluate(models, windows, torch.float32, device, listen), select(None)
     return record(windows.protocol, torch.float32, device, measured, chosen)

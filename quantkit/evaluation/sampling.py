@@ -1,42 +1,18 @@
-"""Settings of sampling, and the tokens that end a text."""
+"""Sampling with transformers' `generate`, and the tokens that end a text."""
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
 
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
+from quantkit.evaluation.settings import Sampling
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.options import check_value
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Settings of sampling. tokens: maximum number of new tokens. temperature: 0 for always the most likely
-    token. top_k, top_p: sample only from the top_k most likely tokens, or those that make up top_p."""
-
-    tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def check(self) -> None:
-        """Raise QuantkitError for invalid values."""
-        check_value("-n", self.tokens, self.tokens >= 1, "choose 1 or more")
-        check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")
-        check_value("--top-k", self.top_k, self.top_k >= 0, "choose 0 (all) or more")
-        check_value("--top-p", self.top_p, 0 < self.top_p <= 1, "choose above 0, up to 1")
-        if not self.temperature and (self.top_k or self.top_p < 1):
-            hint = "add --temperature 1, or leave out --top-k and --top-p"
-            raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
 
 
 def generation_config(sampling: Sampling, ends: list[int]) -> transformers.GenerationConfig:
@@ -81,13 +57,13 @@ def stored_config(checkpoint: Checkpoint) -> transformers.GenerationConfig | Non
     if not (checkpoint.folder / "generation_config.json").is_file():
         return None
     try:
-        found = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
+        config = transformers.GenerationConfig.from_pretrained(checkpoint.folder)
     except Exception as error:  # not JSON, not an object, or invalid values
         raise _no_config(checkpoint, first_line(error)) from error
-    ends = found.eos_token_id if isinstance(found.eos_token_id, list) else [found.eos_token_id]
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if not all(end is None or (type(end) is int and end >= 0) for end in ends):
-        raise _no_config(checkpoint, f"eos_token_id is {found.eos_token_id!r}")
-    return found
+        raise _no_config(checkpoint, f"eos_token_id is {config.eos_token_id!r}")
+    return config
 
 
 def _no_config(checkpoint: Checkpoint, why: str) -> QuantkitError:
@@ -101,7 +77,7 @@ def ends_of_text(checkpoint: Checkpoint) -> list[int]:
     tokenizer."""
     stored = stored_config(checkpoint)
     configured = getattr(checkpoint.text_config, "eos_token_id", None)
-    found = (stored and stored.eos_token_id, configured, checkpoint.tokenizer.eos_token_id)
-    ends = next((value for value in found if value is not None), [])
+    candidates = (stored and stored.eos_token_id, configured, checkpoint.tokenizer.eos_token_id)
+    ends = next((value for value in candidates if value is not None), [])
     ends = list(ends) if isinstance(ends, (list, tuple)) else [ends]
     return [end for end in ends if type(end) is int]

@@ -1,10 +1,9 @@
 """Text sampled from a model, to calibrate or train on.
 
-To be compressed or trained on that needs no one else's text, and none has to be found that is like what it
-was trained on. Sequences are sampled from the bare distribution (temperature 1, nothing cut off), many at
-once, as each token reads all weights. Each begins with the token that begins texts, or parts them, and goes
-on after the end of a text as the model was trained to (LLM-QAT, Liu et al. 2023, arXiv:2305.17888, section
-3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
+Such text resembles the training data, and no dataset is needed. Sequences are sampled from the plain
+distribution (temperature 1, no cut-off), many at once, because each step reads all weights. A sequence begins
+with the token that begins or separates texts, and continues after the end of a text (LLM-QAT, Liu et al.
+2023, arXiv:2305.17888, section 3.1; for calibration, Williams et al. 2024, arXiv:2410.17170).
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -20,40 +19,22 @@ import transformers
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation.sampling import Sampling, generation_config
+from quantkit.evaluation.sampling import generation_config
+from quantkit.evaluation.settings import SampleSettings, Sampling
 from quantkit.evaluation.whole_model import load_model
 from quantkit.models.files import atomic
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.options import check_value, flag_of
 from quantkit.quantize.staging.may_replace import check_place
 
 SCHEMA = "quantkit.sample/1"
-SAMPLED_TOGETHER = 32  # sequences sampled together; the text depends on the number
-SPARE = 16  # sequences per extra one, since texts may have fewer tokens when read again
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Settings: number of sequences, tokens per sequence, seed, and sequences sampled at once."""
-
-    samples: int = 128
-    seqlen: int = 512
-    seed: int = 0
-    batch_size: int = SAMPLED_TOGETHER
-
-    def check(self, checkpoint: Checkpoint) -> None:
-        """Raise QuantkitError for invalid values."""
-        for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
-            value = getattr(self, name)
-            check_value(flag_of(name), value, value >= least, f"choose {least} or more")
-        most = checkpoint.context
-        what = f"{checkpoint.source} was made for {most} tokens, not --seqlen {self.seqlen}"
-        require(most is None or self.seqlen <= most, what, f"choose at most --seqlen {most}", USAGE)
+# One spare sequence per 16, and one more: a text may have fewer tokens when it is tokenized again, and jobs
+# measure their loss on tokens after the calibration sequences.
+SPARE = 16
 
 
 def sequences(
     checkpoint: Checkpoint,
-    settings: Settings,
+    settings: SampleSettings,
     dtype: torch.dtype,
     device: torch.device,
     listen: Callable[[int, int], None] = lambda done, total: None,
@@ -92,7 +73,7 @@ def beginning(checkpoint: Checkpoint) -> int:
 
 def write(
     checkpoint: Checkpoint,
-    settings: Settings,
+    settings: SampleSettings,
     output: Path,
     dtype: torch.dtype,
     device: torch.device,
@@ -100,7 +81,7 @@ def write(
 ) -> dict:
     """Write a file of JSON lines, `{"text": ...}`, for `--calibration`; return its JSON record.
     The file appears whole or not at all."""
-    settings.check(checkpoint)
+    settings.check(checkpoint.source, checkpoint.context)
     tokens = texts = 0
     more = replace(settings, samples=settings.samples + settings.samples // SPARE + 1)
     try:

@@ -1,15 +1,22 @@
-"""The flags of `quantkit eval`, which are also the options of `quantkit.evaluate`."""
+"""The flags of `quantkit eval`, `generate` and `sample`. Those of `eval` are the options of
+`quantkit.evaluate`, too. This module never imports torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from quantkit.options import option, parse_tokens, text_column
+from quantkit.errors import USAGE, QuantkitError, one_of, require
+from quantkit.options import check_value, flag_of, option, parse_tokens, text_column
+from quantkit.quantize import methods
+from quantkit.quantize.prepare import recipe
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvalSettings:
     """Text, windows, metrics and gates of an evaluation, and how it runs."""
 
     text: str | None = option(
@@ -76,3 +83,63 @@ class Settings:
         "file in TMPDIR or /var/tmp. (default: the free memory)",
         metavar="SIZE",
     )
+
+    def check(self) -> None:
+        """Raise QuantkitError for methods and options of --as that do not exist, without importing torch."""
+        for typed in self.trials:
+            name, *settings = typed.split(",")
+            one_of(name, methods.available(), f"--as {typed}: no such method")
+            methods.check(name, recipe.options(name, settings, "--as"))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of a text are chosen."""
+
+    tokens: int = option(64, "New tokens, at most.", short="-n")
+    temperature: float = option(0.0, "0: always the most likely token. Above: sample; higher is more random.")
+    seed: int = option(0, "Seed of the sampling.")
+    top_k: int = option(0, "Sample from the K most likely tokens; 0: from all.")
+    top_p: float = option(1.0, "Sample from the most likely tokens that together have this probability.")
+
+    def check(self) -> None:
+        """Raise QuantkitError for invalid values."""
+        check_value("-n", self.tokens, self.tokens >= 1, "choose 1 or more")
+        check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")
+        check_value("--top-k", self.top_k, self.top_k >= 0, "choose 0 (all) or more")
+        check_value("--top-p", self.top_p, 0 < self.top_p <= 1, "choose above 0, up to 1")
+        if not self.temperature and (self.top_k or self.top_p < 1):
+            hint = "add --temperature 1, or leave out --top-k and --top-p"
+            raise QuantkitError("--top-k and --top-p are for sampling", hint, USAGE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(Sampling):
+    """Settings of `quantkit generate`, equal for all models."""
+
+    prompt: str = option(MISSING, "Text to continue; - reads stdin.", short="-p")
+    chat: bool = option(False, "Put the prompt into the model's chat template.")
+
+    def check(self) -> None:
+        """Raise QuantkitError for invalid values."""
+        super().check()
+        require(self.prompt, "the prompt is empty", "give some text with -p", USAGE)
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """Settings of `quantkit sample`. The text depends on batch_size as well."""
+
+    samples: int = option(128, "Number of calibration sequences. One in 16, and one more, are spare.")
+    seqlen: int = option(512, "Tokens of each sequence.")
+    seed: int = option(0, "Seed of the sampling.")
+    batch_size: int = option(32, "Sequences generated at once. More are faster and need more memory.")
+
+    def check(self, source: str, context: int | None) -> None:
+        """Raise QuantkitError for invalid values. context: of the model `source`, None without a limit."""
+        for name, least in (("samples", 1), ("seqlen", 2), ("batch_size", 1)):
+            value = getattr(self, name)
+            check_value(flag_of(name), value, value >= least, f"choose {least} or more")
+        what = f"{source} was made for {context} tokens, not --seqlen {self.seqlen}"
+        fits = context is None or self.seqlen <= context
+        require(fits, what, f"choose at most --seqlen {context}", USAGE)

@@ -52,9 +52,10 @@ class StreamedModel:
         name += ", weights only" * weights_only + (f", kv {kv_dtype}" if kv_dtype else "")
         return StreamedModel(name, skeleton, trial, cache, weights_only)
 
-    def states(self, batches: Sequence[Tensor], listen: Listener, place: Place | None = None) -> States:
-        """Return final hidden states `[batch, tokens, hidden]` of each batch of ids `[batch, tokens]`. place:
-        where they are stored between blocks."""
+    def states(self, batches: Sequence[Tensor], listen: Listener, storage: Place | None = None) -> States:
+        """Return final hidden states `[batch, tokens, hidden]` of each batch of ids `[batch, tokens]`.
+
+        storage: where the states are between blocks."""
         count = len(self.skeleton.blocks)
 
         def entered(index: int) -> None:
@@ -64,7 +65,7 @@ class StreamedModel:
             if self.cache:
                 self.cache.attach(index, self.skeleton.blocks[index])
 
-        states = walk.through(self.skeleton, batches, self.weights_only, entered, place)
+        states = walk.through(self.skeleton, batches, self.weights_only, entered, storage)
         listen(self.name, count, count)
         return states
 

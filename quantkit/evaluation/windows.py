@@ -72,8 +72,8 @@ class Windows:
         what = f"{windows} are fewer batches than the {ranks} processes"
         enough = -(-len(self.ids) // batch) >= ranks
         require(enough, what, "start fewer processes, or give a longer --text", USAGE)
-        own = slice(starts[0], starts[-1] + batch)
-        return replace(self, ids=self.ids[own], first=self.first[own])
+        span = slice(starts[0], starts[-1] + batch)
+        return replace(self, ids=self.ids[span], first=self.first[span])
 
 
 def load(
@@ -122,16 +122,16 @@ def load(
     return Windows(ids, first, protocol, len(stream) - (starts[-1] + body))
 
 
-def held_out(checkpoint: Checkpoint, tokens: Tensor, found: Provenance) -> Windows:
-    """Return held-out calibration sequences, ids `[windows, ctx]`, as windows. found: their provenance."""
+def held_out(checkpoint: Checkpoint, tokens: Tensor, provenance: Provenance) -> Windows:
+    """Return held-out calibration sequences as windows. tokens: int64 `[windows, ctx]`."""
     count, ctx = tokens.shape
     protocol = Protocol(
-        text=f"{Path(found.source).name} calibration text, held out",
+        text=f"{Path(provenance.source).name} calibration text, held out",
         sha256=hashlib.sha256(tokens.numpy().astype("<i8").tobytes()).hexdigest(),
         tokens=count * (ctx - 1),
         ctx=ctx,
         stride=ctx,
-        bos=found.bos,
+        bos=provenance.bos,
         tokenizer=tokenizer_sha256(checkpoint.tokenizer, checkpoint.text_config.vocab_size),
     )
     return Windows(tokens, [0] * count, protocol)

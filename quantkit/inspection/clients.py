@@ -25,7 +25,7 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     """Return a row for each client: `client`, `loads` (None: not tried), `note`, `needs` and `option`.
 
     facts: the properties of the checkpoint, by the keys of clients.yaml."""
-    found = []
+    rows = []
     for client, about in table()["clients"].items():
         rule = rule_of(client, facts)
         needs = rule.get("needs", [])
@@ -33,8 +33,8 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
         outcome = {"loads": rule.get("loads"), "note": note, "needs": needs, "option": rule.get("option", "")}
         if outcome["loads"] and (strange := _untried(client, facts)):
             outcome |= {"loads": None, "note": f"not tried with {strange}"}
-        found.append({"client": client, "version": about["version"]} | outcome)
-    return found
+        rows.append({"client": client, "version": about["version"]} | outcome)
+    return rows
 
 
 def load_lines(rows: list[dict[str, Any]], name: str) -> dict[str, str]:
@@ -52,11 +52,11 @@ def packages(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 def how_to_load(rows: list[dict[str, Any]], name: str) -> str:
     """Return the lines of `load_lines`, and the packages that clients need, as a Markdown list."""
-    needs, found = packages(rows), []
+    needs, lines = packages(rows), []
     for client, line in load_lines(rows, name).items():
         after = f" after `pip install {needs[client]}`" if client in needs else ""
-        found.append(f"- {client}: `{line}`{after}")
-    return "\n".join(found) or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
+        lines.append(f"- {client}: `{line}`{after}")
+    return "\n".join(lines) or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
 
 
 def _untried(client: str, facts: Mapping[str, set]) -> str:
@@ -70,9 +70,9 @@ def _untried(client: str, facts: Mapping[str, set]) -> str:
 def rule_of(client: str, facts: Mapping[str, set]) -> Mapping[str, Any]:
     """Return the rule (`loads`, `note`, …) that decides whether the client loads these facts, or {}."""
     (layout,) = facts["layout"]
-    about, own = table()["clients"][client], table()["rules"].get(layout, {}).get(client)
-    if own is not None:
-        return next((rule for rule in own if _matches(rule, facts)), {})
+    about, rules = table()["clients"][client], table()["rules"].get(layout, {}).get(client)
+    if rules is not None:
+        return next((rule for rule in rules if _matches(rule, facts)), {})
     if layout == "none" and about.get("plain"):
         return {"loads": True}
     return {"loads": False, "note": f"it reads {about['reads']}"} if "reads" in about else {}

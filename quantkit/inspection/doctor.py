@@ -57,16 +57,17 @@ def examine() -> dict[str, list[Finding]]:
         "optional": (_optional,),
     }
     return {
-        subject: [finding for check in some for finding in _softly(check)] for subject, some in checks.items()
+        subject: [finding for check in group for finding in _softly(check)]
+        for subject, group in checks.items()
     }
 
 
-def record(found: dict[str, list[Finding]]) -> dict:
+def record(findings: dict[str, list[Finding]]) -> dict:
     """Return the versioned JSON of the findings."""
     return {
         "schema": SCHEMA,
         "quantkit": __version__,
-        "checks": {subject: [asdict(finding) for finding in some] for subject, some in found.items()},
+        "checks": {subject: [asdict(finding) for finding in rows] for subject, rows in findings.items()},
         "exit_codes": {str(code): words for code, words in EXIT_CODES.items()},
     }
 
@@ -99,10 +100,10 @@ def _requirements() -> Iterator[Finding]:
         requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
-        found = _version(requirement.name)
-        fits = found is not None and requirement.specifier.contains(found, prereleases=True)
+        installed = _version(requirement.name)
+        fits = installed is not None and requirement.specifier.contains(installed, prereleases=True)
         note = "" if fits else f"quantkit needs {requirement.name}{requirement.specifier}"
-        yield Finding(requirement.name, found or "not installed", fits, note)
+        yield Finding(requirement.name, installed or "not installed", fits, note)
 
 
 def _version(package: str) -> str | None:
@@ -124,8 +125,8 @@ def _machine() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU"
         yield Finding("cuda", "none", None, f"torch {torch.__version__} is built for {built}")
-    for place, name, free, total in device.accelerators():
-        yield Finding(place, _free(free, total), True, f"{name}: --device {place}")
+    for device_name, name, free, total in device.accelerators():
+        yield Finding(device_name, _free(free, total), True, f"{name}: --device {device_name}")
 
 
 def _memory() -> Iterator[Finding]:

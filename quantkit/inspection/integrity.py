@@ -26,12 +26,12 @@ CODE_TYPES = {"I8", "U8", "I32", "U32", "F8_E4M3", "F8_E5M2"}  # types of matric
 
 def damage(contents: Contents, weights: Sequence[Weight], tokenizer: dict[str, Any] | None) -> list[str]:
     """Return a sentence for each defect because of which clients cannot load the checkpoint correctly."""
-    found = [
+    problems = [
         *_index(contents),
         *_quantization(contents, weights),
         *model_problems(contents, weights, tokenizer),
     ]
-    return contents.problems + found  # reading headers may have added problems
+    return contents.problems + problems  # reading headers may have added problems
 
 
 def warnings(contents: Contents) -> list[str]:
@@ -40,9 +40,9 @@ def warnings(contents: Contents) -> list[str]:
         absent = "tokenizer.ggml.model" not in contents.metadata
     else:
         absent = not any(fnmatch(name, pattern) for name in contents.files for pattern in VOCABULARIES)
-    found = ["there is no tokenizer: clients load the weights alone"] if absent else []
-    known = contents.path is not None and contents.head.note  # values on the hub are unknown
-    return found + [contents.head.note] * bool(known)
+    notes = ["there is no tokenizer: clients load the weights alone"] if absent else []
+    local = contents.path is not None and contents.head.note  # values on the hub are unknown
+    return notes + [contents.head.note] * bool(local)
 
 
 def _quantization(contents: Contents, weights: Sequence[Weight]) -> Iterator[str]:
@@ -91,8 +91,8 @@ def model_problems(
     if not contents.absent:
         yield from _blocks(config, {split(w.name)[0] for w in weights if stack_of(w.name) == stack})
     for weight in weights:
-        own = split(weight.name)[0] is None and weight.name.startswith(parent(stack))
-        if own and EMBEDDING.fullmatch(weight.name) and len(weight.shape or ()) == 2:
+        outside = split(weight.name)[0] is None and weight.name.startswith(parent(stack))
+        if outside and EMBEDDING.fullmatch(weight.name) and len(weight.shape or ()) == 2:
             yield from _embeddings(config, weight, tokenizer["tokens"] if tokenizer else None)
 
 

@@ -19,11 +19,11 @@ def at(
     """
     sources = [(path, revision)] + ([] if other is None else [(other, None)])
     contents = [open_contents(*source, offline) for source in sources]
-    found = [record.describe(one) for one in contents]
-    made = found[0]
+    records = [record.describe(headers) for headers in contents]
+    made = records[0]
 
     def problems() -> list[str]:
-        return [problem for model in found for problem in model["integrity"]["problems"]]
+        return [problem for model in records for problem in model["integrity"]["problems"]]
 
     if deep and problems():
         made["integrity"]["notes"] = ["values were not read: the checkpoint is damaged"]
@@ -35,8 +35,8 @@ def at(
             opened = [open_checkpoint(*source, offline, trust_remote_code) for source in sources]
         except QuantkitError as error:
             raise QuantkitError(error.message, error.hint, error.exit_code, found=made) from error
-        for checkpoint, model in zip(opened, found, strict=True) if deep else ():
+        for checkpoint, model in zip(opened, records, strict=True) if deep else ():
             values.check(checkpoint, model, listen)
         if other is not None:
-            made = values.compare(*opened, found, [record.written(one) for one in contents], listen)
+            made = values.compare(*opened, records, [record.written(headers) for headers in contents], listen)
     return made, problems()

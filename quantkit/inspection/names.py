@@ -26,8 +26,8 @@ def part_of(name: str) -> str:
 
 def split(name: str) -> tuple[int | None, str]:
     """Return (block, name inside the block); (None, name) outside the blocks."""
-    found = IN_BLOCK.match(name)
-    return (int(found["block"]), found["local"]) if found else (None, name)
+    match = IN_BLOCK.match(name)
+    return (int(match["block"]), match["local"]) if match else (None, name)
 
 
 def starred(name: str) -> tuple[str, int | None]:
@@ -44,8 +44,8 @@ def of_experts(name: str) -> str:
 
 def stack_of(name: str) -> str | None:
     """Return the name of a parameter's stack of blocks, such as `model.layers`; None outside the blocks."""
-    found = IN_BLOCK.match(name)
-    return found["stack"] if found else None
+    match = IN_BLOCK.match(name)
+    return match["stack"] if match else None
 
 
 def parent(name: str) -> str:

@@ -23,16 +23,16 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
     from huggingface_hub import HfApi, errors
 
     hub.check_target(repo)
-    found = verify.verify(source, None, listen)
-    refuse_problems(found, found["problems"], VERIFICATION)
-    require(found["files"], f"{source} has no checksums", "push what quantkit wrote", USAGE)
-    head, text = card.read(place := card.path_of(Path(source)))
-    card.check(head, place)
+    verified = verify.verify(source, None, listen)
+    refuse_problems(verified, verified["problems"], VERIFICATION)
+    require(verified["files"], f"{source} has no checksums", "push what quantkit wrote", USAGE)
+    head, text = card.read(readme := card.path_of(Path(source)))
+    card.check(head, readme)
     path, api, to = hub.local(source), HfApi(library_name="quantkit"), {"repo_id": repo, "revision": revision}
     how = f"- llama.cpp: `llama-server -hf {repo}`"
     if path.is_dir():
         how = clients.how_to_load(look.at(source)[0]["clients"], repo)
-    card.write(place, head, card.section(text, "load", how))
+    card.write(readme, head, card.section(text, "load", how))
     try:
         api.create_repo(repo, private=private or None, exist_ok=True)
         public = private and not api.model_info(repo).private
@@ -40,11 +40,11 @@ def push(source: str, repo: str, private: bool, revision: str | None, listen: Li
         if revision:
             api.create_branch(repo, branch=revision, exist_ok=True)
         if path.is_file():
-            for name in (row["name"] for row in found["files"]):
+            for name in (row["name"] for row in verified["files"]):
                 api.upload_file(path_or_fileobj=path.with_name(name), path_in_repo=name, **to)
             made = api.upload_file(path_or_fileobj=card.path_of(path), path_in_repo=card.CARD, **to)
         else:
-            names = [MANIFEST, card.CARD, *(row["name"] for row in found["files"])]
+            names = [MANIFEST, card.CARD, *(row["name"] for row in verified["files"])]
             made = api.upload_folder(folder_path=path, allow_patterns=names, **to)
     except (OSError, ValueError, errors.HTTPError) as error:
         unanswered = isinstance(error, errors.HTTPError) and not isinstance(error, errors.HfHubHTTPError)

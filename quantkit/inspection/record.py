@@ -26,14 +26,14 @@ def describe(contents: Contents) -> dict[str, Any]:
     weights = weights_of(contents)
     tokens = tokenizer_of(contents)
     config = contents.text_config
-    places = _positions(config)
+    positions = _positions(config)
     language = language_stack([weight.name for weight in weights])
     total = sum(weight.nbytes for weight in weights)
     head = contents.head
     again = f"{head.module}.weight" if head.kind == "copy" else None
     count = sum(weight.parameters for weight in weights if weight.name != again)
     damage = integrity.damage(contents, weights, tokens)
-    loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(places["scaled"])}})
+    loaded_by = clients.known(_facts(contents, weights) | {"rope_scaled": {bool(positions["scaled"])}})
     if head.kind == "unlike" and head.packed:
         loaded_by = clients.of_damaged(loaded_by, "config.json ties its packed head to the embedding")
     return {
@@ -54,7 +54,7 @@ def describe(contents: Contents) -> dict[str, Any]:
         "quantization": _quantization(contents, weights, language),
         "parts": _parts(weights),
         "tensors": _tensors(weights, language),
-        "positions": places,
+        "positions": positions,
         "tokenizer": tokens,
         "provenance": _provenance(contents),
         "clients": clients.of_damaged(loaded_by) if damage else loaded_by,
@@ -88,8 +88,8 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _positive(value: Any) -> int | float | None:
     """Return the value if it is a positive number, else None."""
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return value if known and 0 < value < 1e18 else None
+    numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if numeric and 0 < value < 1e18 else None
 
 
 # ---- quantization
@@ -136,8 +136,8 @@ def _file_type(contents: Contents) -> str | None:
         return None
     from gguf import LlamaFileType
 
-    known = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
-    return known.get(code, f"file type {code}")
+    names = {kind.value: kind.name.removeprefix("MOSTLY_") for kind in LlamaFileType}
+    return names.get(code, f"file type {code}")
 
 
 def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -262,7 +262,8 @@ def _tensors(
             row["blocks"].append(block)
         row["count"] += 1
         row["bytes"] += weight.nbytes
-    order = {name: place for place, name in enumerate(dict.fromkeys(row["name"] for row in rows.values()))}
+    names = dict.fromkeys(row["name"] for row in rows.values())
+    order = {name: index for index, name in enumerate(names)}
     return sorted(rows.values(), key=lambda row: order[row["name"]])
 
 

@@ -27,7 +27,7 @@ def print_record(record: dict[str, Any]) -> None:
 
 
 def _facts(record: dict[str, Any]) -> dict[str, str]:
-    model, files, found = record["model"], record["files"], record["quantization"]
+    model, files, quantization = record["model"], record["files"], record["quantization"]
     shape = [f"{model['blocks']} blocks"] if model["blocks"] else []
     shape += [f"hidden size {model['hidden_size']}"] if model["hidden_size"] else []
     shape += [count(model["parameters"], "parameter")] + ["tied embeddings"] * model["tied"]
@@ -37,9 +37,9 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
         "weights": f"{size(model['bytes'])} of {record['container']}, "
         f"{model['bits_per_weight'] or 0:.2f} bits per weight over the whole model "
         f"({count(files['count'], 'file')} of {size(files['bytes'])} in all)",
-        "quantized": _quantized(found),
-        "kept": _kept(found),
-        "activations": found["activations"] if found and found["activations"] else "",
+        "quantized": _quantized(quantization),
+        "kept": _kept(quantization),
+        "activations": quantization["activations"] if quantization and quantization["activations"] else "",
         "context": record["positions"]["text"],
         "tokenizer": _tokenizer(record["tokenizer"]),
         "made by": provenance(record["provenance"]),
@@ -47,30 +47,30 @@ def _facts(record: dict[str, Any]) -> dict[str, str]:
     return {name: fact for name, fact in facts.items() if fact}
 
 
-def _quantized(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _quantized(quantization: dict[str, Any] | None) -> str:
+    if quantization is None:
         return "no"
-    if not found["linears"]:
-        return f"{found['layout']}, in a form that is not supported here"
+    if not quantization["linears"]:
+        return f"{quantization['layout']}, in a form that is not supported here"
     kinds = "; ".join(
-        stored if len(found["stored"]) == 1 else f"{number} of {stored}"
-        for stored, number in found["stored"].items()
+        stored if len(quantization["stored"]) == 1 else f"{number} of {stored}"
+        for stored, number in quantization["stored"].items()
     )
-    details = [str(found["file_type"])] if found["file_type"] else []
-    details += [f"method {found['method']}"] if found["method"] else []
-    details += [f"layout {found['layout']}"] if found["layout"] not in (None, "gguf") else []
-    details += {True: ["symmetric"], False: ["with zero points"]}.get(found["symmetric"], [])
-    details += ["columns reordered"] if found["desc_act"] else []
-    word = "matrix" if found["layout"] == "gguf" else "linear"  # embeddings among them
-    bits = found["bits_per_weight"]  # None where the codes are not supported
+    details = [str(quantization["file_type"])] if quantization["file_type"] else []
+    details += [f"method {quantization['method']}"] if quantization["method"] else []
+    details += [f"layout {quantization['layout']}"] if quantization["layout"] not in (None, "gguf") else []
+    details += {True: ["symmetric"], False: ["with zero points"]}.get(quantization["symmetric"], [])
+    details += ["columns reordered"] if quantization["desc_act"] else []
+    word = "matrix" if quantization["layout"] == "gguf" else "linear"  # embeddings among them
+    bits = quantization["bits_per_weight"]  # None where the codes are not supported
     kinds += "" if bits is None else f", {bits:.2f} bits per weight"
-    return f"{count(found['linears'], word)}: {kinds} ({', '.join(details)})"
+    return f"{count(quantization['linears'], word)}: {kinds} ({', '.join(details)})"
 
 
-def _kept(found: dict[str, Any] | None) -> str:
+def _kept(quantization: dict[str, Any] | None) -> str:
     """Return a text that lists linears of blocks that are not quantized, by dtype and reason."""
     groups: dict[tuple, list[str]] = {}
-    for row in found["kept"] if found else ():
+    for row in quantization["kept"] if quantization else ():
         key = ranges(row["blocks"]), row["stored"], row["why"]
         groups.setdefault(key, []).append(row["name"].removesuffix(".weight"))
     return "; ".join(
@@ -79,20 +79,20 @@ def _kept(found: dict[str, Any] | None) -> str:
     )
 
 
-def _tokenizer(found: dict[str, Any] | None) -> str:
-    if found is None:
+def _tokenizer(tokenizer: dict[str, Any] | None) -> str:
+    if tokenizer is None:
         return "none"
-    parts = [found["kind"]] + ([f"{found['tokens']} tokens"] if found["tokens"] else [])
-    template = found["chat_template_sha256"]
+    parts = [tokenizer["kind"]] + ([f"{tokenizer['tokens']} tokens"] if tokenizer["tokens"] else [])
+    template = tokenizer["chat_template_sha256"]
     parts.append(f"chat template {template[:12]}" if template else "no chat template")
     return ", ".join(parts)
 
 
-def provenance(found: dict[str, Any] | None) -> str:
-    if found is None:
+def provenance(origin: dict[str, Any] | None) -> str:
+    if origin is None:
         return ""
-    parts = [found["tool"]]
-    source, calibration = found.get("source"), found.get("calibration")
+    parts = [origin["tool"]]
+    source, calibration = origin.get("source"), origin.get("calibration")
     if isinstance(source, dict):
         parts.append(f"from {source.get('name')} (sha256 {str(source.get('sha256'))[:12]})")
     if isinstance(calibration, dict):
@@ -100,9 +100,9 @@ def provenance(found: dict[str, Any] | None) -> str:
             f"on {calibration.get('samples')} × {calibration.get('seqlen')} tokens of "
             f"{calibration.get('source')} text"
         )
-    if found.get("error") is not None:
-        parts.append(f"mean relative error {found['error']:#.2g}")
-    if taught := found.get("distilled"):
+    if origin.get("error") is not None:
+        parts.append(f"mean relative error {origin['error']:#.2g}")
+    if taught := origin.get("distilled"):
         ends = [taught.get(key) for key in ("before", "after")]
         losses = " → ".join(f"{end:.5f}" if isinstance(end, float) else "?" for end in ends)
         parts.append(f"distilled (held-out KL divergence {losses})")
@@ -145,13 +145,13 @@ def _print_clients(console: Console, clients: list[dict[str, Any]]) -> None:
     print_table(console, rows, 1, 2)
 
 
-def _print_integrity(console: Console, found: dict[str, Any]) -> None:
+def _print_integrity(console: Console, integrity: dict[str, Any]) -> None:
     """Print what was checked, and the problems found."""
-    looked = f"headers of {count(found['tensors'], 'tensor')}, configuration and sizes"
-    looked += " and every value" if found["deep"] else " (values: --deep)"
-    wrong = count(len(found["problems"]), "problem") if found["problems"] else "nothing is wrong"
+    looked = f"headers of {count(integrity['tensors'], 'tensor')}, configuration and sizes"
+    looked += " and every value" if integrity["deep"] else " (values: --deep)"
+    wrong = count(len(integrity["problems"]), "problem") if integrity["problems"] else "nothing is wrong"
     print_facts(console, {"checked": f"{looked}: {wrong}"})
-    for words in (*found["problems"], *found.get("notes", ())):
+    for words in (*integrity["problems"], *integrity.get("notes", ())):
         print_line(console, f"  {words}")
 
 
@@ -169,14 +169,14 @@ def print_comparison(record: dict[str, Any], top: int = 10) -> None:
     _print_differences(console, record["weights"], top)
     if record["tokenizers"] != "equal":
         print_facts(console, {"tokenizers": record["tokenizers"]})
-    found = record["weights"]
-    same = found["compared"] == found["equal"] and not found["unlike"] and not any(found["only"])
+    weights = record["weights"]
+    same = weights["compared"] == weights["equal"] and not weights["unlike"] and not any(weights["only"])
     if same and record["tokenizers"] == "equal":
         print_facts(console, {"A and B": "equal in tokenizer and every weight"})
 
 
-def _print_differences(console: Console, found: dict[str, Any], top: int) -> None:
-    unequal = [row for row in found["differences"] if row["largest"] != 0]
+def _print_differences(console: Console, weights: dict[str, Any], top: int) -> None:
+    unequal = [row for row in weights["differences"] if row["largest"] != 0]
     if unequal:
         rows = make_table("largest differences", "|A − B| / |A|", "largest |A − B|")
         for row in unequal[:top]:
@@ -184,14 +184,14 @@ def _print_differences(console: Console, found: dict[str, Any], top: int) -> Non
             rows.add_row(row["name"].removesuffix(".weight"), f"{row['relative']:.5f}", largest)
         print_table(console, rows)
     facts = {
-        "weights": f"{found['compared']} compared, {found['equal']} equal",
-        "|A − B|/|A|": f"{found['relative']:.5f} over all of them",
+        "weights": f"{weights['compared']} compared, {weights['equal']} equal",
+        "|A − B|/|A|": f"{weights['relative']:.5f} over all of them",
     }
-    if divided := found["divided"]:
+    if divided := weights["divided"]:
         facts["not compared"] = f"{count(len(divided), 'vector')} divided by scales: {name_all(divided, 2)}"
-    for place, names in zip("AB", found["only"], strict=True):
+    for side, names in zip("AB", weights["only"], strict=True):
         if names:
-            facts[f"only in {place}"] = name_all(names)
-    for row in found["unlike"]:
+            facts[f"only in {side}"] = name_all(names)
+    for row in weights["unlike"]:
         facts[row["name"]] = f"{row['shapes'][0]} in A, {row['shapes'][1]} in B"
     print_facts(console, facts)

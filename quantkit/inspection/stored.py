@@ -100,7 +100,7 @@ def weights_of(contents: Contents) -> list[Weight]:
     """Return every parameter of the model, in the order of the file."""
     if contents.container == "gguf":
         return list(_of_gguf(contents.infos))
-    found, taken, layout = [], set(), None
+    weights, taken, layout = [], set(), None
     with suppress(QuantkitError):
         layout = layouts.detect(contents.config)
     if layout:
@@ -109,7 +109,7 @@ def weights_of(contents: Contents) -> list[Weight]:
     for linear, dtype, codes, parts in coded:
         nbytes = sum(info.nbytes for info in parts)
         code_bytes = parts[0].nbytes
-        found.append(
+        weights.append(
             Weight(
                 f"{linear}.weight", dtype, codes.shape, codes.weights,
                 code_bytes=code_bytes, scale_bytes=nbytes - code_bytes, codes=codes,
@@ -117,7 +117,7 @@ def weights_of(contents: Contents) -> list[Weight]:
         )  # fmt: skip
         taken |= {info.name for info in parts}
     rest = [info for name, info in contents.infos.items() if name not in taken]
-    return [_plain(info) for info in rest] + found
+    return [_plain(info) for info in rest] + weights
 
 
 def _plain(info: TensorInfo) -> Weight:
@@ -133,15 +133,15 @@ def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
     """Yield every linear that is stored in this layout."""
     for linear, names in layouts.group_by_linear(layout, contents.infos).items():
         infos = {part: contents.infos[name] for part, name in names.items()}
-        own, codes = layout, Codes(layout.label, 0)
+        linear_layout, codes = layout, Codes(layout.label, 0)
         try:
-            own = layout.at(linear)
-            codes = _codes(own, {part: _Part(info, contents) for part, info in infos.items()})
+            linear_layout = layout.at(linear)
+            codes = _codes(linear_layout, {part: _Part(info, contents) for part, info in infos.items()})
         except KeyError as error:
             codes = replace(codes, problem=f"{error.args[0]} is absent")
         except QuantkitError as error:
             codes = replace(codes, problem=error.message)
-        first = own.code_part if own.code_part in infos else layout.marker
+        first = linear_layout.code_part if linear_layout.code_part in infos else layout.marker
         ordered = [infos.pop(first), *infos.values()]
         yield linear, ordered[0].dtype, codes, ordered
 
@@ -218,10 +218,10 @@ def _of_ggml(info: TensorInfo, extra_bytes: int) -> Weight:
 def tokenizer_of(contents: Contents) -> dict[str, Any] | None:
     """Return the tokenizer's kind, its number of tokens and the chat template's sha256, read from files; None
     without a tokenizer."""
-    found = _of_metadata(contents) if contents.container == "gguf" else _of_files(contents)
-    if found is None:
+    tokenizer = _of_metadata(contents) if contents.container == "gguf" else _of_files(contents)
+    if tokenizer is None:
         return None
-    kind, tokens, template = found
+    kind, tokens, template = tokenizer
     sha256 = hashlib.sha256(template.encode()).hexdigest() if isinstance(template, str) else None
     return {"kind": kind, "tokens": tokens, "chat_template_sha256": sha256}
 

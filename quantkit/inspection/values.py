@@ -27,11 +27,11 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
 
     If transformers cannot build the model, values are not read, and a note says so.
     """
-    found = record["integrity"]
+    integrity = record["integrity"]
     try:
         skeleton = Skeleton(checkpoint, torch.float32, torch.device("cpu"))
     except QuantkitError as error:
-        found["notes"] = [f"values were not read: {error.message}"]
+        integrity["notes"] = [f"values were not read: {error.message}"]
         return
     checkpoint, stored = skeleton.checkpoint, skeleton.names.stored
     weights = {stored[name]: (name, parameter) for name, parameter in skeleton.stored_parameters().items()}
@@ -43,9 +43,9 @@ def check(checkpoint: Checkpoint, record: dict[str, Any], listen: Listener) -> N
         problems += _errors_of(lambda: checkpoint.tokenizer)
     if problems:
         record["clients"] = of_damaged(record["clients"])
-    found["problems"] += [problem for problem in problems if problem not in found["problems"]]
+    integrity["problems"] += [problem for problem in problems if problem not in integrity["problems"]]
     unused = [name for name in checkpoint.names if name not in weights]
-    found.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
+    integrity.update(deep=True, notes=[f"{name} is no part of the model" for name in unused])
 
 
 def _errors_of(read: Callable[[], Any]) -> list[str]:

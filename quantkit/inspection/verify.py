@@ -38,53 +38,53 @@ def verify(
 
     Raises QuantkitError if there is nothing to verify, or if `base` is another model.
     """
-    place = gguf_shards.first(Path(source))
-    if not place.exists():
+    path = gguf_shards.first(Path(source))
+    if not path.exists():
         raise QuantkitError(f"no such folder or file: {source}", "give a checkpoint on this disk", NOT_FOUND)
-    found: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
+    result: dict[str, Any] = {"schema": SCHEMA, "source": source, "notes": [], "problems": []}
     try:
         contents = open_contents(source)
         manifest = contents.manifest or {}
         untrusted.check_schema(manifest, MANIFEST_SCHEMA, MANIFEST, "copy or download it again")
     except QuantkitError as error:
-        if not (place.is_file() or (place / MANIFEST).is_file() or (place / CONFIG).is_file()):
+        if not (path.is_file() or (path / MANIFEST).is_file() or (path / CONFIG).is_file()):
             raise  # not a checkpoint that quantkit wrote
-        return found | {"made": None, "files": [], "linears": [], "problems": [error.message]}
+        return result | {"made": None, "files": [], "linears": [], "problems": [error.message]}
     made = record.describe(contents)
-    found["made"] = made["provenance"]
-    found["files"] = list(_files(contents, manifest, found, listen))
-    odd = [row for row in found["files"] if row["state"] != "same"]
-    found["problems"] += [f"{row['name']} {row['state']}" for row in odd]
-    found["problems"] += [
+    result["made"] = made["provenance"]
+    result["files"] = list(_files(contents, manifest, result, listen))
+    odd = [row for row in result["files"] if row["state"] != "same"]
+    result["problems"] += [f"{row['name']} {row['state']}" for row in odd]
+    result["problems"] += [
         problem
         for problem in made["integrity"]["problems"]
         if not any(row["name"] in problem for row in odd)  # consequences of a file reported already
     ]
-    if found["problems"]:  # do not decode damaged files
-        found["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
-        return found | {"linears": []}
+    if result["problems"]:  # do not decode damaged files
+        result["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
+        return result | {"linears": []}
     checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
     values.check(checkpoint, made, listen)
-    found["problems"] += made["integrity"]["problems"]
-    found["notes"] += made["integrity"]["notes"] + made["integrity"]["warnings"]
-    found["linears"] = []
+    result["problems"] += made["integrity"]["problems"]
+    result["notes"] += made["integrity"]["notes"] + made["integrity"]["warnings"]
+    result["linears"] = []
     if base is not None:
         original = open_checkpoint(base, trust_remote_code=trust_remote_code)
-        found["linears"] = list(_linears(checkpoint, original, manifest, found, listen))
-        found["problems"] += [
+        result["linears"] = list(_linears(checkpoint, original, manifest, result, listen))
+        result["problems"] += [
             f"{row['name']} is {row['error']:.4g} from its source, the manifest says {row['recorded']:.4g}"
-            for row in found["linears"]
+            for row in result["linears"]
             if not row["agrees"]
         ]
-    return found
+    return result
 
 
 def _files(
-    contents: Contents, manifest: Mapping[str, Any], found: dict[str, Any], listen: Listener
+    contents: Contents, manifest: Mapping[str, Any], result: dict[str, Any], listen: Listener
 ) -> Iterator[dict[str, Any]]:
     """Yield a row with the state of each file that has a checksum: `same`, `was changed`, `is absent`."""
-    place, read, whole = contents.path, 0, sum(contents.files.values())
-    assert place is not None
+    root, read, whole = contents.path, 0, sum(contents.files.values())
+    assert root is not None
 
     def heard(nbytes: int) -> None:
         nonlocal read
@@ -95,46 +95,46 @@ def _files(
         from quantkit.models.files import gguf_file  # `gguf` takes a while to import
 
         key = checksums.IN_SHARD if len(contents.files) > 1 else checksums.IN_FILE
-        for path in gguf_shards.of(place):
+        for path in gguf_shards.of(root):
             recorded = gguf_file.read_whole_header(path).metadata.get(key)
             if isinstance(recorded, str):
                 changed = checksums.of_tensors(path, heard) != recorded
                 yield {"name": path.name, "state": "was changed" if changed else "same"}
             else:
-                found["notes"].append(f"{path.name} holds no sum of its tensors: quantkit 0.3 writes one")
+                result["notes"].append(f"{path.name} holds no sum of its tensors: quantkit 0.3 writes one")
         return
     recorded = manifest.get("files")
     if recorded is None:
         why = "its manifest has none" if manifest else f"it has no {MANIFEST}"
-        found["notes"].append(f"files were not compared with sums: {why}")
+        result["notes"].append(f"files were not compared with sums: {why}")
         return
     for name, digest in recorded.items():
         if name not in contents.files:  # a manifest must not name other folders
             yield {"name": name, "state": "is absent"}
         else:
-            state = "same" if checksums.of_file(place / name, listen=heard) == digest else "was changed"
+            state = "same" if checksums.of_file(root / name, listen=heard) == digest else "was changed"
             yield {"name": name, "state": state}
     added = sorted(contents.files.keys() - recorded.keys() - WRITTEN_LATER)
     if added:
-        found["notes"].append(f"{count(len(added), 'file')} came later: {name_all(added)}")
+        result["notes"].append(f"{count(len(added), 'file')} came later: {name_all(added)}")
 
 
 def _linears(
     checkpoint: Checkpoint,
     base: Checkpoint,
     manifest: Mapping[str, Any],
-    found: dict[str, Any],
+    result: dict[str, Any],
     listen: Listener,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every linear: its error, measured again, and the error in the manifest."""
     job = manifest.get("job", {})
     rows = {row["name"]: row for row in manifest.get("linears", ()) if _measure(row)}
     if not rows:
-        found["notes"].append("errors were not measured: the manifest records no errors to compare with")
+        result["notes"].append("errors were not measured: the manifest records no errors to compare with")
         return
     source = (manifest.get("source") or {}).get("sha256")
     if isinstance(source, str) and base.sha256() != source:
-        found["problems"].append(
+        result["problems"].append(
             f"{base.source} is not the source that the manifest names (sha256 {source[:12]}…): "
             "it is another model, or was changed since"
         )
@@ -157,8 +157,8 @@ def _linears(
 
 def _measure(row: Mapping[str, Any]) -> str | None:
     """Return the name of the error that a row of the manifest contains, or None."""
-    known = [kind for kind in ERRORS if isinstance(row.get(kind), (int, float))]
-    return known[0] if known and isinstance(row.get("name"), str) else None
+    errors = [kind for kind in ERRORS if isinstance(row.get(kind), (int, float))]
+    return errors[0] if errors and isinstance(row.get("name"), str) else None
 
 
 def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, name_all, require
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.layouts import LinearSpec
 from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
@@ -148,6 +148,9 @@ def prepare(
     held_back = calibrated.held_back if calibrated else None
     if not held_back and loss_size and not dry_run:
         held_back = calibration.shipped_held_out(checkpoint, loss_size)
+    measured, asked = held_back.tokens.numel() if held_back else 0, request.run.loss_tokens
+    if asked and not dry_run and measured <= asked - calibration.HELD_BACK:
+        progress.warn(f"--loss-tokens {asked}: the loss is measured on {count(measured, 'token')} only")
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
         source_sha256, -(-len(tokens) // batch_size), held_back,

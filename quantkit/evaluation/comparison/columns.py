@@ -77,7 +77,7 @@ COLUMNS = (  # the most important first: narrow terminals cut a table in two
     Column(
         "Δ perplexity",
         "from the first model, ± standard error of paired tokens",
-        _at("metrics.dppl", lambda found: estimate(found, "+")),
+        _at("metrics.dppl", lambda increase: estimate(increase, "+")),
         "dppl",
     ),
     Column(
@@ -132,23 +132,23 @@ def rows(record: dict) -> list[list[str]]:
     """Return the cells of each model's row and of the noise floor's; the first cell is the name."""
     models = record["models"]
     named = labels([model["source"] for model in models])
-    found = [
+    table = [
         [label, *(column.cell(model) for column in columns(record))]
         for model, label in zip(models, named, strict=True)
     ]
     if floor := record["noise_floor"]:
         cells = [column.cell(floor) if column.needs else "" for column in columns(record)]
-        found.append(["(noise floor)", *cells])
-    return found
+        table.append(["(noise floor)", *cells])
+    return table
 
 
 def labels(sources: Sequence[str]) -> list[str]:
     """Return a name for each path: its shortest unique end, such as `b/model`. Equal paths get numbers."""
     parts = [[part for part in source.split("/") if part not in ("", ".")] or [source] for source in sources]
     named = []
-    for position, (source, own) in enumerate(zip(sources, parts, strict=True)):
+    for position, (source, path) in enumerate(zip(sources, parts, strict=True)):
         others = [other for k, other in enumerate(parts) if sources[k] != source]
-        ends = (own[-depth:] for depth in range(1, len(own) + 1))
+        ends = (path[-depth:] for depth in range(1, len(path) + 1))
         end = next((end for end in ends if all(other[-len(end) :] != end for other in others)), [source])
         again = sources[:position].count(source)
         named.append("/".join(end) + (f" #{again + 1}" if again else ""))

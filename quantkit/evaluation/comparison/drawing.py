@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import re
 import warnings
 from collections.abc import Iterator
@@ -19,25 +18,14 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, MaxNLocator, NullLocator
 
 from quantkit.evaluation.comparison import figures
-from quantkit.evaluation.comparison.figures import Figure, Point, Series
+from quantkit.evaluation.comparison.figures import Figure, Series
 
 SERIES = ("#1f6fb4", "#c2570c", "#0f7b5f", "#a8417e", "#6d5bb8", "#7a6a00", "#b3261e", "#3d7a8c")
 INK, MUTED, FAINT, PAPER = "#1b1f24", "#59636e", "#e3e6ea", "#ffffff"
-LIGHT = (*SERIES, INK, MUTED, FAINT, PAPER)
-DARK = ("#6cb2f0", "#f0995a", "#4fcba4", "#e58ac0", "#b3a4f2", "#d3c04c", "#f2857d", "#86c5d8",
-        "#e6e9ec", "#9aa4ae", "#30363d", "#14181d")  # fmt: skip
-NAMES = (*(f"s{index}" for index in range(len(SERIES))), "ink", "muted", "faint", "paper")
-LIGHT_PALETTE, DARK_PALETTE = (
-    "{" + "".join(f"--{name}:{colour};" for name, colour in zip(NAMES, colours, strict=True)) + "}"
-    for colours in (LIGHT, DARK)
-)
-VARIABLES = {colour: f"var(--{name})" for name, colour in zip(NAMES, LIGHT, strict=True)}
-DARK_SCHEME = "@media (prefers-color-scheme: dark)"
-PLOT_STYLE = (
-    ".plot *{stroke-linejoin:round}.plot text{font:12px system-ui,sans-serif;"
-    "paint-order:stroke;stroke:var(--paper);stroke-width:3px}"
-)
-UNTOLD = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # metadata that matplotlib writes by default
+# Dark schemes invert lightness, to the dark grey of the page, and keep hues.
+CSS = "@media (prefers-color-scheme: dark){.plot{filter:invert(.9) hue-rotate(180deg)}}"
+NO_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))  # matplotlib writes these by default
+NOTE = "note: "  # prefix of the ids of marks; the SVG shows the rest as tooltip
 PIXELS = 72  # per inch: one point is one pixel
 LONGEST_LABEL = 30  # maximum characters of a name; tooltip and table show all
 NAME, ROW = 220, 17  # pixels of a name in a legend
@@ -50,7 +38,7 @@ STYLE = {
     "ytick.labelsize": 12, "text.color": INK, "axes.labelcolor": MUTED, "axes.titlecolor": MUTED,
     "xtick.color": MUTED, "ytick.color": MUTED, "xtick.major.size": 0, "ytick.major.size": 0,
     "axes.grid": True, "grid.color": FAINT, "axes.axisbelow": True, "axes.edgecolor": FAINT,
-    "axes.xmargin": 0.06, "axes.ymargin": 0.06, "text.parse_math": False,
+    "axes.xmargin": 0.06, "axes.ymargin": 0.06, "text.parse_math": False, "axes.facecolor": "none",
     "legend.frameon": False, "legend.borderpad": 0.2, "legend.columnspacing": 1.2,
     "legend.handlelength": 1.6, "legend.handletextpad": 0.5, "legend.title_fontsize": 13,
     "svg.fonttype": "none",
@@ -58,24 +46,14 @@ STYLE = {
 
 
 def svg(figure: Figure, width: int, height: int, titled: bool = False) -> str:
-    """Return an `<svg>` element for a page with PLOT_STYLE and a palette. Names are escaped."""
+    """Return an `<svg>` element for a page with `CSS`. Names are escaped."""
     with theme({"svg.hashsalt": f"{figure.key} {width}"}):  # ids that no other figure has
-        draw(figure, width, height, titled).savefig(file := StringIO(), format="svg", metadata=UNTOLD)
+        canvas = draw(figure, width, height, titled)
+        canvas.savefig(file := StringIO(), format="svg", facecolor="none", metadata=NO_METADATA)
     text = file.getvalue()
-    text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text[text.index("<svg ") :], flags=re.S)
-    text = re.sub(r"<[^>]*>\s*", _tidy, text)
-    for name, point in _noted(figure):
-        text = text.replace(f'<g id="{name}">', f"<g><title>{html.escape(shown(point.note))}</title>")
+    text = re.sub(f'<g id="{NOTE}([^"]*)">', r"<g><title>\1</title>", text[text.index("<svg ") :])
     label = html.escape(shown(figure.title))
     return text.replace("<svg ", f'<svg class="plot" role="img" aria-label="{label}" ', 1)
-
-
-def _tidy(tag: re.Match) -> str:
-    """Return an SVG tag with the page's fonts and colours, and with numbers rounded to two decimals."""
-    text = re.sub(r"\s+", " ", tag[0]).strip()
-    text = re.sub(r'font(-size|-family)?: [^;"]*; | transform="rotate\(-0 [^"]*"|(?<=\d)pt(?=")', "", text)
-    text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
-    return re.sub("#[0-9a-f]{6}", lambda colour: VARIABLES.get(colour[0], colour[0]), text)
 
 
 @contextmanager
@@ -87,9 +65,8 @@ def theme(more: dict[str, str] | None = None) -> Iterator[None]:
 
 def document(figure: Figure, width: int = 720, height: int = 440) -> str:
     """Return the text of an SVG file with title and both colour schemes. width, height: pixels."""
-    style = f"<style>.plot{LIGHT_PALETTE}{DARK_SCHEME}{{.plot{DARK_PALETTE}}}{PLOT_STYLE}</style>"
     first, rest = svg(figure, width, height, titled=True).split(">", 1)
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}>{style}{rest}\n'
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{first}><style>{CSS}</style>{rest}\n'
 
 
 def png(figure: Figure, path: Path) -> None:
@@ -117,17 +94,17 @@ def _plot(axes: Axes, figure: Figure) -> None:
     axes.set_title(shown(figure.y.label), loc="left")
     axes.set_xlabel(shown(figure.x.label), loc="right")
     for line in figure.lines:
-        if line.axis == "y":
-            axes.axhline(line.value, color=MUTED, ls="--", lw=1)
-            at, where, style = (0.01, line.value), ("axes fraction", "data"), {"va": "bottom"}
-            off = (0, LABEL_GAP)
-        else:
+        if line.axis == "x":
             axes.axvline(line.value, color=MUTED, ls="--", lw=1)
-            at, where, off = (line.value, 0.99), ("data", "axes fraction"), (-LABEL_GAP, 0)
-            style = {"va": "top", "ha": "right", "rotation": 90}
-        style |= {"xycoords": where, "xytext": off, "textcoords": "offset points", "bbox": COVER}
-        axes.annotate(shortened(line.label), at, color=MUTED, **style)
-    if len(figure.front) > 1:  # steps: the best that can be had at a size or less
+            at, where, offset = (line.value, 0.99), axes.get_xaxis_transform(), (-LABEL_GAP, 0)
+            style = {"ha": "right", "va": "top", "rotation": 90}
+        else:
+            axes.axhline(line.value, color=MUTED, ls="--", lw=1)
+            at, where, offset = (0.01, line.value), axes.get_yaxis_transform(), (0, LABEL_GAP)
+            style = {"va": "bottom"}
+        style |= {"textcoords": "offset points", "color": MUTED, "bbox": COVER}
+        axes.annotate(shortened(line.label), at, offset, where, **style)
+    if len(figure.front) > 1:  # steps: the lowest loss at a size or less
         axes.step(*zip(*figure.front, strict=True), where="post", color=MUTED, lw=1)
     for series in figure.series:
         if series.joined:
@@ -136,34 +113,29 @@ def _plot(axes: Axes, figure: Figure) -> None:
         for point in series.points:
             if point.low is not None and point.high is not None:
                 axes.vlines(point.x, point.low, point.high, color=_colour(series), lw=1)
-    marks = [series for series in figure.series if not series.bare for _ in series.points]
-    for series, (name, point) in zip(marks, _noted(figure), strict=True):
-        axes.plot(point.x, point.y, gid=name, ls="", zorder=4, **_mark(series))
-    for axis, own in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
-        _scale(axes, axis, own)
+            if not series.bare:
+                axes.plot(point.x, point.y, gid=NOTE + shown(point.note), ls="", zorder=4, **_mark(series))
+    for axis, description in ((axes.xaxis, figure.x), (axes.yaxis, figure.y)):
+        _scale(axes, axis, description)
 
 
-def _noted(figure: Figure) -> Iterator[tuple[str, Point]]:
-    """Yield (id of the mark, point) for every point that has a mark."""
-    points = itertools.chain.from_iterable(series.points for series in figure.series if not series.bare)
-    return ((f"point-{index}", point) for index, point in enumerate(points))
-
-
-def _scale(axes: Axes, axis: Axis, own: figures.Axis) -> None:
+def _scale(axes: Axes, axis: Axis, description: figures.Axis) -> None:
     """Set scale and ticks: round values; on a logarithmic axis powers of ten and, if it is short, 2 and 5
     times these."""
-    axes.set(**{f"{axis.axis_name}scale": "log" if own.log else "linear"})
+    axes.set(**{f"{axis.axis_name}scale": "log" if description.log else "linear"})
     low, high = axis.get_view_interval()
     most = int(axes.figure.bbox.width // TICK) if axis is axes.xaxis else 9
-    if own.ticks:
-        axis.set_major_locator(FixedLocator(own.ticks, nbins=most))
-    elif own.log:
+    if description.ticks:
+        axis.set_major_locator(FixedLocator(description.ticks, nbins=most))
+    elif description.log:
         axis.set_major_locator(LogLocator(subs=(1,) if high > 200 * low else (1, 2, 5), numticks=8))
     else:
-        steps, whole = [1, 2, 2.5, 5, 10], own.kind == "whole"
+        steps, whole = [1, 2, 2.5, 5, 10], description.kind == "whole"
         axis.set_major_locator(MaxNLocator(min(most, 9), steps=steps, integer=whole))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(EngFormatter("B") if own.kind == "bytes" else lambda value, _: f"{value:g}")
+    axis.set_major_formatter(
+        EngFormatter("B") if description.kind == "bytes" else lambda value, _: f"{value:g}"
+    )
 
 
 def _colour(series: Series) -> str:

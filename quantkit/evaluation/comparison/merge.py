@@ -27,10 +27,10 @@ def read(path: Path) -> Named:
         record = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise _no_result(path, f"not JSON: {error}") from error
-    found = record.get("schema") if isinstance(record, dict) else None
-    other = found != SCHEMA and str(found).startswith("quantkit.eval/")
-    what = f"{path} is {found}, this quantkit reads {SCHEMA}"
-    require(not other, what, "evaluate again with this version", UNSUPPORTED)
+    schema = record.get("schema") if isinstance(record, dict) else None
+    outdated = schema != SCHEMA and str(schema).startswith("quantkit.eval/")
+    what = f"{path} is {schema}, this quantkit reads {SCHEMA}"
+    require(not outdated, what, "evaluate again with this version", UNSUPPORTED)
     if fault := _fault(record):
         raise _no_result(path, fault)
     return str(path), record
@@ -69,8 +69,8 @@ def merge(results: Sequence[Named]) -> dict:
         what = f"{name} and {other_name} were measured under different protocols: {', '.join(odd)}"
         hint = "such figures cannot be compared: evaluate again, or make two reports"
         require(not odd, what, hint, UNSUPPORTED)
-        known = {model["source"] for model in models}
-        models += [model for model in other["models"][1:] if model["source"] not in known]
+        sources = {model["source"] for model in models}
+        models += [model for model in other["models"][1:] if model["source"] not in sources]
         gates += [gate for gate in other["gates"] if gate not in gates]
     merged = first | {"models": models, "pareto": pareto(models), "gates": gates}
     merged.pop("error", None)  # failed gates are listed in `gates`

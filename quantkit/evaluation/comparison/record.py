@@ -84,14 +84,14 @@ def _served(models: Sequence[dict]) -> list[dict]:
     return [model for model in models if not model.get("weights_only")]
 
 
-def _beats(one: tuple, other: tuple) -> bool:
-    return one[:2] != other[:2] and one[0] <= other[0] and one[1] <= other[1]
+def _beats(point: tuple, other: tuple) -> bool:
+    return point[:2] != other[:2] and point[0] <= other[0] and point[1] <= other[1]
 
 
 def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
     """Return the chosen metrics as JSON; those that compare with a base are null for the base."""
-    found = asdict(metrics)
-    return {name: found[name] for name in found if name in chosen | {"nll", "ppl"}}
+    values = asdict(metrics)
+    return {name: values[name] for name in values if name in chosen | {"nll", "ppl"}}
 
 
 def _name(dtype: Any) -> str:

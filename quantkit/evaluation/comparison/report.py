@@ -84,10 +84,10 @@ class Report:
         return environment.get_template("report.html").render(drawing=drawing, title=self.title, report=self)
 
 
-def split(headers: Sequence[str], found: Rows, width: int) -> list[list[int]]:
+def split(headers: Sequence[str], cells: Rows, width: int) -> list[list[int]]:
     """Return the column indices of each table, such that tables fit `width` characters. Column 0 is in
     every table."""
-    widths = [max(map(cell_len, column)) for column in zip(headers, *found, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(headers, *cells, strict=True)]
     parts = [[0]]
     for index in range(1, len(headers)):
         if len(parts[-1]) > 1 and sum(widths[k] + GAP for k in (*parts[-1], index)) - 1 > width:

@@ -57,11 +57,11 @@ def verdicts(record: dict) -> list[str]:
 
 def gates_line(record: dict) -> str:
     """Return a line such as `quantkit eval: 1 of 3 gates failed`."""
-    found = [verdict["pass"] for verdict in record["gates"]]
-    if not found:
+    passed = [verdict["pass"] for verdict in record["gates"]]
+    if not passed:
         return "quantkit eval"
-    failed = f"{found.count(False)} of {len(found)} gates failed"
-    return f"quantkit eval: {'all gates passed' if all(found) else failed}"
+    failed = f"{passed.count(False)} of {len(passed)} gates failed"
+    return f"quantkit eval: {'all gates passed' if all(passed) else failed}"
 
 
 def _escape(text: str) -> str:

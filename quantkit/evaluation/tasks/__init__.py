@@ -86,10 +86,10 @@ def _load(names: Sequence[str]) -> dict[str, Any]:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     others = [name for name in names if name != CLOZE]
     manager = TaskManager(include_defaults=bool(others))
-    known = sorted({CLOZE, *manager.all_tasks})
-    unknown = [name for name in others if name not in known]
+    available = sorted({CLOZE, *manager.all_tasks})
+    unknown = [name for name in others if name not in available]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, 3)
+        near = difflib.get_close_matches(unknown[0], available, 3)
         hint = f"did you mean {' or '.join(near)}?" if near else "lm-eval ls tasks lists them"
         raise QuantkitError(f"--tasks: no task is called {name_all(map(repr, unknown))}", hint, USAGE)
     try:
@@ -139,12 +139,12 @@ def passages() -> list[dict[str, str]]:
 
 def _scores(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
     """Turn `{"acc,none": 0.5, "acc_stderr,none": 0.1}` into `{"acc": {"value": 0.5, "stderr": 0.1}}`."""
-    found = {}
+    scores = {}
     for key, value in sorted(row.items()):
         metric, comma, kind = key.partition(",")
         if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
             name = metric if kind == "none" else f"{metric} ({kind})"
             error = row.get(f"{metric}_stderr,{kind}")
-            known = isinstance(error, (int, float))  # the harness writes N/A for an unknown one
-            found[name] = {"value": float(value), "stderr": float(error) if known else None}
-    return found
+            numeric = isinstance(error, (int, float))  # the harness writes N/A for an unknown one
+            scores[name] = {"value": float(value), "stderr": float(error) if numeric else None}
+    return scores

@@ -65,8 +65,8 @@ class HarnessModel(TemplateLM):
             )
             pairs += map(make_disjoint_window, windows)
             counts.append(len(windows))
-        found = iter(score(self.model, pairs, self.max_length, self.listen))
-        return [sum(next(found).log_prob for _ in range(count)) for count in counts]
+        scores = iter(score(self.model, pairs, self.max_length, self.listen))
+        return [sum(next(scores).log_prob for _ in range(count)) for count in counts]
 
     def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
         """Raise NotImplementedError; `Tasks.prepare` rejects tasks that generate text."""

@@ -19,10 +19,10 @@ Batch = tuple[Tensor, list["Row"]]  # ids [rows, tokens], padded
 
 
 class Row(NamedTuple):
-    """Input for a request. place: number of the request. ids: token ids, whose last `len(targets)` positions
+    """Input for a request. number: position of the request. ids: token ids, of which the last `len(targets)`
     predict the ids `targets`."""
 
-    place: int
+    number: int
     ids: list[int]
     targets: list[int]
 
@@ -40,16 +40,16 @@ def score(model: StreamedModel, requests: Sequence[Request], longest: int, liste
     Padding is at the end of rows, where it does not affect a causal model.
     """
     rows = [
-        Row(place, (context + continuation)[-(longest + 1) : -1], continuation[-longest:])
-        for place, (context, continuation) in enumerate(requests)
+        Row(number, (context + continuation)[-(longest + 1) : -1], continuation[-longest:])
+        for number, (context, continuation) in enumerate(requests)
     ]
     rows.sort(key=lambda row: len(row.ids), reverse=True)
-    found: dict[int, Score] = {}
+    scores: dict[int, Score] = {}
     for batches in _rounds(rows, longest):
         states = model.states([ids for ids, _ in batches], listen)
         for (_, inside), hidden in zip(batches, states, strict=True):
-            found |= _scores(model, inside, hidden)
-    return [found[place] for place in range(len(requests))]
+            scores |= _scores(model, inside, hidden)
+    return [scores[number] for number in range(len(requests))]
 
 
 def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
@@ -73,7 +73,7 @@ def _rounds(rows: Sequence[Row], longest: int) -> Iterator[list[Batch]]:
 
 
 def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[int, Score]:
-    """Return {place: score} for a batch's rows, from final hidden states `[rows, tokens, hidden]`."""
+    """Return {number: score} for a batch's rows, from final hidden states `[rows, tokens, hidden]`."""
     picked = torch.cat(
         [hidden[k, len(row.ids) - len(row.targets) : len(row.ids)] for k, row in enumerate(rows)]
     )
@@ -87,6 +87,6 @@ def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[i
     counts = [len(row.targets) for row in rows]
     sums, hits = torch.cat(log_probs).split(counts), torch.cat(likeliest).split(counts)
     return {
-        row.place: Score(values.sum().item(), bool(hit.all()))
+        row.number: Score(values.sum().item(), bool(hit.all()))
         for row, values, hit in zip(rows, sums, hits, strict=True)
     }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.distillation.compressed.student import Floats, Student
+from quantkit.distillation.student import Floats, Student
 from quantkit.errors import UNSUPPORTED, VERIFICATION, QuantkitError
 from quantkit.inspection.verify import ERRORS
 from quantkit.models.files import checksums, gguf_writer, untrusted
@@ -32,7 +32,7 @@ IN_FILE = "quantkit.manifest"  # the manifest's key in a GGUF file
 Patch = tuple[Path, int, bytes]  # file, offset, new bytes
 
 
-def write(student: Student, floats: Floats | None, record: dict, place: Path, name: str) -> None:
+def write(student: Student, floats: Floats | None, record: dict, target: Path, name: str) -> None:
     """Write the output to `place`, a folder or a GGUF file. floats: by name in the model; None leaves all
     tensors unchanged. record: JSON for manifest and model card. name: the output's final name.
     """
@@ -43,25 +43,25 @@ def write(student: Student, floats: Floats | None, record: dict, place: Path, na
         if manifest is None:
             manifest = {"schema": "quantkit.manifest/1", "quantkit": __version__, "distilled": record}
         text = json.dumps(manifest, ensure_ascii=False)
-        moved = gguf_writer.with_text(checkpoint.folder, place, IN_FILE, text)
+        moved = gguf_writer.with_text(checkpoint.folder, target, IN_FILE, text)
         for _, start, data in changes:
-            _write(place, start + moved, data)
-        checksums.fill(place, LOSS, "")
-        checksums.seal(place)
+            _write(target, start + moved, data)
+        checksums.fill(target, LOSS, "")
+        checksums.seal(target)
         return
-    place.mkdir()
-    own = sorted(path for path in untrusted.entries(checkpoint.folder) if path.is_file())
-    checkpoint.copy((path for path in own if path.name not in (CARD, MANIFEST, TIMINGS)), place)
+    target.mkdir()
+    paths = sorted(path for path in untrusted.entries(checkpoint.folder) if path.is_file())
+    checkpoint.copy((path for path in paths if path.name not in (CARD, MANIFEST, TIMINGS)), target)
     for path, start, data in changes:
-        _write(place / path.name, start, data)
+        _write(target / path.name, start, data)
     if manifest is not None:
-        manifest = manifest | {"files": checksums.of_folder(place, ())}
-        (place / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
+        manifest = manifest | {"files": checksums.of_folder(target, ())}
+        (target / MANIFEST).write_text(json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
     card = checkpoint.folder / CARD
     before = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     before = before.replace(f"\n# {checkpoint.name}\n", f"\n# {name}\n")
     before = re.sub(r"^KL divergence from the original: .*\n\n?", "", before, flags=re.MULTILINE)  # outdated
-    (place / CARD).write_text(before + _card(record, name))
+    (target / CARD).write_text(before + _card(record, name))
 
 
 def patches(student: Student, floats: Floats) -> Iterator[Patch]:
@@ -73,14 +73,14 @@ def patches(student: Student, floats: Floats) -> Iterator[Patch]:
             for local, layout in block.layouts.items():
                 stored = names.stored_of(index, f"{local}.weight")
                 parts = checkpoint.parts(stored)
-                found = layout.with_floats(parts, block.of_linear(local, inside))
+                tensors = layout.with_floats(parts, block.of_linear(local, inside))
                 if isinstance(checkpoint, GgufCheckpoint):
-                    yield _patch(checkpoint, stored, found["ggml"])
+                    yield _patch(checkpoint, stored, tensors["ggml"])
                     continue
                 places = dict(zip(parts, checkpoint.stored_as(stored), strict=True))
-                for part, tensor in found.items():
-                    if tensor is not parts[part]:
-                        yield _patch(checkpoint, places[part], tensor)
+                for suffix, tensor in tensors.items():
+                    if tensor is not parts[suffix]:
+                        yield _patch(checkpoint, places[suffix], tensor)
             for name in block.dtypes:
                 yield _patch(checkpoint, names.stored_of(index, name), inside[name])
     for name in student.rest().dtypes:
@@ -98,8 +98,8 @@ def _patch(checkpoint: Checkpoint, name: str, tensor: Tensor) -> Patch:
     return info.file, info.offset, data
 
 
-def _write(place: Path, start: int, data: bytes) -> None:
-    with open(place, "r+b") as file:
+def _write(path: Path, start: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
         file.seek(start)
         file.write(data)
 
@@ -109,12 +109,12 @@ def manifest_of(checkpoint: Checkpoint) -> dict | None:
     if (text := checkpoint.manifest()) is None:
         return None
     try:
-        found = untrusted.parse(text.encode())
+        manifest = untrusted.parse(text.encode())
     except ValueError as error:
         what = f"{MANIFEST} of {checkpoint.source}: {error}"
         raise QuantkitError(what, MANIFEST_HINT, UNSUPPORTED) from error
-    untrusted.check_schema(found, MANIFEST_SCHEMA, f"{MANIFEST} of {checkpoint.source}", MANIFEST_HINT)
-    return found
+    untrusted.check_schema(manifest, MANIFEST_SCHEMA, f"{MANIFEST} of {checkpoint.source}", MANIFEST_HINT)
+    return manifest
 
 
 def _manifest(checkpoint: Checkpoint, record: dict) -> dict | None:
@@ -148,13 +148,13 @@ def _card(record: dict, name: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def verify(student: Student, floats: Floats | None, place: Path, ids: Tensor) -> None:
+def verify(student: Student, floats: Floats | None, path: Path, ids: Tensor) -> None:
     """Read the output back and compare it with the student.
 
     Raises QuantkitError (exit code 6) if codes differ, or if final hidden states for `ids [batch, tokens]`
     differ from the student's with these floats.
     """
-    written = open_checkpoint(str(place), trust_remote_code=student.checkpoint.trust_remote_code)
+    written = open_checkpoint(str(path), trust_remote_code=student.checkpoint.trust_remote_code)
     again = Student(written, student.skeleton.dtype, student.skeleton.device)
     again.skeleton.load_rest()
     expected, hidden = student.skeleton.embed(ids), again.skeleton.embed(ids)
@@ -162,7 +162,7 @@ def verify(student: Student, floats: Floats | None, place: Path, ids: Tensor) ->
         with student.block(index) as before, again.block(index) as after:
             odd = [n for n in before.weights if not before.weights[n].codes.equal(after.weights[n].codes)]
             if odd or before.weights.keys() != after.weights.keys():
-                what = f"the checkpoint read back from {place} has other codes in block {index + 1}"
+                what = f"the checkpoint read back from {path} has other codes in block {index + 1}"
                 raise QuantkitError(what, FAULTY, VERIFICATION)
             now = before.floats
             if floats is not None:
@@ -171,4 +171,4 @@ def verify(student: Student, floats: Floats | None, place: Path, ids: Tensor) ->
             (expected,) = student.outputs(before, [expected], now)
             (hidden,) = again.outputs(after, [hidden], after.floats)
     dtype = str(student.skeleton.dtype).removeprefix("torch.")
-    refuse_unlike({"hidden states": (hidden, expected)}, dtype, place)
+    refuse_unlike({"hidden states": (hidden, expected)}, dtype, path)

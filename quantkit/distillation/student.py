@@ -46,34 +46,34 @@ class TracedBlock:
 
     def values(self, floats: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the block's parameters by name, decoded with `floats` in `dtype`; autograd can follow."""
-        found = {name: floats[name].to(dtype) for name in self.dtypes}
+        values = {name: floats[name].to(dtype) for name in self.dtypes}
         for local, weight in self.weights.items():
             traced = weight.with_floats(self.of_linear(local, floats)).traced()
-            found[f"{local}.weight"] = traced.to(dtype)
-        return found
+            values[f"{local}.weight"] = traced.to(dtype)
+        return values
 
     def stored(self, floats: Mapping[str, Tensor]) -> Floats:
         """Return the floats after rounding to the types in which they are stored, as float32."""
-        found = {name: floats[name].to(dtype).float() for name, dtype in self.dtypes.items()}
+        stored = {name: floats[name].to(dtype).float() for name, dtype in self.dtypes.items()}
         for local, weight in self.weights.items():
-            kept = weight.grid.storable(self.of_linear(local, floats))
-            found |= {f"{local}.weight.{name}": value for name, value in kept.items()}
-        return {name: found[name] for name in self.floats}
+            storable = weight.grid.storable(self.of_linear(local, floats))
+            stored |= {f"{local}.weight.{name}": value for name, value in storable.items()}
+        return {name: stored[name] for name in self.floats}
 
 
 class Student:
-    """A compressed checkpoint to train, in `dtype` on `device`. rows: its packed linears."""
+    """A compressed checkpoint to train, in `dtype` on `device`. specs: of its packed linears."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):
         if isinstance(checkpoint, GgufCheckpoint):
-            rows = linears(Skeleton(checkpoint, dtype, device))
-            checkpoint = checkpoint.coded([row.name for row in rows])  # they stay packed when read
+            specs = linears(Skeleton(checkpoint, dtype, device))
+            checkpoint = checkpoint.coded([spec.name for spec in specs])  # they stay packed when read
         self.skeleton = Skeleton(checkpoint, dtype, device)
         self.skeleton.names.check_complete()
         self.skeleton.streams = False  # a block is trained as a whole
         self.checkpoint = self.skeleton.checkpoint
-        self.rows = [
-            row for row in linears(self.skeleton) if self.checkpoint.is_quantized(f"{row.name}.weight")
+        self.specs = [
+            spec for spec in linears(self.skeleton) if self.checkpoint.is_quantized(f"{spec.name}.weight")
         ]
         self._loaded: dict[int, TracedBlock] = {}
         self._checked: set[int] = set()  # blocks already checked by refuse_unlike
@@ -100,7 +100,7 @@ class Student:
         skeleton = self.skeleton
         fetched = skeleton.fetch_block(index)
         module = skeleton.load_block(index, fetched=replace(fetched, parts={}))
-        plain = {name: part.float() for name, part in module.named_parameters() if not part.is_meta}
+        plain = {name: p.float() for name, p in module.named_parameters() if not p.is_meta}
         floats = {name: plain[name].clone() for name in vectors(module) if name in plain}
         dtypes = {name: skeleton.stored_dtype(index, name) for name in floats}
         weights, layouts, rounding = {}, {}, set()
@@ -110,7 +110,7 @@ class Student:
             layouts[local] = fetched.layout.at(stored)
             if index not in self._checked:
                 refuse_unlike(layouts[local], stored, parts)
-            placed = {part: tensor.to(skeleton.device) for part, tensor in parts.items()}
+            placed = {suffix: tensor.to(skeleton.device) for suffix, tensor in parts.items()}
             with naming_errors(stored, placed):
                 weights[local] = layouts[local].decode(placed)
             if layouts[local].module(placed, None) is not None:
@@ -133,17 +133,17 @@ class Student:
             values = block.values(floats, self.skeleton.dtype)
         for hidden in batches:
             with torch.no_grad(), _rounded_inputs(self.skeleton.blocks[block.index], block, floats):
-                found = self.skeleton.trace_block(block.index, hidden, values)
-            yield found
+                output = self.skeleton.trace_block(block.index, hidden, values)
+            yield output
 
     def floats(self, hold: bool) -> Floats:
         """Return the stored floats of all blocks, by names in the model, on the CPU. hold: see `block`."""
-        found = {}
+        floats = {}
         for index in range(self.depth):
             with self.block(index, hold) as block:
                 of_block = self.skeleton.names.of_block
-                found |= {of_block(index, name): value.cpu() for name, value in block.floats.items()}
-        return found
+                floats |= {of_block(index, name): value.cpu() for name, value in block.floats.items()}
+        return floats
 
     def rest(self) -> TracedBlock:
         """Return the norms and biases outside the blocks as a block without linears, by names in the model.
@@ -164,13 +164,13 @@ class Student:
 def vectors(module: nn.Module) -> list[str]:
     """Return the names of norms' vectors and of biases. Other vectors, such as decays of state-space models
     or routers' corrections, are not trained."""
-    found = []
-    for owner, part in module.named_modules():
-        for leaf, parameter in part.named_parameters(recurse=False):
-            norm = "norm" in type(part).__name__.lower()
+    names = []
+    for owner, child in module.named_modules():
+        for leaf, parameter in child.named_parameters(recurse=False):
+            norm = "norm" in type(child).__name__.lower()
             if parameter.ndim == 1 and (leaf == "bias" or norm):
-                found.append(f"{owner}.{leaf}" if owner else leaf)
-    return found
+                names.append(f"{owner}.{leaf}" if owner else leaf)
+    return names
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -212,5 +212,5 @@ def _rounded_inputs(module: nn.Module, block: TracedBlock, floats: Mapping[str, 
     try:
         yield
     finally:
-        for one in hooks:
-            one.remove()
+        for handle in hooks:
+            handle.remove()

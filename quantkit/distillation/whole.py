@@ -1,10 +1,10 @@
 """Training end to end: all floats at once, on the teacher's distribution of the next token.
 
-The student's blocks are run forward without autograd, and only the input of each is kept; then backwards one
-by one, each run again with autograd for the gradient that its output is given (checkpointing by block, Chen
-et al. 2016, arXiv:1604.06174). So weights are decoded for one block at a time. Codes of all blocks are kept
-where they find room, else read again for every block that is run: slower, with the same result. Of the
-teacher nothing is left but its head and its final hidden states.
+The student's blocks run forward without autograd, and only the input of each block is kept. Then the blocks
+run again, the last one first, with autograd, which turns the gradient of a block's output into that of its
+input (checkpointing by block, Chen et al. 2016, arXiv:1604.06174). So weights are decoded for one block at a
+time. The codes of all blocks stay in memory if they fit; otherwise each run of a block reads them again: this
+is slower and gives the same result. Memory holds only the head and the final hidden states of the teacher.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantkit.distillation.compressed.blocks import Final, Text
-from quantkit.distillation.compressed.student import Floats, Student
+from quantkit.distillation.blocks import Final, Text
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.student import Floats, Student
 from quantkit.distillation.training import Shares, order
 from quantkit.models.files import safetensors_folder
 from quantkit.models.files.reading import tensor as load
@@ -82,9 +82,9 @@ class EndToEnd:
             self.step(done)
             done += 1
             if stops := done % len(self.text.train) == 0 or done == self.steps:
-                found, least = self.divergence(), min([begun, *curve.values()])
-                curve[done] = found
-                if found < least:
+                loss, least = self.divergence(), min([begun, *curve.values()])
+                curve[done] = loss
+                if loss < least:
                     save(staging.folder / BEST, self.stored())
             if stops or time.monotonic() - saved > max(SAVE_SECONDS, SAVE_SHARE * took):
                 began = time.monotonic()
@@ -96,8 +96,8 @@ class EndToEnd:
 
     def step(self, number: int) -> None:
         """Train on batch number `number`; each epoch has another order."""
-        epoch, place = divmod(number, len(self.text.train))
-        batch = order(len(self.text.train), self.seed, self.student.depth, epoch)[place]
+        epoch, position = divmod(number, len(self.text.train))
+        batch = order(len(self.text.train), self.seed, self.student.depth, epoch)[position]
         self._descend(self.text.train[batch], self.final.taught[batch], self.descent.values())
         self.descent.step()
 
@@ -117,12 +117,12 @@ class EndToEnd:
     def stored(self) -> Floats:
         """Return the floats after rounding to their stored types, on the CPU."""
         floats = {name: value.detach() for name, value in self.descent.values().items()}
-        found = self.student.rest().stored(floats)
+        stored = self.student.rest().stored(floats)
         for index in range(self.student.depth):
             with self.student.block(index, self.hold) as block:
                 inside = block.stored(self._inside(index, floats))
-            found |= {self._name(index, name): value for name, value in inside.items()}
-        return {name: found[name].cpu().contiguous() for name in floats}
+            stored |= {self._name(index, name): value for name, value in inside.items()}
+        return {name: stored[name].cpu().contiguous() for name in floats}
 
     def _forward(self, ids: Tensor, floats: Mapping[str, Tensor]) -> list[Tensor]:
         """Return the input of every block and the output of the last, without gradients."""
@@ -153,9 +153,9 @@ class EndToEnd:
         def loss(ours: Tensor, span: slice) -> Tensor:
             with torch.no_grad():
                 expected = self.teacher.logits(taught[span])
-            found = self.student.logits(ours, rest)
+            logits = self.student.logits(ours, rest)
             temperature = self.options.temperature
-            return (divergence.kl(expected, found, temperature) * temperature**2).sum() / tokens
+            return (divergence.kl(expected, logits, temperature) * temperature**2).sum() / tokens
 
         return through_head(final, chunk_tokens(self._vocabulary), loss)
 
@@ -209,7 +209,7 @@ def plan_memory(teacher: Skeleton, student: Student, text: Text, options: Distil
     element, free = teacher.dtype.itemsize, free_memory(teacher.device)
     sizes = [sum(p.numel() for p in block.parameters()) for block in student.skeleton.blocks]
     inside, largest = sum(sizes), max(sizes)
-    outside = sum(one.parameters - inside for one in (teacher, student.skeleton)) * element
+    outside = sum(skeleton.parameters - inside for skeleton in (teacher, student.skeleton)) * element
     batch = text.train[0].numel()
     train, held_out = (sum(part.numel() for part in parts) for parts in (text.train, text.held_out))
     width = teacher.checkpoint.text_config.hidden_size * element

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.distillation.compressed.student import Floats, Student, TracedBlock
 from quantkit.distillation.options import DistillOptions
+from quantkit.distillation.student import Floats, Student, TracedBlock
 from quantkit.distillation.training import Shares, order
 from quantkit.models.files.reading import tensor as load_staged
 from quantkit.models.skeleton import Skeleton
@@ -82,18 +82,19 @@ def walk(
             before.advance(student.outputs(block, before, block.floats))
             if done[index]:
                 infos = staging.infos(index)
-                found = {name: load_staged(infos[name]).to(old.device) for name, old in block.floats.items()}
+                device = student.skeleton.device
+                current = {name: load_staged(infos[name]).to(device) for name in block.floats}
             elif options.block_epochs:
                 with timings("blocks"):
-                    found = _improved(student, block, (ours, taught), (after, theirs), options, seed)
-                staged = {name: value.detach().cpu().contiguous() for name, value in found.items()}
+                    current = _improved(student, block, (ours, taught), (after, theirs), options, seed)
+                staged = {name: value.detach().cpu().contiguous() for name, value in current.items()}
                 staging.write_block(index, staged, [])
             else:
-                found = block.floats
+                current = block.floats
             for states in (after,) if ours is None else (after, ours):
-                states.advance(student.outputs(block, states, found))
+                states.advance(student.outputs(block, states, current))
             of_block = student.skeleton.names.of_block
-            floats |= {of_block(index, name): value.cpu() for name, value in found.items()}
+            floats |= {of_block(index, name): value.cpu() for name, value in current.items()}
         progress.block(index, replayed=done[index])
     staging.wait()
     return Final(taught, theirs, before, after, floats)
@@ -115,21 +116,21 @@ def _improved(
     for epoch in range(options.block_epochs):
         for batch in order(len(inputs), seed, block.index, epoch):
             with torch.enable_grad():
-                found = student.run(block, inputs[batch], descent.values())
-                error(found, targets[batch]).mean().backward()
+                trained = student.run(block, inputs[batch], descent.values())
+                error(trained, targets[batch]).mean().backward()
             descent.step()
-    found = block.stored({name: value.detach() for name, value in descent.values().items()})
-    improved = _mean_error(student, block, held_out, found) < _mean_error(
+    trained = block.stored({name: value.detach() for name, value in descent.values().items()})
+    improved = _mean_error(student, block, held_out, trained) < _mean_error(
         student, block, held_out, block.floats
     )
-    return found if improved else block.floats
+    return trained if improved else block.floats
 
 
-def error(found: Tensor, target: Tensor) -> Tensor:
+def error(output: Tensor, target: Tensor) -> Tensor:
     """Return each token's squared error divided by its target's square, `[batch, tokens]`. In many models the
     states of a few tokens, such as the first, are a thousand times larger than others."""
     expected = target.float()
-    return (found.float() - expected).square().mean(-1) / expected.square().mean(-1).clamp(min=SMALLEST)
+    return (output.float() - expected).square().mean(-1) / expected.square().mean(-1).clamp(min=SMALLEST)
 
 
 def _mean_error(
@@ -137,7 +138,7 @@ def _mean_error(
 ) -> float:
     total, tokens = 0.0, 0
     inputs, targets = pair
-    for found, target in zip(student.outputs(block, inputs, floats), targets, strict=True):
-        each = error(found, target)
+    for output, target in zip(student.outputs(block, inputs, floats), targets, strict=True):
+        each = error(output, target)
         total, tokens = total + each.sum().item(), tokens + each.numel()
     return total / tokens

@@ -1,0 +1,76 @@
+"""The request, the output and the staging folder of a distillation job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from quantkit.distillation.options import DistillOptions
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.models.files import gguf_shards, headers, untrusted
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.options import CalibrationOptions, RunOptions
+from quantkit.quantize.prepare.names import base_name
+from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging import may_replace
+from quantkit.quantize.staging.folder import Staging
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options that the user gave."""
+
+    teacher: str
+    student: str
+    options: DistillOptions
+    calibration: CalibrationOptions
+    run: RunOptions
+    output: Path | None = None
+    revision: str | None = None
+    offline: bool = False
+    trust_remote_code: bool = False
+    resume: bool = False
+    overwrite: bool = False
+
+
+def stage(request: Request, source: Checkpoint, progress: Progress, dry_run: bool) -> tuple[Staging, dict]:
+    """Return the output's staging folder, and the `execution` of an unfinished job there ({} without one).
+
+    source: the student. Raises QuantkitError if the output may not be written.
+    """
+    whole, hint = gguf_shards.whole(source.folder), "join them first: llama-gguf-split --merge FIRST OUTPUT"
+    require(whole == source.folder, f"distill writes no shards: {request.student}", hint, UNSUPPORTED)
+    staging = Staging(output_of(request), one_file=source.folder.is_file())
+    may_replace.check_source(staging.output, source.folder, "student")
+    if staging.one_file and staging.output.is_dir():
+        raise QuantkitError(f"{staging.output} is a folder, not a GGUF file", "choose another -o", USAGE)
+    if not dry_run:
+        staging.check(request.resume, request.overwrite)
+    staged = staging.stored_fingerprint() if request.resume else None
+    if request.resume and not staged:
+        progress.phase(f"no unfinished job for {staging.output}: starting at the first step")
+    return staging, staged["execution"] if staged else {}
+
+
+def output_of(request: Request) -> Path:
+    """Return --output; by default NAME-distilled in the current folder."""
+    suffix = ".gguf" if request.student.endswith(".gguf") else ""
+    return request.output or Path(f"{base_name(request.student)}-distilled{suffix}")
+
+
+def is_done(request: Request) -> bool:
+    """Return whether --resume has nothing to do: the output is finished, with the same options."""
+    output = output_of(request)
+    if not request.resume or request.overwrite or Staging(output).folder.exists() or not output.exists():
+        return False
+    manifest = headers.at(str(output), output).manifest or {}
+    untrusted.check_schema(
+        manifest, headers.MANIFEST_SCHEMA, f"{headers.MANIFEST} of {output}", "start with --overwrite"
+    )
+    return (manifest.get("distilled") or {}).get("options") == as_read(request.options)
+
+
+def as_read(options: DistillOptions) -> dict:
+    """Return the options as JSON stores them."""
+    return json.loads(json.dumps(asdict(options)))
