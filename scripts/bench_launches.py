@@ -27,7 +27,9 @@ from quantkit.grids import ggml  # noqa: E402
 from quantkit.grids.affine import AffineGrid  # noqa: E402
 from quantkit.grids.grid import Grid  # noqa: E402
 from quantkit.grids.nf4 import Nf4Grid  # noqa: E402
-from quantkit.quantize.solvers import SiteStatistics, Solver  # noqa: E402
+from quantkit.layouts import Statistic  # noqa: E402
+from quantkit.quantize.calibrate.statistics import SiteStatistics  # noqa: E402
+from quantkit.quantize.solvers import Solver  # noqa: E402
 from quantkit.quantize.solvers.gptq import GptqSolver  # noqa: E402
 from quantkit.quantize.solvers.rtn import RtnSolver  # noqa: E402
 from quantkit.quantize.transforms.auto import FeedbackScaling  # noqa: E402
@@ -42,13 +44,13 @@ Run = Callable[[torch.Tensor, SiteStatistics], object]
 
 
 def solved(solver: Solver, grid: Grid) -> Run:
-    return lambda weight, statistics: solver.solve([weight], [grid], statistics)
+    return lambda weight, statistics: solver.solve([weight], [grid], statistics.hessian)
 
 
 def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     """AWQ's search for a scale, 20 exponents."""
     losses = Losses([Reader(weight, AffineGrid(4, 128, search=False), statistics.hessian)])
-    search(losses, statistics.magnitude, 20)
+    search(losses, statistics[Statistic.MAGNITUDE], 20)
 
 
 def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> None:
@@ -57,21 +59,21 @@ def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> No
     scaling = FeedbackScaling(solver)
     losses = scaling.losses([Reader(weight, grid, statistics.hessian)])
     scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
-    solver.solve([weight], [grid], statistics)
+    solver.solve([weight], [grid], statistics.hessian)
 
 
 def solved_together(experts: int) -> Run:
     """Experts of one shape as a batch."""
 
     def run(weight: torch.Tensor, statistics: SiteStatistics) -> None:
-        GptqSolver().solve_many([([weight], [AffineGrid(4, 128)], statistics)] * experts)
+        GptqSolver().solve_many([([weight], [AffineGrid(4, 128)], statistics.hessian)] * experts)
 
     return run
 
 
 def encoded(name: str) -> Run:
     grid = ggml.named(name)
-    return lambda weight, statistics: grid.quantize(weight, statistics.square)
+    return lambda weight, statistics: grid.quantize(weight, statistics[Statistic.SQUARE])
 
 
 METHODS: dict[str, tuple[Run, dict[int, int]]] = {
@@ -103,9 +105,12 @@ def problem(
     inputs *= torch.rand(columns, generator=generator) + 0.1
     inputs[:, 1:] += 0.5 * inputs[:, :-1]
     hessian = 2 * inputs.T @ inputs / len(inputs)
-    parts = hessian, inputs.abs().mean(0), inputs.square().mean(0)
-    hessian, magnitude, square = (part.to(device) for part in parts)
-    return weight.to(device), SiteStatistics(hessian=hessian, magnitude=magnitude, square=square)
+    values = {
+        Statistic.HESSIAN: hessian,
+        Statistic.MAGNITUDE: inputs.abs().mean(0),
+        Statistic.SQUARE: inputs.square().mean(0),
+    }
+    return weight.to(device), SiteStatistics({kind: value.to(device) for kind, value in values.items()})
 
 
 def count(run: Run, rows: int, columns: int) -> tuple[int, int, str]:

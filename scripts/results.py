@@ -35,11 +35,12 @@ from common import DEMO, ROOT, outlier_twin, quantkit, table, write_section
 
 from quantkit.evaluation import self_text
 from quantkit.evaluation import windows as windows_of
+from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
-from quantkit.quantize.calibrate import measure
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.progress import Progress
 
 Job = tuple[str, dict]  # method, options
@@ -282,13 +283,13 @@ FEW = (64, 16, 4, 1)  # calibration sequences
 FEW_BITS = 3  # of the comparison by few tokens: differences show earlier
 
 
-def starved_rounded(own, layer, in_features, choice):
-    """`measure.of_expert` of a fourth choice, `rtn`: an expert whose tokens are fewer than its inputs is
+def starved_rounded(own, layer, choice):
+    """`SiteStatistics.mixed` of a fourth choice, `rtn`: an expert whose tokens are fewer than its inputs is
     rounded to nearest, as error feedback does without second moments."""
-    if own.tokens >= in_features:
+    if own.tokens >= len(own.hessian):
         return own
-    even = torch.eye(in_features, device=layer.hessian.device) * layer.hessian.diagonal().mean()
-    return measure.replace(own, hessian=even)
+    even = torch.eye(len(own.hessian), device=layer.hessian.device) * layer.hessian.diagonal().mean()
+    return SiteStatistics(own | {Statistic.HESSIAN: even}, own.tokens)
 
 
 def by_expert_choice(args: argparse.Namespace, folder: Path) -> list[str]:
@@ -309,7 +310,7 @@ def by_expert_choice(args: argparse.Namespace, folder: Path) -> list[str]:
     for samples in FEW:
         made = {}
         for choice in ("rtn", *CHOICES):
-            patch = mock.patch.object(measure, "of_expert", starved_rounded)
+            patch = mock.patch.object(SiteStatistics, "mixed", starved_rounded)
             with patch if choice == "rtn" else nullcontext():
                 run = RunOptions(experts="routed" if choice == "rtn" else choice)
                 one, text = ("gptq", {"bits": FEW_BITS}), CalibrationOptions(samples=samples)

@@ -22,10 +22,12 @@ from quantkit.auto.engines import GgufOutside, Space, nearest
 from quantkit.auto.scaling import Scales
 from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
+from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.job import Job
-from quantkit.quantize.solvers import SiteStatistics, loss
+from quantkit.quantize.solvers import loss
 from quantkit.quantize.timings import Timings
 
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
@@ -114,7 +116,7 @@ class Solving:
                 ]
                 rounding[candidate.name] += lost(near)
             for candidate in chosen:
-                found = self._job.method.solver.solve(own, grids(candidate), statistics)
+                found = self._job.method.solver.solve(own, grids(candidate), statistics.hessian)
                 values = [one.weight.values() for one in found]
                 solving[candidate.name] += lost(values)
                 kept = map(partial(scales.undone, site), names, values)
@@ -132,41 +134,37 @@ class Solving:
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
         """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""
-        job = self._job
-        measuring = Measuring(
-            job.skeleton,
-            entering,
-            job.plan.execution,
-            frozenset({"hessian"}),
-            job.request.run.experts,
-            Timings(),
-            len(entering),
-        )
         if self._known is None or self._known[0].index != unit.block:
             self._known = None  # frees the statistics of the previous block
-            self._known = self._block(unit.block, entering, measuring)
+            self._known = self._block(unit.block, entering)
         block, scales, found = self._known
-        names = {row.local for row in unit.rows}
+        names = {spec.local for spec in unit.rows}
         sites = [site for site in block.sites if names.intersection(site.linears)]
         yield from ((site, found[site], scales) for site in sites if site in found)
         layers = {site.pool: site for site in block.sites if not site.linears}
         for some in _some([site for site in sites if site not in found]):
-            gathered = measuring.at_once(block, [layers[some[0].pool], *some])
+            gathered = self._measuring(block, entering).at_once([layers[some[0].pool], *some])
             yield from ((site, gathered.pop(site), scales) for site in some)
 
-    def _block(self, index: int, entering: States, measuring: Measuring) -> Known:
+    def _measuring(self, block: Block, entering: States) -> Measuring:
+        job = self._job
+        given = job.plan.execution, frozenset({Statistic.HESSIAN}), job.request.run.experts, Timings()
+        return Measuring(job.skeleton, block, entering, *given, len(entering))
+
+    def _block(self, index: int, entering: States) -> Known:
         """Return the block with the grids of its usual candidates, its scales, and its sites' statistics."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
         sites = find_sites(module, lambda: skeleton.run_block(index, probe))
-        rows = {row.local: row for row in self._job.specs if row.block == index}
-        for local, row in rows.items():
-            if stored := self._usual.get(row.name):
-                rows[local] = replace(row, grid=self._space.grid(row, stored))
-        block = Block(index, module, rows, sites)
-        scales = scaling.of_block(block, measuring, self._job.method.transform)
+        specs = {spec.local: spec for spec in self._job.specs if spec.block == index}
+        for local, spec in specs.items():
+            if stored := self._usual.get(spec.name):
+                specs[local] = replace(spec, grid=self._space.grid(spec, stored))
+        block = Block(index, module, specs, sites)
+        measuring = self._measuring(block, entering)
+        scales = scaling.of_block(measuring, self._job.method.transform)
         plain = [site for site in block.chosen if site.pool is None]
-        found = measuring.at_once(block, plain) if plain else {}
+        found = measuring.at_once(plain) if plain else {}
         return block, scales, {site: scales.entering(site, one) for site, one in found.items()}
 
 

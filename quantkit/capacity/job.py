@@ -15,6 +15,7 @@ from quantkit.capacity import formats
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.question import Question
 from quantkit.capacity.source import Source
+from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
@@ -74,7 +75,7 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
         return peak_memory(shapes, needs, scaled, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
 
     ordered = calibrated and not work.transform  # sites are solved one after another
-    together = on_gpu and shapes.experts and "hessian" in needs  # experts, with repeated passes
+    together = on_gpu and shapes.experts and Statistic.HESSIAN in needs  # experts, with repeated passes
     suspend = ordered and not together and (memory is None or peak(True).computing < COMFORT * memory)
     need = peak(suspend)
     if ordered and not suspend:
@@ -96,14 +97,14 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _needs(options: Any) -> frozenset[str]:
+def _needs(options: Any) -> frozenset[Statistic]:
     """Return the statistics that the solver of these options needs."""
     feeds_back = getattr(options, "solver", "rtn") != "rtn" and options.target == "original"
-    return frozenset({"hessian", "drift"} if feeds_back else {"hessian"})
+    return frozenset({Statistic.HESSIAN, Statistic.DRIFT} if feeds_back else {Statistic.HESSIAN})
 
 
 def _seconds(
-    work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
+    work: Work, needs: frozenset[Statistic], parameters: Parameters, question: Question, suspend: bool
 ) -> tuple[list[float] | None, str]:
     """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
     (soonest, latest), device = START_SECONDS, question.one
@@ -131,7 +132,7 @@ def _seconds(
 
 
 def _operations(
-    work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
+    work: Work, needs: frozenset[Statistic], parameters: Parameters, question: Question, suspend: bool
 ) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, question.samples * question.seqlen
@@ -145,7 +146,7 @@ def _operations(
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
     squares = sum(width**2 for *_, width in sites) * tokens
     moments = squares * (1 + work.sample)
-    if "drift" in needs:  # of the original, and of its inputs with those here
+    if Statistic.DRIFT in needs:  # of the original, and of its inputs with those here
         share = 1 / original_every(tokens, max(width for *_, width in sites))
         forwards, moments = forwards + share, moments + 2 * share * squares
     head = [one for one in parameters.outside if len(one.shape) > 1][-1:] if work.outside else []

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantkit.grids.grid import Grid
-    from quantkit.layouts import Layout, Width
+    from quantkit.layouts import Layout, Statistic, Width
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.outputs.folder import Output
     from quantkit.quantize.solvers import Solver
@@ -99,7 +99,7 @@ class Method:
     outside: bool = False
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[Statistic]:
         """Return the statistics of calibration text that the method needs; an empty set if data-free."""
         parts = (self.solver, self.output, self.transform, self.layout)
         return frozenset().union(*(part.needs for part in parts if part))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
 from quantkit.models.files import card, checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
@@ -67,8 +67,8 @@ class GgufOutput(Output):
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"square"} if self.gathers else ())
+    def needs(self) -> frozenset[Statistic]:
+        return frozenset({Statistic.SQUARE} if self.gathers else ())
 
     @property
     def linears(self) -> dict[str, str]:
@@ -170,10 +170,10 @@ class GgufOutput(Output):
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring inputs of the output matrix")
-                statistics = of_head(skeleton, batches, place)
+                hessian = of_head(skeleton, batches, place).hessian
                 weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
                 layout = material.layout
-                solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
+                solved, fallback = solved_rows(weight, grid, layout, material, solver, hessian, tied)
                 blobs[head.name] = solved[layout.marker]
                 _vanished(head, types[head.name], weight, blobs[head.name])
                 if fallback:

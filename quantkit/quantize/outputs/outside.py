@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from quantkit.grids.distance import weight_error
 from quantkit.grids.grid import Grid
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Material
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, Solved, Solver
+from quantkit.quantize.report import LinearReport
+from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.staging.parts import BlockParts
 
@@ -33,16 +34,16 @@ def solved_rows(
     layout: Layout,
     material: Material,
     solver: Solver,
-    statistics: SiteStatistics | None,
+    hessian: Tensor | None,
     tied: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return a matrix `[out, in]` in a layout whose tensors have one row per output, and the reason if error
     feedback was not used. The matrix is solved in parts as large as a block's largest linear.
 
     tied: errors of the embedding count too, with equal weight for every column. Codes of FINE bits are not
-    refined. Without `statistics`, weights are rounded to nearest.
+    refined. Without `hessian`, weights are rounded to nearest.
     """
-    if statistics is None:
+    if hessian is None:
         solver = RtnSolver()
     elif tied or grid.bits >= FINE:
         fine = {"refine": 0} if grid.bits >= FINE else {}
@@ -50,7 +51,7 @@ def solved_rows(
     inside = (row.weights for row in material.specs if not row.embedding)
     rows, found, fallback = max(1, max(inside) // weight.shape[1]), [], None
     for part in weight.split(rows):
-        (solved,) = solver.solve([part.to(material.skeleton.device, torch.float32)], [grid], statistics)
+        (solved,) = solver.solve([part.to(material.skeleton.device, torch.float32)], [grid], hessian)
         fallback = fallback or solved.fallback
         encoded = layout.encode(solved.weight).items()
         found.append({name: tensor.cpu() for name, tensor in encoded if tensor.ndim})
@@ -80,19 +81,20 @@ def install_embedding(
         stored = distributed.broadcast(lambda: staging.read(row.block))
         packed = {part.removeprefix(f"{row.name}."): tensor for part, tensor in stored.items()}
     else:
-        weight, statistics = material.checkpoint.read(f"{row.name}.weight"), None
+        weight, hessian = material.checkpoint.read(f"{row.name}.weight"), None
         tied = any(name in pair for pair in skeleton.model.all_tied_weights_keys.items())
-        if tied and "hessian" in solver.needs:
+        if tied and Statistic.HESSIAN in solver.needs:
             progress.phase("measuring inputs of the head")
-            statistics = of_head(skeleton, batches, place)
-        packed, fallback = solved_rows(weight, row.grid, layout, material, solver, statistics, tied)
-        del statistics
+            hessian = of_head(skeleton, batches, place).hessian
+        packed, fallback = solved_rows(weight, row.grid, layout, material, solver, hessian, tied)
+        del hessian
     install(skeleton, name, (), partial(_decoded, layout, packed, skeleton.dtype))
     if weight is not None:
         error = weight_error(weight.to(skeleton.dtype), skeleton.model.get_parameter(name).cpu())
         parts = BlockParts(staging, row.block)
         parts.add_linear(row.name, packed)
-        parts.finish([Solved(None, error, None, fallback, weight_error=error).record(row.name)])
+        report = LinearReport(row.name, error, fallback=fallback, facts={"weight_error": error})
+        parts.finish([report.record()])
         staging.wait()
 
 

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES, original_every
 
@@ -152,7 +153,7 @@ class Peak:
 
 def peak_memory(
     shapes: Shapes,
-    needs: Collection[str],
+    needs: Collection[Statistic],
     scaled: float = 0.0,
     outside: bool = False,
     suspend: bool = False,
@@ -185,24 +186,24 @@ def peak_memory(
         running += shapes.tokens * shapes.flight * suspend
         together = FLOAT32 * sum(width**2 for width in shapes.widths) if scaled else 0
         square = FLOAT32 * shapes.widest**2
-        moments = max(square * ("hessian" in needs), together)
+        moments = max(square * (Statistic.HESSIAN in needs), together)
         moments += (at_once - 1) * shapes.each(accelerated) + 2 * shapes.moments
-        if "hessian" in needs and (accelerated or "drift" in needs or not whole):
+        if Statistic.HESSIAN in needs and (accelerated or Statistic.DRIFT in needs or not whole):
             # the factor of H, or a permuted copy, and for yaqa both; errors and codes of two linears
-            factors = square * (1 + ("curvature" in needs)) + 9 * FLOAT32 * largest
+            factors = square * (1 + (Statistic.CURVATURE in needs)) + 9 * FLOAT32 * largest
             # before: H of the compared tokens, its factor and a quarter more, drifts, weights
             aiming = square * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
-            solving = max(solving, factors + 2 * largest * copied, aiming * ("drift" in needs))
-        if "hessian" in needs and accelerated:
+            solving = max(solving, factors + 2 * largest * copied, aiming * (Statistic.DRIFT in needs))
+        if Statistic.HESSIAN in needs and accelerated:
             solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
         if scaled and shapes.streamed:  # what enters each layer of experts, until all of them have come
             experts = map(expert_share.expert_of, shapes.experts)
             elsewhere = shapes.states * len({name.rpartition(".")[0] for name in experts})
-        if "drift" in needs:  # inputs and outputs of the original's sites
+        if Statistic.DRIFT in needs:  # inputs and outputs of the original's sites
             batches = -(-shapes.tokens // shapes.batch_tokens)
             sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
             elsewhere += (4 * shapes.hidden + sum(shapes.widths)) * sampled * element
-        if "curvature" in needs:
+        if Statistic.CURVATURE in needs:
             solving += _curvatures(shapes)
         if whole:
             block, solving = shapes.block * FLOAT32, max(solving, together)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count, require
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.machine import distributed, memory
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.machine.expert_share import ROUTED
@@ -195,16 +195,16 @@ def decide(
     rooms = Rooms.of(skeleton.device, Limit.of(max_memory(options)))
     way = next((way for way in ways if rooms.hold(need(way), COMFORT)), None)
     way = way or min(ways, key=lambda way: (not rooms.hold(need(way)), need(way).computing))
-    if way.sequential == "repeat" and "hessian" in method.needs:
+    if way.sequential == "repeat" and Statistic.HESSIAN in method.needs:
         way = replace(way, at_once=sites_at_once(shapes, rooms.computing, need(way)))
     peak = need(way)
-    less = f"--target own {LESS}" if "drift" in method.needs else LESS
+    less = f"--target own {LESS}" if Statistic.DRIFT in method.needs else LESS
     rooms.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
     scratch, spilled = 0, 0
-    if "curvature" in method.needs and any(spec.grid for spec in specs):
+    if Statistic.CURVATURE in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), shapes)
     if way.states == "disk":
-        spilled = shapes.states * (2 if "drift" in method.needs else 1)
+        spilled = shapes.states * (2 if Statistic.DRIFT in method.needs else 1)
     sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
@@ -236,7 +236,8 @@ def _ways(
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
     requested = kept.get("sequential") if requested == "auto" else requested
-    apart = skeleton.is_mixture and (distributed.count() > 1 or (accelerated and "hessian" in method.needs))
+    together = distributed.count() > 1 or (accelerated and Statistic.HESSIAN in method.needs)
+    apart = skeleton.is_mixture and together
     modes = ["repeat"] if apart else ["suspend", "repeat"]
     for mode in [requested] if requested else modes:
         places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]

@@ -12,19 +12,6 @@ et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 `columns.py` chooses the columns of a group in the paper's lazy batches (step 2). `vectors.py` chooses columns
 of code books, several at a time. `refine.py` improves the result of the sweep. If round to nearest has a
 lower loss, a linear is rounded to nearest. `tests/reference_gptq.py` follows the paper literally.
-
-With `--target original` a linear also compensates for the errors of earlier linears (`aimed`). Its inputs are
-X instead of the original model's X̃, and it may add its output to hidden states that differ by R from the
-original model's. `|X Ŵᵀ - (X̃ Wᵀ + R)|²` is, up to a constant, `|X (W* - Ŵ)ᵀ|²` with the least-squares
-solution
-
-    W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹
-
-so error feedback, refinement and round to nearest start from W*. (GPTAQ, Li et al. 2025, arXiv:2504.02692,
-approximates this move column by column, without R.) XᵀX is damped as for error feedback.
-
-A regression fits noise, the more the wider the linear and the shorter the text. The move is computed on two
-halves of the text and shrunk to the share on which they agree (Wiener's linear shrinkage).
 """
 
 from __future__ import annotations
@@ -40,21 +27,22 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join, regrouped, stack
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, measured, row_losses, rtn, vectors
+from quantkit.layouts import Statistic
+from quantkit.quantize.solvers import Solved, Solver, clipping, measured, row_losses, rtn, vectors
 from quantkit.quantize.solvers.columns import Chosen, Columns, add_product
 from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.replay import Replays
 
 DAMP_RETRIES = 5
-TINY = torch.finfo(torch.float32).tiny
 Target = Literal["own", "original"]
 
 
 @dataclass(frozen=True)
-class GptqSolver:
+class GptqSolver(Solver):
     """damp: share of the mean Hessian diagonal that is added to the diagonal. act_order: `none`, `group` or
     `full`. refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm. target: the
-    output to reproduce: the linear's `own` for its present inputs, or the `original` model's (`aimed`).
+    output to reproduce: the linear's `own` for its present inputs, or the `original` model's: then the caller
+    gives weights from `calibrate/statistics.py::retarget`.
 
     Columns with large inputs are better quantized first. `full` sorts all columns, so groups are scattered
     over the matrix and the client needs `g_idx`. `group` sorts the groups and the columns inside each group,
@@ -71,37 +59,37 @@ class GptqSolver:
         return Replays()
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"hessian", "drift"} if self.target == "original" else {"hessian"})
+    def needs(self) -> frozenset[Statistic]:
+        drift = {Statistic.DRIFT} if self.target == "original" else set()
+        return frozenset({Statistic.HESSIAN} | drift)
 
     def solve(
         self,
         weights: Sequence[Tensor],
         grids: Sequence[Grid],
-        statistics: SiteStatistics | None,
+        hessian: Tensor | None = None,
+        curvatures: Sequence[Tensor | None] = (),
     ) -> list[Solved]:
-        """Solve weights `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. With a
-        drift, errors are relative to the weights W* that compensate for it.
+        """Solve weights `[out_k, in]` float32. hessian: `[in, in]` float32, symmetric.
 
         Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups.
         """
-        assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
-        weights = aimed(weights, statistics, self.damp)
-        return [solved for (solved,) in self._solve(weights, grids, statistics.hessian)]
+        assert hessian is not None, "gptq works from the Hessian"
+        return [solved for (solved,) in self._solve(weights, grids, hessian)]
 
     def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
-        """Return `solve`'s results for independent sites, with its arguments for each; sites of equal shape,
-        like experts', are one batch. (A CPU adds up products of few rows, or an odd number, differently.)"""
-        weights, grids, statistics = zip(*sites, strict=True)
+        """See `Solver`. Sites of equal shape, like experts', are one batch. (A CPU adds up products of few
+        rows, or an odd number, differently.)"""
+        weights, grids, hessians, *_ = zip(*sites, strict=True)
         kinds = {(*own, *(w.shape for w in each)) for own, each in zip(grids, weights, strict=True)}
-        able = not any(one.curvatures for one in statistics) and all(
+        able = all(
             grid.many and grid.sub_size == grid.group_size and not grid.spans_matrix for grid in grids[0]
         )
         found = []
         if able and len(kinds) == 1 < len(sites):
             stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
-            found = self._solve(stacked, grids[0], torch.stack([one.hessian for one in statistics]))
-        return list(map(list, zip(*found, strict=True))) or [self.solve(*site) for site in sites]
+            found = self._solve(stacked, grids[0], torch.stack(hessians))
+        return list(map(list, zip(*found, strict=True))) or super().solve_many(sites)
 
     def _solve(self, weights: Sequence[Tensor], grids: Sequence[Grid], hessian: Tensor) -> list[list[Solved]]:
         """Return the results of linears `weights [(sites,) out_k, in]`, of which those of one grid are solved
@@ -150,29 +138,6 @@ class GptqSolver:
         lost = torch.stack([chosen.lost, chosen.E.square_().sum(0)]).view(2, len(found), -1)
         lost[1] *= damping
         return Attempt(found, lost, note, grid.clipped(join(chosen.params)) > 0)
-
-
-def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
-    """Return the weights to be rounded: `weights`, or with a drift the W* that compensate for it. Takes what
-    is known of the original model out of the statistics: matrices as large as H, where memory is needed."""
-    drift, missing = statistics.drift, statistics.missing
-    if drift is None and missing is None:
-        return weights
-    order = torch.arange(weights[0].shape[1], device=weights[0].device)
-    factor = factorize(statistics.hessian if statistics.paired is None else statistics.paired, damp, order)[0]
-    statistics.paired = statistics.drift = statistics.missing = None
-    if factor is None:
-        return weights
-    found = []
-    for weight in weights:  # [2, out, in]
-        halves = weight @ drift if missing is None else missing
-        # Δ H Δᵀ of a move Δ is the square of these, [in, out]; both at once would copy the factor twice
-        one, other = (torch.linalg.solve_triangular(factor, half.mT, upper=True) for half in halves)
-        move = torch.add(one, other, out=one.new_empty(one.shape))
-        real = 4 * one.mul_(other).sum() / move.square().sum().clamp(min=TINY)
-        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
-        found.append(torch.addcmul(weight, move, real.clamp(0, 1)))
-    return found
 
 
 def unit_upper(A: Tensor) -> tuple[Tensor, Tensor]:
