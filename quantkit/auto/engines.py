@@ -207,7 +207,7 @@ class GgufOutside:
     error feedback on its inputs in the original model."""
 
     def __init__(self, job: Job, batches: Sequence[Tensor]):
-        self._job, self._batches, self._hessian = job, batches, None
+        self._job, self._batches, self._statistics = job, batches, None
         self._targets = {target.name: target for target in job.method.output.targets}
         self._values: dict[tuple[str, str], Tensor] = {}
 
@@ -215,8 +215,8 @@ class GgufOutside:
         """Return the errors of a unit, and keep the chosen candidates for `replaced`."""
         job, target = self._job, self._targets[unit.name]
         head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
-        if head and self._hessian is None:
-            self._hessian = of_head(job.skeleton, self._batches).hessian
+        if head and self._statistics is None:
+            self._statistics = of_head(job.skeleton, self._batches)
         weight = target.read(job.skeleton.checkpoint).float()
         hessian = self._weighing(weight, head, target.name == EMBEDDING)
         scale, errors = max(loss(weight, hessian), 1e-30), Errors()
@@ -227,7 +227,7 @@ class GgufOutside:
             if head:
                 material, grid, tied = job.material, named(candidate.name), target.name == EMBEDDING
                 layout, solver = material.layout, job.method.solver
-                found, _ = solved_rows(weight, grid, layout, material, solver, self._hessian, tied)
+                found, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
                 rows = found[layout.marker]
             else:
                 rows = encode_rows(candidate.name, weight, None)
@@ -240,7 +240,7 @@ class GgufOutside:
         """Return the Hessian of the matrix as output (`head`), as embedding (the identity), or as both."""
         if not head:
             return torch.eye(weight.shape[1])
-        hessian = self._hessian.cpu().clone()
+        hessian = self._statistics.hessian.cpu().clone()
         if embeds:
             hessian.diagonal().add_(TIED * hessian.diagonal().mean())
         return hessian

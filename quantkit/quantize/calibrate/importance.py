@@ -56,13 +56,13 @@ def gather(
     with timings("load"):
         skeleton.load_rest()
     states = embedded(batches, skeleton.embed, skeleton.device, place)
-    names = {(row.block, row.local): row.name for row in linears(skeleton)}
+    names = {(spec.block, spec.local): spec.name for spec in linears(skeleton)}
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
     progress.start(len(skeleton.blocks), 0)
     for index, block in walk.blocks(skeleton, lambda index: (None, True), timings):
-        for local, (found, count) in _block(skeleton, index, block, states, timings).items():
-            sums[names[index, local]], tokens[names[index, local]] = found, count
+        for local, (squares, count) in _block(skeleton, index, block, states, timings).items():
+            sums[names[index, local]], tokens[names[index, local]] = squares, count
         progress.block(index, replayed=False)
     return Importance(sums, tokens)
 

@@ -66,10 +66,12 @@ class Transformed:
         """Add facts about a linear to `known`."""
         self.known[name] = self.known.get(name, {}) | facts
 
-    def curvature(self, name: str, found: Tensor | None) -> Tensor | None:
-        """Return G of a linear's new outputs, from G of the original outputs; changes `found` in place.
+    def curvature(self, name: str, original: Tensor | None) -> Tensor | None:
+        """Return G of a linear's new outputs, from G of the original outputs, which is changed in place.
 
         Outputs multiplied by f have gradients divided by f. Scaled columns do not change outputs.
         """
-        factor = self.row_factors.get(name)
-        return found if found is None or factor is None else found.div_(factor).div_(factor[:, None])
+        if original is None or name not in self.row_factors:
+            return original
+        factor = self.row_factors[name]
+        return original.div_(factor).div_(factor[:, None])

@@ -170,10 +170,10 @@ class GgufOutput(Output):
             head = rest[[t.name for t in rest].index(OUTPUT if OUTPUT in blobs else EMBEDDING)]
             if types[head.name] in TYPES:
                 progress.phase("measuring inputs of the output matrix")
-                hessian = of_head(skeleton, batches, place).hessian
+                statistics = of_head(skeleton, batches, place)
                 weight, tied, grid = head.read(checkpoint), head.name == EMBEDDING, named(types[head.name])
                 layout = material.layout
-                solved, fallback = solved_rows(weight, grid, layout, material, solver, hessian, tied)
+                solved, fallback = solved_rows(weight, grid, layout, material, solver, statistics, tied)
                 blobs[head.name] = solved[layout.marker]
                 _vanished(head, types[head.name], weight, blobs[head.name])
                 if fallback:
