@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
+from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import gather
 from quantkit.quantize.calibrate.sites import Site, find_sites
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView
-from quantkit.quantize.solvers import SiteStatistics
 
 
 @dataclass
@@ -45,7 +46,9 @@ class Bench:
 
     def statistics(self) -> dict[Site, SiteStatistics]:
         """What AWQ wants to know, of every site."""
-        sums = gather(self.block, self.sites, ("hessian", "magnitude"), torch.device("cpu"), self.run)
+        sums = gather(
+            self.block, self.sites, (Statistic.HESSIAN, Statistic.MAGNITUDE), torch.device("cpu"), self.run
+        )
         return {site: part.finish() for site, part in sums.items()}
 
 

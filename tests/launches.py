@@ -15,7 +15,9 @@ from far_device import DEVICE, FAR
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.quantize.solvers import SiteStatistics, Solver
+from quantkit.layouts import Statistic
+from quantkit.quantize.calibrate.statistics import SiteStatistics
+from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.transforms.auto import FeedbackScaling
@@ -26,13 +28,13 @@ Run = Callable[[torch.Tensor, SiteStatistics], object]
 
 
 def solved(solver: Solver, grid: Grid) -> Run:
-    return lambda weight, statistics: solver.solve([weight], [grid], statistics)
+    return lambda weight, statistics: solver.solve([weight], [grid], statistics.hessian)
 
 
 def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     """AWQ's search for a scale, 20 exponents."""
     losses = Losses([Reader(weight, AffineGrid(4, 128, search=False), statistics.hessian)])
-    search(losses, statistics.magnitude, 20)
+    search(losses, statistics[Statistic.MAGNITUDE], 20)
 
 
 def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> None:
@@ -41,7 +43,7 @@ def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> No
     scaling = FeedbackScaling(solver)
     losses = scaling.losses([Reader(weight, grid, statistics.hessian)])
     scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
-    solver.solve([weight], [grid], statistics)
+    solver.solve([weight], [grid], statistics.hessian)
 
 
 METHODS: dict[str, Run] = {
@@ -64,9 +66,8 @@ def problem(
     inputs *= torch.rand(columns, generator=generator) + 0.1
     inputs[:, 1:] += 0.5 * inputs[:, :-1]
     hessian = 2 * inputs.T @ inputs / len(inputs)
-    parts = hessian, inputs.abs().mean(0), inputs.square().mean(0)
-    hessian, magnitude, square = (part.to(device) for part in parts)
-    return weight.to(device), SiteStatistics(hessian=hessian, magnitude=magnitude, square=square)
+    values = {Statistic.HESSIAN: hessian, Statistic.MAGNITUDE: inputs.abs().mean(0)}
+    return weight.to(device), SiteStatistics({kind: value.to(device) for kind, value in values.items()})
 
 
 def count(run: Run, rows: int, columns: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import TYPES, named
 from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
+from quantkit.layouts import Statistic
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import PackQuantized
 from quantkit.layouts.ggml.blocks import encode_rows, pack
@@ -35,9 +36,11 @@ from quantkit.models.machine.device import choose_device, widens
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.states import States
+from quantkit.quantize.calibrate.statistics import Drift, SiteStatistics
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, replay, rtn
+from quantkit.quantize.solvers import replay, rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.solving import solve
 from quantkit.quantize.staging import folder as staging
 
 double_only = pytest.mark.skipif(REAL, reason="only the double counts, limits or lacks this")
@@ -627,12 +630,14 @@ def test_a_solver_holds_three_matrices_of_the_hessians_size():
     moments = 2 * inputs.T @ inputs / len(inputs)
     with present():
         far = [part.to("far") for part in (moments, moments, 0.01 * torch.randn(2, 4, 1024))]
-        statistics = SiteStatistics(far[0], paired=far[1], missing=far[2])
+        drift = Drift(far[1], far[2], outputs=True)
+        statistics = SiteStatistics({Statistic.HESSIAN: far[0], Statistic.DRIFT: drift})
+        del drift
         far.clear()
-        GptqSolver().solve([weight.to("far")], [AffineGrid(4, 32)], statistics)
+        solve(GptqSolver(), [weight.to("far")], [AffineGrid(4, 32)], statistics)
         assert 3.25 * moments.nbytes < DEVICE.peak < 3.4 * moments.nbytes
         DEVICE.peak = 0
-        GptqSolver().solve([weight.to("far")], [AffineGrid(4, 32)], statistics)
+        solve(GptqSolver(), [weight.to("far")], [AffineGrid(4, 32)], statistics)
         assert 2.25 * moments.nbytes < DEVICE.peak < 2.4 * moments.nbytes
 
 
@@ -720,7 +725,7 @@ def test_experts_are_one_batch(rows, columns, grid):
 
     def expert(number: int) -> tuple:
         weight, statistics = launches.problem(sum(rows), columns, number)
-        return weight.split(rows), grids, statistics
+        return weight.split(rows), grids, statistics.hessian
 
     counts = []
     with present(), torch.inference_mode():
@@ -752,7 +757,7 @@ def test_experts_of_a_batch_keep_their_own_order_and_damping(act_order):
     ones = torch.linspace(1, 2, 128)
     for hessian in (torch.zeros(128, 128), torch.outer(ones, ones)):
         problems[2][1].hessian.copy_(hessian)
-        sites = [([weight], grids, statistics) for weight, statistics in problems]
+        sites = [([weight], grids, statistics.hessian) for weight, statistics in problems]
         alone = [solver.solve(*site)[0] for site in sites]
         for one, (other,) in zip(alone, solver.solve_many(sites), strict=True):
             assert torch.equal(one.weight.values(), other.weight.values())
@@ -826,7 +831,8 @@ def test_differences_from_the_original_are_products_of_two_terms(monkeypatch, al
         )
         assert DEVICE.launches["mm"] == 2 * (2 + alone) + 2 and not DEVICE.launches["addmm_"]
         made = sums.finish()
-        found = (made.missing if alone else made.drift).cpu()
+        found = made[Statistic.DRIFT].halves.cpu()
+        assert made[Statistic.DRIFT].outputs == alone
     assert torch.equal(found, expected.float())
 
 
@@ -857,11 +863,11 @@ def test_what_is_replayed_is_what_runs_without(monkeypatch, name):
     grid = {"4": AffineGrid(4, 128), "nf4": Nf4Grid(), "mxfp4": MxFp4Grid()}.get(name) or named(name)
     with present(), torch.inference_mode():
         weight, statistics = launches.problem(256, 512, device=torch.device(NAME))
-        grid, statistics = grid.together([weight]), SiteStatistics(statistics.hessian)
+        grid, hessian = grid.together([weight]), statistics.hessian
         replayed = GptqSolver()
-        found = [replayed.solve([weight], [grid], statistics)[0] for _ in range(3)][-1]
+        found = [replayed.solve([weight], [grid], hessian)[0] for _ in range(3)][-1]
         monkeypatch.setattr(GptqSolver, "_replays", None)
-        (plain,) = GptqSolver().solve([weight], [grid], statistics)
+        (plain,) = GptqSolver().solve([weight], [grid], hessian)
     assert_sums(found.error, plain.error, 1e-3 if REAL else 1e-6)
     same = (found.weight.codes == plain.weight.codes).float().mean().item()
     assert same > 0.99 if REAL else same == 1
@@ -896,5 +902,5 @@ def test_what_is_replayed_waits_for_nothing(monkeypatch, name):
     with present():
         solver = GptqSolver()
         for _ in range(2):
-            solver.solve([weight.to("far")], [grid], SiteStatistics(statistics.hessian.to("far")))
+            solver.solve([weight.to("far")], [grid], statistics.hessian.to("far"))
     assert called and all(called)

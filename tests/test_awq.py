@@ -9,6 +9,7 @@ from nights import by_day
 from sums import assert_sums
 
 from quantkit.grids.affine import AffineGrid
+from quantkit.layouts import Statistic
 from quantkit.quantize import solvers
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.sites import Site
@@ -69,7 +70,7 @@ def inputs(in_features: int, tokens: int, seed: int) -> torch.Tensor:
 
 
 def statistics(x: torch.Tensor):
-    sums = Statistics(x.shape[1], CPU, ("hessian", "magnitude"))
+    sums = Statistics(x.shape[1], CPU, (Statistic.HESSIAN, Statistic.MAGNITUDE))
     for part in x.split(7):
         sums.add(part)
     return sums.finish()
@@ -124,7 +125,7 @@ def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, sy
         assert ours / 2 < site.of(scale, limit=ours / 2) <= ours == site.of(scale, ours)
 
     best = min(losses, key=lambda k: losses[k][0])
-    found = search(site, gathered.magnitude, n_grid)
+    found = search(site, gathered[Statistic.MAGNITUDE], n_grid)
     assert float(sum(site.plain)) * len(x) / 2 == pytest.approx(losses[0][0], rel=1e-4)
     assert best > 0 and losses[best][0] < 0.97 * losses[0][0]  # the test's own: there is something to find
     torch.testing.assert_close(found, losses[best][1], rtol=1e-5, atol=0)
@@ -135,7 +136,7 @@ def test_nothing_is_scaled_where_nothing_is_gained():
     """Whole numbers from -7 to 8 in every group: exact as they are."""
     weight = torch.tensor([[-7.0, 8, 1, -3, 0, 5, 2, 4] * 2] * 3)
     gathered, grid = statistics(inputs(16, 20, 0)), AffineGrid(4, 8, symmetric=False, search=False)
-    assert search(Losses([Reader(weight, grid, gathered.hessian)]), gathered.magnitude, 20) is None
+    assert search(Losses([Reader(weight, grid, gathered.hessian)]), gathered[Statistic.MAGNITUDE], 20) is None
     dead = torch.zeros(16)  # channels without any input are not scaled to nothing
     assert awq.candidate(dead, 0.5).isfinite().all()
 
@@ -184,7 +185,7 @@ def test_errors_are_those_of_an_even_sample_of_rows(monkeypatch, rows, step):
     whole = token_by_token(x, weight[::step])
     nearest = token_by_token(x, (rtn.quantize(weight, grid).values() - weight)[::step]) / whole
     for solver in (RtnSolver(weighted=True), GptqSolver()):
-        (solved,) = solver.solve([weight], [grid], statistics(x))
+        (solved,) = solver.solve([weight], [grid], statistics(x).hessian)
         error = token_by_token(x, (solved.weight.values() - weight)[::step]) / whole
         assert solved.error == pytest.approx(error, rel=1e-3)
         assert solved.rtn_error == pytest.approx(nearest, rel=1e-3)
@@ -211,7 +212,7 @@ def test_scales_are_searched_on_the_same_sample(monkeypatch):
 @pytest.mark.parametrize("symmetric", (True, False))
 def test_clipping_is_kept_only_where_the_outputs_gain(symmetric):
     x = inputs(64, 50, 3)
-    hessian = statistics(x)
+    hessian = statistics(x).hessian
     weight = weight_of(10, 64, 3)
     clip, plain = (AffineGrid(4, 32, symmetric, search=False, clip=flag) for flag in (True, False))
     (with_clip,), (without,) = (RtnSolver(weighted=True).solve([weight], [g], hessian) for g in (clip, plain))
@@ -263,13 +264,13 @@ def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
         transformed = AwqScaling(10).apply(view)
         weights = [bench.block.get_submodule(name).weight for name in site.linears]
         grids = [view.grids[name] for name in site.linears]
-        solved = RtnSolver(weighted=True).solve(weights, grids, transformed.statistics[site])
-        solved = [transformed.amend(name, one) for name, one in zip(site.linears, solved, strict=True)]
+        solved = RtnSolver(weighted=True).solve(weights, grids, transformed.statistics[site].hessian)
+        known = [transformed.known[name] for name in site.linears]
         rtn_errors = [loss / whole for loss, whole in zip(before, full, strict=True)]
-        assert [one.rtn_error for one in solved] == pytest.approx(rtn_errors, rel=1e-3)
+        assert [facts["rtn_error"] for facts in known] == pytest.approx(rtn_errors, rel=1e-3)
         after = sum(one.error * whole for one, whole in zip(solved, full, strict=True))
         assert after <= sum(before) * (1 + 1e-5), site
-        told = any("nothing to fold" in note for one in solved for note in one.notes)
+        told = any("nothing to fold" in note for facts in known for note in facts.get("notes", ()))
         if any(not torch.equal(a, b) for a, b in zip(originals, weights, strict=True)):
             assert not told
             gained[site] = after / sum(before)

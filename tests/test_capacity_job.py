@@ -7,6 +7,7 @@ from published import CONFIGS, gated
 from quantkit.capacity import job, source
 from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
+from quantkit.layouts import Statistic
 from quantkit.models.machine import processor
 from quantkit.models.machine.device import choose_dtype
 from quantkit.options import CalibrationOptions, RunOptions
@@ -147,7 +148,7 @@ def test_what_quantkit_refuses_has_no_forecast():
 def test_the_peak_is_the_sum_of_what_each_stage_says():
     linears = [("attn.q", 4, 4), ("mlp.up", 8, 4), ("mlp.down", 4, 8)]
     shapes = Shapes(linears, rest=100, largest=10, element=2, tokens=32, batch_tokens=16)
-    stages = memory.Stages(shapes, {"hessian"}, suspend=True)
+    stages = memory.Stages(shapes, {Statistic.HESSIAN}, suspend=True)
     expected = {
         "block": 2 * (16 + 32 + 32),
         "hidden states": 2 * 32 * 4,

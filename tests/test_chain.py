@@ -18,7 +18,7 @@ from quantkit.grids import ggml
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.fp4 import MxFp4Grid
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.quantize.solvers import SiteStatistics, columns
+from quantkit.quantize.solvers import columns
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.refine import by_column, refine
 
@@ -49,8 +49,7 @@ def kernel():
 
 def solved(weight: torch.Tensor, hessian: torch.Tensor, grid, **options):
     """The weight, on the CPU, and its error."""
-    statistics = SiteStatistics(hessian.to(DEVICE))
-    (found,) = GptqSolver(**options).solve([weight.to(DEVICE)], [grid], statistics)
+    (found,) = GptqSolver(**options).solve([weight.to(DEVICE)], [grid], hessian.to(DEVICE))
     assert found.fallback is None
     return found.weight.codes.cpu(), found.weight.values().cpu(), found.error
 
@@ -104,7 +103,7 @@ def test_it_is_launched_once_for_a_group_and_once_for_a_run_of_two():
 def test_experts_are_one_launch():
     weight, _, hessian = problem(128, rows=4)
     grid, solver = AffineGrid(4, 128), GptqSolver(refine=1, target="own")
-    site = [weight.to(DEVICE)], [grid], SiteStatistics(hessian.to(DEVICE))
+    site = [weight.to(DEVICE)], [grid], hessian.to(DEVICE)
     with kernel() as shapes:
         together = solver.solve_many([site] * 3)
         alone = solver.solve(*site)

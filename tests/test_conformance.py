@@ -15,7 +15,7 @@ from quantkit.grids.fp4 import Fp4Grid, MxFp4Grid, NvFp4Grid
 from quantkit.grids.grid import Grid
 from quantkit.grids.int8 import Int8Grid
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.layouts import Layout
+from quantkit.layouts import Layout, Statistic
 from quantkit.layouts.bitsandbytes import Int8Layout, Nf4Layout
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.floats import MxFp4Packed, MxFp8, NvFp4Packed
@@ -25,7 +25,7 @@ from quantkit.models.gguf.file_types import NO_FEEDBACK
 from quantkit.quantize.calibrate.capture import gather
 from quantkit.quantize.calibrate.sites import find_sites
 from quantkit.quantize.calibrate.view import BlockView
-from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.quantize.solvers import Solved
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.transforms.awq import AwqScaling
@@ -49,7 +49,7 @@ SOLVERS = {
     "gptq group": GptqSolver(),
     "gptq full": GptqSolver(act_order="full"),
 }
-NEEDS = ("hessian", "magnitude")
+NEEDS = Statistic.HESSIAN, Statistic.MAGNITUDE
 
 
 def name(value: Grid | str) -> str:
@@ -161,14 +161,14 @@ CASES += [(grid, solver) for grid in GRIDS for solver in ("rtn", "gptq group") i
 def test_every_solver_on_every_grid(grid, solver):
     bench = Bench(grid)
     weight, inputs = bench.block.fc1.weight, bench.inputs()
-    statistics = bench.view().statistics[bench.sites[0]]
+    hessian = bench.view().statistics[bench.sites[0]].hessian
     if solver == "gptq full" and fixed_places(grid):
         with pytest.raises(QuantkitError, match="have fixed places"):
-            SOLVERS[solver].solve([weight], [grid], statistics)
+            SOLVERS[solver].solve([weight], [grid], hessian)
         return
     (baseline,) = RtnSolver().solve([weight], [grid], None)
     rounded = lost(inputs, weight, baseline.weight.values())
-    (solved,) = SOLVERS[solver].solve([weight], [grid], statistics)
+    (solved,) = SOLVERS[solver].solve([weight], [grid], hessian)
     error = check(solved, grid, inputs, weight)
     assert error <= (1.0001 if solver == "rtn" else 0.8) * rounded
 
@@ -189,12 +189,11 @@ def test_every_grid_behind_awq(grid, solver):
     transformed = AwqScaling(6).apply(view)
     torch.testing.assert_close(bench.block(bench.x), before, rtol=1e-4, atol=1e-4)  # the same function
     scale = norm / bench.block.norm.weight
-    weight, statistics = bench.block.fc1.weight, transformed.statistics[bench.sites[0]]
-    (solved,) = SOLVERS[solver].solve([weight], [grid], statistics)
+    weight, hessian = bench.block.fc1.weight, transformed.statistics[bench.sites[0]].hessian
+    (solved,) = SOLVERS[solver].solve([weight], [grid], hessian)
     # ggml encodes MXFP4 without a search: 1.08 times the error of scales that were searched
     most = 1.1 if grid == ggml.named("MXFP4") else 1.05
     assert check(solved, grid, bench.inputs(), weight) <= most * transformed.known["fc1"]["rtn_error"]
-    assert transformed.amend("fc1", solved).rtn_error == transformed.known["fc1"]["rtn_error"]
     assert (scale.max() / scale.min() > 1.5) == ("norm.weight" in transformed.changed)
 
 
@@ -205,7 +204,7 @@ def test_grids_that_are_only_read_refuse_to_be_fitted():
         def describe(self) -> str:
             return "odd values"
 
-    statistics, weight = SiteStatistics(hessian=torch.eye(64)), torch.randn(4, 64)
+    hessian, weight = torch.eye(64), torch.randn(4, 64)
     for solver in (RtnSolver(), *SOLVERS.values()):
         with pytest.raises(QuantkitError, match="odd values: quantkit only reads such weights"):
-            solver.solve([weight], [ReadGrid()], statistics)
+            solver.solve([weight], [ReadGrid()], hessian)

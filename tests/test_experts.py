@@ -10,12 +10,13 @@ import transformers as hf
 from nights import nightly
 from safetensors.torch import load_file
 
+from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, linears
-from quantkit.quantize.calibrate import capture, measure
+from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.sites import Site, find_sites
-from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.calibrate.statistics import SiteStatistics, borrowed
 
 MIXTURES = ("mixtral", "qwen3_moe")
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -95,7 +96,9 @@ def test_the_layers_statistics_are_those_of_all_experts_together(mixture):
     """Σ n_e H_e = n H of what passes `between`; for `entering`, which sees each token once, twice as much:
     two experts are chosen for each token."""
     skeleton, block, hidden, sites = loaded(mixture("mixtral"))
-    sums = capture.gather(block, sites, {"hessian"}, skeleton.device, lambda: skeleton.run_block(0, hidden))
+    sums = capture.gather(
+        block, sites, {Statistic.HESSIAN}, skeleton.device, lambda: skeleton.run_block(0, hidden)
+    )
     found = {site: part.finish() for site, part in sums.items()}
     for pool, times in (("entering", 2), ("between", 1)):
         name = f"mlp.experts.{pool}"
@@ -106,8 +109,11 @@ def test_the_layers_statistics_are_those_of_all_experts_together(mixture):
         torch.testing.assert_close(together, layer.hessian, rtol=1e-4, atol=1e-6)
 
 
+SUMMED = Statistic.HESSIAN, Statistic.MAGNITUDE, Statistic.PEAK, Statistic.SQUARE
+
+
 def statistics(tokens: int, seed: int, width: int = 8) -> SiteStatistics:
-    sums = Statistics(width, torch.device("cpu"), {"hessian", "magnitude", "peak", "square"})
+    sums = Statistics(width, torch.device("cpu"), SUMMED)
     sums.add(torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)))
     return sums.finish()
 
@@ -115,10 +121,10 @@ def statistics(tokens: int, seed: int, width: int = 8) -> SiteStatistics:
 def test_shrinkage_is_the_posterior_mean():
     own, layer = statistics(24, 1), statistics(500, 2)
     wanted = (24 * own.hessian + 8 * layer.hessian) / (24 + 8)
-    peak = own.peak.clone()
-    mixed = measure.of_expert(own, layer, 8, "shrink")
+    peak = own[Statistic.PEAK].clone()
+    mixed = own.mixed(layer, "shrink")
     torch.testing.assert_close(mixed.hessian, wanted)
-    assert torch.equal(mixed.peak, peak) and mixed.tokens == 24
+    assert torch.equal(mixed[Statistic.PEAK], peak) and mixed.tokens == 24
 
 
 @pytest.mark.parametrize(("choice", "tokens", "share"), [
@@ -126,14 +132,13 @@ def test_shrinkage_is_the_posterior_mean():
     ("routed", 3, 0.0), ("routed", 0, 1.0), ("all", 72, 1.0),
 ])  # fmt: skip
 def test_how_much_an_expert_borrows(choice, tokens, share):
-    assert measure.borrowed(tokens, 8, choice) == pytest.approx(share)
+    assert borrowed(tokens, 8, choice) == pytest.approx(share)
 
 
 def test_an_expert_that_nobody_reached_has_the_layers_statistics():
     own, layer = statistics(0, 1), statistics(500, 2)
-    found = measure.of_expert(own, layer, 8, "routed")
-    for name in ("hessian", "magnitude", "peak", "square"):
-        assert torch.equal(getattr(found, name), getattr(layer, name))
+    found = own.mixed(layer, "routed")
+    assert all(torch.equal(found[statistic], layer[statistic]) for statistic in SUMMED)
     assert found.hessian.data_ptr() != layer.hessian.data_ptr()  # solvers use theirs up
 
 

@@ -12,7 +12,7 @@ from quantkit.grids.ggml import named
 from quantkit.grids.grid import Grid, QuantizedWeight, flat
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import pack, unpack
-from quantkit.quantize.solvers import SiteStatistics, rtn
+from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 
 
@@ -166,9 +166,7 @@ def problem(width: int = 64, rows: int = 12) -> tuple[torch.Tensor, torch.Tensor
 @named_grids
 def test_the_sweep_is_gptq(name):
     weight, hessian = problem()
-    (found,) = GptqSolver(refine=0, act_order="none").solve(
-        [weight], [GRIDS[name]], SiteStatistics(hessian=hessian)
-    )
+    (found,) = GptqSolver(refine=0, act_order="none").solve([weight], [GRIDS[name]], hessian)
     assert torch.equal(found.weight.values(), feedback(weight, hessian, GRIDS[name]))
 
 
@@ -177,7 +175,7 @@ def test_feedback_halves_the_loss_of_rounding_and_of_the_plain_grid(name):
     weight, hessian = problem(128, 32)
     errors = []
     for grid in (GRIDS[name], GRIDS[name].plain()):
-        (found,) = GptqSolver().solve([weight], [grid], SiteStatistics(hessian=hessian))
+        (found,) = GptqSolver().solve([weight], [grid], hessian)
         assert found.fallback is None
         errors += [found.error, found.rtn_error]
     searched, rounded, plain, plain_rounded = errors

@@ -27,7 +27,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import loop, methods
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, rtn
+from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 
 OUT, IN = 300, 256
@@ -146,7 +146,7 @@ def test_error_feedback_loses_less(rows, columns):
     inputs = torch.randn(4096, IN, generator=generator) @ mix
     hessian = 2 * inputs.T @ inputs / len(inputs)
     weight, grid = random_weight(), Float8Grid(columns, rows, search=True)
-    (solved,) = GptqSolver().solve([weight], [grid], SiteStatistics(hessian, tokens=len(inputs)))
+    (solved,) = GptqSolver().solve([weight], [grid], hessian)
     assert solved.fallback is None and solved.error < 0.6 * solved.rtn_error
     scale = solved.weight.params.scale
     assert torch.equal(scale, scale.bfloat16().float())

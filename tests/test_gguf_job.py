@@ -22,6 +22,7 @@ from quantkit import cli
 from quantkit.errors import QuantkitError
 from quantkit.evaluation import evaluate, windows
 from quantkit.grids.ggml import named
+from quantkit.layouts import Statistic
 from quantkit.layouts.ggml import GgmlLayout
 from quantkit.layouts.ggml.blocks import decode_rows
 from quantkit.models.files.gguf_file import read_header
@@ -32,11 +33,11 @@ from quantkit.models.gguf.file_types import FILE_TYPES
 from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.options import RunOptions
 from quantkit.quantize import job, loop
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.outputs.outside import solved_rows
 from quantkit.quantize.prepare import imatrix_job
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
 
@@ -404,10 +405,11 @@ def test_a_head_of_six_bits_is_not_refined(type, refine, tied, damp):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 256, generator=generator) * torch.rand(256, generator=generator)
     weight = torch.randn(10, 256, generator=generator)
-    statistics = SiteStatistics(2 * x.t() @ x)
+    hessian = 2 * x.t() @ x
+    statistics = SiteStatistics({Statistic.HESSIAN: hessian})
     skeleton, block = SimpleNamespace(device="cpu"), SimpleNamespace(weights=4 * 256, embedding=False)
     material = SimpleNamespace(skeleton=skeleton, specs=[block])
     found, _ = solved_rows(weight, named(type), GgmlLayout(), material, GptqSolver(), statistics, tied)
     own = GptqSolver(damp=damp, refine=refine)
-    parts = [own.solve([part], [named(type)], statistics)[0].weight.values() for part in weight.split(4)]
+    parts = [own.solve([part], [named(type)], hessian)[0].weight.values() for part in weight.split(4)]
     assert torch.equal(decode_rows(type, found["ggml"], 256), torch.cat(parts))

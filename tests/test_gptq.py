@@ -21,7 +21,7 @@ from quantkit.grids.ggml import MODULES
 from quantkit.grids.grid import Grid, QuantizedWeight, group, join
 from quantkit.grids.nf4 import Nf4Grid
 from quantkit.models.gguf.file_types import NO_FEEDBACK
-from quantkit.quantize.solvers import SiteStatistics, gptq, rtn
+from quantkit.quantize.solvers import gptq, rtn
 from quantkit.quantize.solvers.columns import Chosen
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.hessian import damped, factorize
@@ -94,7 +94,7 @@ DAY = [case for case in CASES if case[0] < 320 or case is CASES[8]]  # of the wi
 @pytest.mark.parametrize("in_features, grid", by_day(CASES, DAY))
 def test_sweep_is_the_papers_algorithm(in_features, grid, act_order):
     weight, hessian, expected = settled(in_features, grid, act_order)
-    (solved,) = GptqSolver(act_order=act_order, refine=0).solve([weight], [grid], SiteStatistics(hessian))
+    (solved,) = GptqSolver(act_order=act_order, refine=0).solve([weight], [grid], hessian)
     assert solved.fallback is None and solved.notes == ()
     assert torch.equal(solved.weight.codes, expected.codes)
     if act_order != "group":  # there the solver numbers the groups by their place, here by their turn
@@ -114,8 +114,8 @@ def test_beats_rtn_and_tells_its_error(site, bits, group_size):
     for symmetric, act_order in product((True, False), ORDERS):
         grid = AffineGrid(bits, group_size, symmetric)
         (baseline,) = RtnSolver().solve([weight], [grid], None)
-        (swept,) = GptqSolver(act_order=act_order, refine=0).solve([weight], [grid], SiteStatistics(hessian))
-        (solved,) = GptqSolver(act_order=act_order).solve([weight], [grid], SiteStatistics(hessian))
+        (swept,) = GptqSolver(act_order=act_order, refine=0).solve([weight], [grid], hessian)
+        (solved,) = GptqSolver(act_order=act_order).solve([weight], [grid], hessian)
         cell = f"symmetric={symmetric} act_order={act_order}"
         assert solved.fallback is None and swept.fallback is None, cell
 
@@ -141,16 +141,14 @@ def test_beats_rtn_and_tells_its_error(site, bits, group_size):
 def test_solving_leaves_its_arguments_as_they_are(site, act_order):
     weight, _, hessian = site
     before = weight.clone(), hessian.clone()
-    GptqSolver(act_order=act_order).solve([weight], [AffineGrid(4, 256)], SiteStatistics(hessian))
+    GptqSolver(act_order=act_order).solve([weight], [AffineGrid(4, 256)], hessian)
     assert torch.equal(weight, before[0]) and torch.equal(hessian, before[1])
 
 
 def test_ordering_columns_pays(site):
     weight, _, hessian = site
     none, group, full = (
-        GptqSolver(act_order=order, refine=0)
-        .solve([weight], [AffineGrid(4, 64)], SiteStatistics(hessian))[0]
-        .error
+        GptqSolver(act_order=order, refine=0).solve([weight], [AffineGrid(4, 64)], hessian)[0].error
         for order in ORDERS
     )
     assert full < group < none
@@ -253,10 +251,10 @@ def test_linears_of_a_site_are_solved_as_if_alone(act_order):
     grids = [grid, other, grid, grid]
     for refined in (0, 2):
         solver = GptqSolver(act_order=act_order, refine=refined)
-        together = solver.solve(weights, grids, SiteStatistics(hessian))
+        together = solver.solve(weights, grids, hessian)
         assert [result.weight.grid for result in together] == grids
         for w, g, result in zip(weights, grids, together, strict=True):
-            (alone,) = solver.solve([w], [g], SiteStatistics(hessian))
+            (alone,) = solver.solve([w], [g], hessian)
             assert result.rtn_error == pytest.approx(alone.rtn_error)
             if refined:  # a near tie may fall either way, as sums run in another order
                 assert result.error == pytest.approx(alone.error, rel=0.02)
@@ -295,14 +293,14 @@ def test_damping_grows_until_the_hessian_is_positive_definite():
     assert (factor.double() @ factor.double().T - expected).norm() < 1e-6 * expected.norm()
 
     weight, _, _ = problem(64)
-    (solved,) = GptqSolver(damp=0.001).solve([weight], [AffineGrid(4, 32)], SiteStatistics(hessian))
+    (solved,) = GptqSolver(damp=0.001).solve([weight], [AffineGrid(4, 32)], hessian)
     assert solved.notes == (note,)
 
 
 def test_fewer_tokens_than_columns_need_no_more_than_the_usual_damping():
     weight, inputs, _ = problem(64)
     hessian = inputs[:5].T @ inputs[:5]  # rank 5
-    (solved,) = GptqSolver().solve([weight], [AffineGrid(4, 32)], SiteStatistics(hessian))
+    (solved,) = GptqSolver().solve([weight], [AffineGrid(4, 32)], hessian)
     assert solved.fallback is None and solved.notes == ()
     assert solved.error < 0.1 * solved.rtn_error  # five directions are easily pleased
 
@@ -311,7 +309,7 @@ def test_hopeless_hessian_falls_back_to_rtn():
     weight, _, _ = problem(64)
     grid = AffineGrid(4, 32)
     hessian = indefinite(0.05) - 1e7 * torch.ones(64, 64) + 1e7 * torch.eye(64)
-    (solved,) = GptqSolver().solve([weight], [grid], SiteStatistics(hessian))
+    (solved,) = GptqSolver().solve([weight], [grid], hessian)
     assert solved.fallback == "Hessian is not positive definite even with damping 1000"
     assert torch.equal(solved.weight.values(), rtn.quantize(weight, grid).values())
     assert solved.error == solved.rtn_error
@@ -325,7 +323,7 @@ def test_dead_columns_are_rounded_to_nearest(act_order, symmetric):
     inputs[:, dead] = 0
     grid = AffineGrid(4, 32, symmetric)
     solver = GptqSolver(act_order=act_order, refine=0)
-    (solved,) = solver.solve([weight], [grid], SiteStatistics(2 * inputs.T @ inputs / len(inputs)))
+    (solved,) = solver.solve([weight], [grid], 2 * inputs.T @ inputs / len(inputs))
     assert solved.fallback is None and solved.notes == ()
     group = solved.weight.group_of_columns()[dead]
     scale, zero = solved.weight.params.scale[:, group], solved.weight.params.zero[:, group]
@@ -337,7 +335,7 @@ def test_dead_columns_are_rounded_to_nearest(act_order, symmetric):
 def test_site_that_no_token_reached_is_no_worse_than_rtn():
     weight, _, _ = problem(64)
     grid = AffineGrid(2, 32)
-    (solved,) = GptqSolver().solve([weight], [grid], SiteStatistics(torch.zeros(64, 64)))
+    (solved,) = GptqSolver().solve([weight], [grid], torch.zeros(64, 64))
     assert solved.fallback is None and solved.notes == ()
     baseline = rtn.quantize(weight, grid)
     assert (solved.weight.values() - weight).norm() <= (baseline.values() - weight).norm()
@@ -362,9 +360,9 @@ def test_linear_that_gptq_makes_worse_gets_rtn(monkeypatch):
         chosen.lost = (delta @ damped * delta).sum(1)
         return chosen
 
-    expected = solver.solve(weights, [grid] * 3, SiteStatistics(hessian))
+    expected = solver.solve(weights, [grid] * 3, hessian)
     monkeypatch.setattr(gptq, "sweep", garbled)
-    first, second, third = solver.solve(weights, [grid] * 3, SiteStatistics(hessian))
+    first, second, third = solver.solve(weights, [grid] * 3, hessian)
 
     assert torch.equal(second.weight.values(), rtn.quantize(weight[8:16], grid).values())
     assert second.error == second.rtn_error == expected[1].rtn_error

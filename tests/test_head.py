@@ -23,7 +23,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.tensors import of_checkpoint
 from quantkit.quantize.convert import convert
 from quantkit.quantize.outputs import outside
-from quantkit.quantize.solvers import SiteStatistics, rtn
+from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging.folder import Staging
 
@@ -66,7 +66,7 @@ def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
     weight = load_file(source / "model.safetensors")["lm_head.weight"].float()
     grid = AffineGrid(8, 32, True, 1)
     solver = GptqSolver(0.01, "group", 0, "own")
-    (wanted,) = solver.solve([weight], [grid], SiteStatistics(hessian, None, tokens.numel()))
+    (wanted,) = solver.solve([weight], [grid], hessian)
     assert torch.equal(made.read("lm_head.weight", torch.float32), wanted.weight.values())
 
 
@@ -134,10 +134,10 @@ def test_an_embedding_that_is_the_head_is_solved_by_moments_of_the_original(tiny
     summary = jobs.loop.run(job, jobs.Progress())
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     weight = original.get_input_embeddings().weight.detach().clone()
-    statistics = SiteStatistics(moments(original, tokens), None, tokens.numel())
+    hessian = moments(original, tokens)
     solver = GptqSolver(1.0, "group", 0, "own")
     parts = weight.split(rows_at_once(original.state_dict()))
-    solved = [solver.solve([part], [GRID], statistics)[0].weight.values() for part in parts]
+    solved = [solver.solve([part], [GRID], hessian)[0].weight.values() for part in parts]
     made = open_checkpoint(str(tmp_path / "out"))
     assert torch.equal(made.read("model.embed_tokens.weight"), torch.cat(solved))
     assert summary.linears == 22 and made.infos.keys().isdisjoint({"lm_head.weight", "lm_head.scales"})

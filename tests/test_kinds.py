@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton, linears
 from quantkit.quantize.calibrate import walk
-from quantkit.quantize.loop import UNREACHED
+from quantkit.quantize.solving import UNREACHED
 
 MIXTURES = {"glm_moe_dsa", "mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "jamba", "qwen3_next"}
 KEPT = {  # what is kept as it is, by its name inside a block

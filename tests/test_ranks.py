@@ -24,6 +24,7 @@ from sums import assert_sums
 
 from quantkit import cli
 from quantkit.errors import UNSUPPORTED, QuantkitError
+from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import Statistics
@@ -222,17 +223,20 @@ def test_an_evaluation_by_two_processes_is_that_of_one(done):
     assert found["kld"]["mean"] == pytest.approx(wanted["kld"]["mean"], rel=0.02)
 
 
+SUMMED = Statistic.HESSIAN, Statistic.MAGNITUDE, Statistic.PEAK
+
+
 def summed(folder: Path, place: dict[str, object]) -> None:
     """Statistics of half of the inputs on each rank, of all of them on one."""
     os.chdir(folder)
     os.environ.update({key: str(value) for key, value in place.items()})
     inputs = torch.randn(12, 40, 64, generator=torch.Generator().manual_seed(0)).split(2)
     with distributed.joined("cpu"):
-        own = Statistics(64, torch.device("cpu"), ("hessian", "magnitude", "peak"))
+        own = Statistics(64, torch.device("cpu"), SUMMED)
         for batch in distributed.share(inputs):
             own.add(batch)
         found = own.finish()
-        torch.save((found.hessian, found.magnitude, found.peak), f"rank{distributed.rank()}.pt")
+        torch.save([found[kind] for kind in SUMMED], f"rank{distributed.rank()}.pt")
     assert not dist.is_initialized()
 
 
@@ -243,7 +247,7 @@ def test_sums_of_two_processes_are_those_of_one(tmp_path):
         process.start()
     assert ended(tmp_path, processes) == [0, 0]
     inputs = torch.randn(12, 40, 64, generator=torch.Generator().manual_seed(0))
-    whole = Statistics(64, torch.device("cpu"), ("hessian", "magnitude", "peak"))
+    whole = Statistics(64, torch.device("cpu"), SUMMED)
     whole.add(inputs)
     wanted = whole.finish()
     for rank in (0, 1):
@@ -251,8 +255,8 @@ def test_sums_of_two_processes_are_those_of_one(tmp_path):
         torch.testing.assert_close(
             hessian, wanted.hessian, rtol=1e-4, atol=1e-4 * wanted.hessian.diagonal().mean()
         )
-        torch.testing.assert_close(magnitude, wanted.magnitude, rtol=1e-4, atol=0)
-        assert torch.equal(peak, wanted.peak)
+        torch.testing.assert_close(magnitude, wanted[Statistic.MAGNITUDE], rtol=1e-4, atol=0)
+        assert torch.equal(peak, wanted[Statistic.PEAK])
 
 
 def test_the_manifest_says_how_many_there_were_and_the_fingerprint_does_not(done):

@@ -13,13 +13,13 @@ from transformers import AutoModelForCausalLM
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.affine import AffineGrid
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.layouts.gptq import GptqLayout
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.recording import SHAPES
-from quantkit.quantize.calibrate.capture import Statistics
+from quantkit.quantize.calibrate.capture import KINDS, Statistics
 from quantkit.quantize.calibrate.forwards import SuspendedForward, repeated
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.prepare import linears
@@ -371,7 +371,7 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
         (torch.randn(*shape, width, generator=generator) * mixing + mixing / 2).to(dtype)
         for shape in [(2, 9), (5,), (1, 3)]
     ]
-    accumulator = Statistics(width, CPU, ("hessian", "magnitude", "peak", "square"))
+    accumulator = Statistics(width, CPU, (*KINDS,)[:4])
     for batch in batches:
         accumulator.add(batch)
     statistics = accumulator.finish()
@@ -384,11 +384,11 @@ def test_hessian_is_twice_the_mean_outer_product(width, dtype):
     assert (got - want).norm() <= 1e-5 * want.norm()
     assert (got.diagonal() - want.diagonal()).abs().max() <= 1e-5 * want.diagonal().max()
     magnitude = rows.abs().mean(0)
-    assert (statistics.magnitude - magnitude).abs().max() <= 1e-5 * magnitude.max()
-    assert torch.equal(statistics.peak.double(), rows.abs().amax(0))
+    assert (statistics[Statistic.MAGNITUDE] - magnitude).abs().max() <= 1e-5 * magnitude.max()
+    assert torch.equal(statistics[Statistic.PEAK].double(), rows.abs().amax(0))
     square = rows.square().mean(0)
-    assert statistics.square.dtype == torch.float32
-    assert ((statistics.square - square).abs() <= 1e-6 * square).all()
+    assert statistics[Statistic.SQUARE].dtype == torch.float32
+    assert ((statistics[Statistic.SQUARE] - square).abs() <= 1e-6 * square).all()
 
 
 class Repeated:

@@ -1,4 +1,4 @@
-"""--target original: error feedback that makes up for what was lost before (`aimed` in solvers/gptq.py)."""
+"""--target original: error feedback that makes up for what was lost before (`retarget`)."""
 
 from functools import partial
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
+from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
@@ -19,9 +20,10 @@ from quantkit.quantize import loop
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.capture import Counterpart, Statistics
 from quantkit.quantize.calibrate.residual import find_writers
+from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, gptq
 from quantkit.quantize.solvers.gptq import GptqSolver
+from quantkit.quantize.solving import solve
 
 WIDTH, ROWS, TOKENS = 24, 16, 4000
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -49,7 +51,7 @@ def site(signal: float, tokens: int = TOKENS, missing: bool = True):
 
 
 def move(weights: list[Tensor], statistics: SiteStatistics) -> list[Tensor]:
-    return gptq.aimed(weights, statistics, 1e-7)
+    return retarget(weights, statistics[Statistic.DRIFT], 1e-7)
 
 
 @pytest.mark.parametrize("missing", [True, False])
@@ -90,9 +92,10 @@ def test_batches_without_a_counterpart_count_for_the_hessian_alone():
     torch.testing.assert_close(
         found.hessian.double(), 2 * everything.T @ everything / (TOKENS + 500), rtol=1e-4, atol=1e-4
     )
-    torch.testing.assert_close(found.paired, paired.hessian)
-    torch.testing.assert_close(gptq.aimed([weight], found, 0.01), gptq.aimed([weight], paired, 0.01))
-    assert paired.paired is None, "H of all is that of the pairs"
+    drift, other = found[Statistic.DRIFT], paired[Statistic.DRIFT]
+    torch.testing.assert_close(drift.hessian, paired.hessian)
+    torch.testing.assert_close(retarget([weight], drift, 0.01), retarget([weight], other, 0.01))
+    assert other.hessian is paired.hessian, "H of all is that of the pairs"
 
 
 def test_the_share_that_is_real_is_what_two_halves_say_alike():
@@ -139,12 +142,14 @@ def test_error_feedback_comes_nearer_to_the_original():
     weight, inputs, meant, statistics = site(signal=1.0)
     grid = AffineGrid(4, 8)
     errors = {}
-    for name, known in (("own", SiteStatistics(statistics.hessian.clone())), ("original", statistics)):
-        (solved,) = GptqSolver().solve([weight], [grid], known)
+    own = SiteStatistics({Statistic.HESSIAN: statistics.hessian.clone()})
+    for name, known in (("own", own), ("original", statistics)):
+        (solved,) = solve(GptqSolver(), [weight], [grid], known)
         assert solved.fallback is None
         errors[name] = (inputs @ solved.weight.values().T - meant).square().sum()
     assert errors["original"] < 0.5 * errors["own"]
-    assert GptqSolver().needs == {"hessian", "drift"} and GptqSolver(target="own").needs == {"hessian"}
+    assert GptqSolver().needs == {Statistic.HESSIAN, Statistic.DRIFT}
+    assert GptqSolver(target="own").needs == {Statistic.HESSIAN}
 
 
 WRITERS = {

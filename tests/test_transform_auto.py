@@ -10,7 +10,8 @@ import torch
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.files.gguf_file import read_header
-from quantkit.quantize import methods
+from quantkit.quantize import methods, solving
+from quantkit.quantize.calibrate.statistics import retarget
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.staging import folder as staging
 from quantkit.quantize.transforms.auto import FedReader, FeedbackScaling, candidate
@@ -240,14 +241,12 @@ def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
 def test_the_original_beside_is_divided_as_the_block_is(twin, tmp_path, monkeypatch):
     """What enters the first site of all is the original's: behind a scale, too, nothing drifts there."""
     seen = []
-    solve = GptqSolver.solve
 
-    def listen(self, weights, grids, statistics):
-        sums = statistics.drift if statistics.missing is None else statistics.missing
-        seen.append((sums.abs().max(), statistics.hessian.abs().max()))
-        return solve(self, weights, grids, statistics)
+    def listen(weights, drift, damp):
+        seen.append((drift.halves.abs().max(), drift.hessian.abs().max()))
+        return retarget(weights, drift, damp)
 
-    monkeypatch.setattr(GptqSolver, "solve", listen)
+    monkeypatch.setattr(solving, "retarget", listen)
     jobs.quantize(
         "gptq", twin("llama"), tmp_path / "out", SMALL, calibration=jobs.calibration(tmp_path), **RUN
     )

@@ -15,13 +15,14 @@ from quantkit.evaluation import evaluate
 from quantkit.evaluation import windows as windows_of
 from quantkit.evaluation.comparison.record import pareto
 from quantkit.grids.affine import AffineGrid
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.layouts.compressed_tensors import CompressedTensorsLayout
 from quantkit.layouts.compressed_tensors.integers import IntQuantized
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize import methods
+from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import KEPT_INPUTS, Statistics
-from quantkit.quantize.solvers import SiteStatistics, rtn
+from quantkit.quantize.solvers import rtn
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import Losses, Reader
@@ -67,23 +68,23 @@ def test_a_linear_is_read_as_it_was_written():
 
 def test_fourth_moments_are_those_of_tokens_of_equal_size_in_either_half():
     batches = [randn(2, 10, IN, seed=seed) * (seed + 1) for seed in range(4)]
-    sums = Statistics(IN, CPU, {"fourth", "inputs"})
+    sums = Statistics(IN, CPU, {Statistic.FOURTH, Statistic.INPUTS})
     for batch in batches:
         sums.add(batch)
     found = sums.finish()
     rows = torch.cat([batch.view(-1, IN) for batch in batches])
-    assert torch.equal(found.inputs, rows)
+    assert torch.equal(found[Statistic.INPUTS], rows)
     for half, part in enumerate(rows.split(40)):
         for channel in (0, 7):
             expected = sum((row[channel] / row.square().mean().sqrt()) ** 4 for row in part) / 40
-            assert found.fourth[half, channel].item() == pytest.approx(expected.item(), rel=1e-5)
+            assert found[Statistic.FOURTH][half, channel].item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_inputs_are_an_even_sample_of_a_long_text():
-    sums = Statistics(1, CPU, {"inputs"})
+    sums = Statistics(1, CPU, {Statistic.INPUTS})
     for start in range(0, 4 * KEPT_INPUTS, 64):
         sums.add(torch.arange(start, start + 64.0)[:, None])
-    steps = sums.finish().inputs[:, 0].diff()
+    steps = sums.finish()[Statistic.INPUTS][:, 0].diff()
     assert KEPT_INPUTS // 2 <= len(steps) < KEPT_INPUTS and steps.unique().tolist() == [4]
 
 
@@ -135,12 +136,12 @@ def test_scales_of_models_that_differ_by_scales_differ_by_these():
 
 
 def searched(weight: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor | None, Losses]:
-    sums = Statistics(weight.shape[1], CPU, {"hessian", "inputs", "fourth"})
+    sums = Statistics(weight.shape[1], CPU, {Statistic.HESSIAN, Statistic.INPUTS, Statistic.FOURTH})
     for part in inputs.split(64):
         sums.add(part)
     statistics, transform = sums.finish(), SmoothScaling(GptqSolver(), rounded)
     losses = transform.losses(
-        [Reader(weight, AffineGrid(8, IN), statistics.hessian, inputs=statistics.inputs)]
+        [Reader(weight, AffineGrid(8, IN), statistics.hessian, inputs=statistics[Statistic.INPUTS])]
     )
     return transform.search(losses, Producer("norm", torch.arange(IN)), [(statistics, 1.0)]), losses
 
@@ -250,4 +251,4 @@ def test_weights_alone_are_on_no_front():
 
 def test_statistics_are_of_one_kind():
     """What the transform asks for is what there is."""
-    assert SmoothScaling.needs <= set(SiteStatistics.__dataclass_fields__)
+    assert SmoothScaling.needs <= capture.KINDS.keys()

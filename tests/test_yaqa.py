@@ -1,7 +1,5 @@
 """Two-sided error feedback: against the dense Kronecker form, and what it promises."""
 
-from functools import partial
-
 import pytest
 import reference_yaqa as reference
 import torch
@@ -11,10 +9,13 @@ from quantkit.grids.affine import AffineGrid
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
 from quantkit.grids.ggml import named
 from quantkit.grids.nf4 import Nf4Grid
-from quantkit.quantize.solvers import SiteStatistics, yaqa
-from quantkit.quantize.solvers.gptq import GptqSolver, aimed
+from quantkit.layouts import Statistic
+from quantkit.quantize.calibrate.statistics import Drift, SiteStatistics, retarget
+from quantkit.quantize.solvers import yaqa
+from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.solvers.refine import both_sides
 from quantkit.quantize.solvers.yaqa import YaqaSolver, two_sided_loss
+from quantkit.quantize.solving import solve
 
 OUT, IN, GROUP = 6, 16, 8
 
@@ -83,9 +84,9 @@ def test_each_cycle_loses_less(grid):
 def test_loses_less_than_one_sided_feedback():
     weight, hessian, curvature = problem(48, 128)
     grid = AffineGrid(3, 32)
-    statistics = SiteStatistics(hessian, tokens=9, curvatures=(curvature, curvature))
-    plain = GptqSolver().solve([weight] * 2, [grid] * 2, statistics)
-    for one, other in zip(YaqaSolver().solve([weight] * 2, [grid] * 2, statistics), plain, strict=True):
+    moments = hessian, [curvature, curvature]
+    plain = GptqSolver().solve([weight] * 2, [grid] * 2, *moments)
+    for one, other in zip(YaqaSolver().solve([weight] * 2, [grid] * 2, *moments), plain, strict=True):
         lost, before = (
             two_sided_loss(found.weight.values() - weight, hessian, curvature) for found in (one, other)
         )
@@ -97,9 +98,9 @@ def test_loses_less_than_one_sided_feedback():
 def test_without_a_gradient_it_is_gptq():
     weight, hessian, _ = problem()
     grid = AffineGrid(3, GROUP)
-    statistics = SiteStatistics(hessian, tokens=9, curvatures=(None,))
-    (found,) = YaqaSolver().solve([weight], [grid], statistics)
-    (plain,) = GptqSolver().solve([weight], [grid], statistics)
+    moments = hessian, [None]
+    (found,) = YaqaSolver().solve([weight], [grid], *moments)
+    (plain,) = GptqSolver().solve([weight], [grid], *moments)
     assert found.weight.codes.equal(plain.weight.codes)
     assert found.notes == (yaqa.UNREACHED,)
 
@@ -109,9 +110,9 @@ def test_what_gptq_does_better_stays_gptqs(monkeypatch):
     grid = AffineGrid(3, GROUP)
     worse = YaqaSolver().quantize_both_sides(weight * 0.5, grid, hessian, curvature)
     monkeypatch.setattr(YaqaSolver, "quantize_both_sides", lambda *_: worse)
-    statistics = SiteStatistics(hessian, tokens=9, curvatures=(curvature,))
-    (found,) = YaqaSolver().solve([weight], [grid], statistics)
-    (plain,) = GptqSolver().solve([weight], [grid], statistics)
+    moments = hessian, [curvature]
+    (found,) = YaqaSolver().solve([weight], [grid], *moments)
+    (plain,) = GptqSolver().solve([weight], [grid], *moments)
     assert found.weight.codes.equal(plain.weight.codes)
     assert "above gptq's" in found.notes[0]
 
@@ -129,12 +130,13 @@ def test_with_the_original_as_the_target_it_rounds_the_moved_weights():
     x = torch.randn(600, 32, generator=generator)
     weight, root = torch.randn(16, 32, generator=generator), torch.randn(16, 16, generator=generator)
     drift = torch.stack([half.t() @ half for half in (0.1 * x[:300], 0.1 * x[300:])])
-    found = {"hessian": 2 * x.t() @ x / 600, "curvatures": (root @ root.t(),)}
-    drifting = partial(SiteStatistics, **found, drift=drift / 300)  # a solver uses the drift up
+    hessian, curvatures = 2 * x.t() @ x / 600, [root @ root.t()]
+    drift = Drift(hessian, drift / 300, outputs=False)
     grid = AffineGrid(3, 16, True)
-    moved = aimed([weight], drifting(), 0.01)
+    moved = retarget([weight], drift, 0.01)
     assert not torch.allclose(moved[0], weight, atol=1e-3)
-    one = YaqaSolver(target="original").solve([weight], [grid], drifting())[0]
-    other = YaqaSolver().solve(moved, [grid], SiteStatistics(**found))[0]
+    statistics = SiteStatistics({Statistic.HESSIAN: hessian, Statistic.DRIFT: drift})
+    (one,) = solve(YaqaSolver(target="original"), [weight], [grid], statistics, curvatures)
+    (other,) = YaqaSolver().solve(moved, [grid], hessian, curvatures)
     assert torch.equal(one.weight.values(), other.weight.values())
     assert_sums(one.error, other.error)

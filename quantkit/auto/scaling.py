@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from quantkit.quantize.calibrate.measure import Block, Measuring
+from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
@@ -46,15 +46,15 @@ class Scales:
         return statistics if site not in self.columns else statistics.divided(self.columns[site])
 
 
-def of_block(block: Block, measuring: Measuring, transform: ColumnScaling | None) -> Scales:
+def of_block(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
     """Apply the transform to a block, except experts; return the scales and restore the block."""
-    around = [site for site in block.chosen if site.linears and not site.pool]
-    if transform is None or not around:
+    block = measuring.block
+    if transform is None or not block.around:
         return Scales()
-    statistics = measuring.at_once(block, around, min(transform.sample, 1.0))
+    statistics = measuring.at_once(block.around, transform.sample)
     with exchanged(block.module, dict(block.module.named_parameters(remove_duplicate=False))):
-        found = transform.apply(measuring.view(block, statistics))
-    linears = {name for site in around for name in site.linears}
+        found = transform.apply(measuring.view(statistics))
+    linears = {name for site in block.around for name in site.linears}
     rows = {name: factor for name, factor in found.row_factors.items() if name in linears}
     return Scales(found.divided_by, rows)
 

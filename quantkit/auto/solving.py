@@ -22,10 +22,13 @@ from quantkit.auto.engines import GgufOutside, Space, nearest
 from quantkit.auto.scaling import Scales
 from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
+from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.job import Job
-from quantkit.quantize.solvers import SiteStatistics, loss
+from quantkit.quantize.solvers import loss
+from quantkit.quantize.solving import solve
 from quantkit.quantize.timings import Timings
 
 States = list[Tensor]  # batches of hidden states, `[batch, tokens, hidden]`
@@ -51,27 +54,27 @@ class Solving:
         self._job, self._space, self._outside = job, space, outside
         self._units, self._folder = units, folder
         self.errors: dict[str, Errors] = {}
-        self._usual = {row.name: usual(unit).name for unit in units for row in unit.rows}
+        self._usual = {spec.name: usual(unit).name for unit in units for spec in unit.rows}
         self._known: Known | None = None
 
     def needed(self, unit: Unit) -> Sequence[Candidate]:
         """Return the candidates of a unit to measure: its anchors, in blocks without the usual one."""
-        return [one for one in anchors(unit) if unit.block is None or one != usual(unit)]
+        return [anchor for anchor in anchors(unit) if unit.block is None or anchor != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
         """Return the weights of all units of the loaded block in their usual candidates. entering: hidden
         states before the block. The weights are solved once and stored in a file for later walks."""
-        place = self._folder / f"{index}.safetensors"
-        if not place.exists():
+        path = self._folder / f"{index}.safetensors"
+        if not path.exists():
             values: dict[str, Tensor] = {}
             for unit in self._units:
                 if unit.block == index:
                     solved, _ = self._solved(unit, entering, [usual(unit)])
                     values |= solved[usual(unit).name]
-            host = {name: part.to(KEPT_IN).cpu().contiguous() for name, part in values.items()}
-            save_file(host, place)
+            host = {name: weight.to(KEPT_IN).cpu().contiguous() for name, weight in values.items()}
+            save_file(host, path)
         device = self._job.skeleton.device
-        return {name: part.to(device) for name, part in load_file(place).items()}
+        return {name: weight.to(device) for name, weight in load_file(path).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
         """Yield (candidate, weights) of the candidates to measure. entering: states before the block."""
@@ -90,11 +93,11 @@ class Solving:
     ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
         """Return {candidate: {linear: solved weight}} of `chosen`, and errors of `chosen` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
-        rows = {row.local: row for row in unit.rows}
-        solved: dict[str, dict[str, Tensor]] = {one.name: {} for one in chosen}
+        specs = {spec.local: spec for spec in unit.rows}
+        solved: dict[str, dict[str, Tensor]] = {candidate.name: {} for candidate in chosen}
         rounding, solving, scale = Counter(), Counter(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
-            names = [name for name in site.linears if name in rows]
+            names = [name for name in site.linears if name in specs]
             weights = [skeleton.part(index, name).weight.float() for name in names]
             own = list(map(partial(scales.scaled, site), names, weights))
 
@@ -105,7 +108,7 @@ class Solving:
                 return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
 
             def grids(candidate, names=names) -> list[Grid]:
-                return [self._space.grid(rows[name], candidate.name) for name in names]
+                return [self._space.grid(specs[name], candidate.name) for name in names]
 
             scale += lost([weight * 0 for weight in own])
             for candidate in rounded:
@@ -114,11 +117,11 @@ class Solving:
                 ]
                 rounding[candidate.name] += lost(near)
             for candidate in chosen:
-                found = self._job.method.solver.solve(own, grids(candidate), statistics)
-                values = [one.weight.values() for one in found]
+                results = solve(self._job.method.solver, own, grids(candidate), statistics)
+                values = [result.weight.values() for result in results]
                 solving[candidate.name] += lost(values)
                 kept = map(partial(scales.undone, site), names, values)
-                kept = (one.to(skeleton.dtype) for one in kept)
+                kept = (weight.to(skeleton.dtype) for weight in kept)
                 solved[candidate.name] |= dict(zip(names, kept, strict=True))
         scale = max(scale, TINY)
         return solved, Errors(*({k: v / scale for k, v in part.items()} for part in (rounding, solving)))
@@ -132,45 +135,41 @@ class Solving:
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
         """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""
-        job = self._job
-        measuring = Measuring(
-            job.skeleton,
-            entering,
-            job.plan.execution,
-            frozenset({"hessian"}),
-            job.request.run.experts,
-            Timings(),
-            len(entering),
-        )
         if self._known is None or self._known[0].index != unit.block:
             self._known = None  # frees the statistics of the previous block
-            self._known = self._block(unit.block, entering, measuring)
-        block, scales, found = self._known
-        names = {row.local for row in unit.rows}
+            self._known = self._block(unit.block, entering)
+        block, scales, known = self._known
+        names = {spec.local for spec in unit.rows}
         sites = [site for site in block.sites if names.intersection(site.linears)]
-        yield from ((site, found[site], scales) for site in sites if site in found)
+        yield from ((site, known[site], scales) for site in sites if site in known)
         layers = {site.pool: site for site in block.sites if not site.linears}
-        for some in _some([site for site in sites if site not in found]):
-            gathered = measuring.at_once(block, [layers[some[0].pool], *some])
-            yield from ((site, gathered.pop(site), scales) for site in some)
+        for part in _in_parts([site for site in sites if site not in known]):
+            gathered = self._measuring(block, entering).at_once([layers[part[0].pool], *part])
+            yield from ((site, gathered.pop(site), scales) for site in part)
 
-    def _block(self, index: int, entering: States, measuring: Measuring) -> Known:
+    def _measuring(self, block: Block, entering: States) -> Measuring:
+        job = self._job
+        given = job.plan.execution, frozenset({Statistic.HESSIAN}), job.request.run.experts, Timings()
+        return Measuring(job.skeleton, block, entering, *given, len(entering))
+
+    def _block(self, index: int, entering: States) -> Known:
         """Return the block with the grids of its usual candidates, its scales, and its sites' statistics."""
         skeleton = self._job.skeleton
         module, probe = skeleton.blocks[index], entering[0][:1, :PROBE_TOKENS]
         sites = find_sites(module, lambda: skeleton.run_block(index, probe))
-        rows = {row.local: row for row in self._job.specs if row.block == index}
-        for local, row in rows.items():
-            if stored := self._usual.get(row.name):
-                rows[local] = replace(row, grid=self._space.grid(row, stored))
-        block = Block(index, module, rows, sites)
-        scales = scaling.of_block(block, measuring, self._job.method.transform)
+        specs = {spec.local: spec for spec in self._job.specs if spec.block == index}
+        for local, spec in specs.items():
+            if stored := self._usual.get(spec.name):
+                specs[local] = replace(spec, grid=self._space.grid(spec, stored))
+        block = Block(index, module, specs, sites)
+        measuring = self._measuring(block, entering)
+        scales = scaling.of_block(measuring, self._job.method.transform)
         plain = [site for site in block.chosen if site.pool is None]
-        found = measuring.at_once(block, plain) if plain else {}
-        return block, scales, {site: scales.entering(site, one) for site, one in found.items()}
+        measured = measuring.at_once(plain) if plain else {}
+        return block, scales, {site: scales.entering(site, own) for site, own in measured.items()}
 
 
-def _some(sites: Sequence[Site]) -> Iterator[list[Site]]:
+def _in_parts(sites: Sequence[Site]) -> Iterator[list[Site]]:
     """Yield lists of experts' sites of one layer whose Hessians take at most HESSIAN_BYTES."""
     part: list[Site] = []
     for site in sites:

@@ -16,6 +16,7 @@ from quantkit.capacity import formats
 from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
 from quantkit.capacity.question import Question
 from quantkit.capacity.source import Source
+from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
@@ -76,7 +77,7 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
         return peak_memory(stages)
 
     ordered = calibrated and not work.transform  # sites are solved one after another
-    together = on_gpu and shapes.experts and "hessian" in needs  # experts, with repeated passes
+    together = on_gpu and shapes.experts and Statistic.HESSIAN in needs  # experts, with repeated passes
     suspend = ordered and not together and (memory is None or peak(True).computing < COMFORT * memory)
     need = peak(suspend)
     if ordered and not suspend:
@@ -98,14 +99,14 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     }
 
 
-def _needs(options: MethodOptions) -> frozenset[str]:
+def _needs(options: MethodOptions) -> frozenset[Statistic]:
     """Return the statistics that the solver of these options needs."""
     feeds_back = options.solver != "rtn" and options.target == "original"
-    return frozenset({"hessian", "drift"} if feeds_back else {"hessian"})
+    return frozenset({Statistic.HESSIAN, Statistic.DRIFT} if feeds_back else {Statistic.HESSIAN})
 
 
 def _seconds(
-    work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
+    work: Work, needs: frozenset[Statistic], parameters: Parameters, question: Question, suspend: bool
 ) -> tuple[list[float] | None, str]:
     """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
     (soonest, latest), device = START_SECONDS, question.single_device
@@ -148,7 +149,7 @@ def solver_operations(work: Work, shapes: Iterable[Sequence[int]]) -> float:
 
 
 def _operations(
-    work: Work, needs: frozenset[str], parameters: Parameters, question: Question, suspend: bool
+    work: Work, needs: frozenset[Statistic], parameters: Parameters, question: Question, suspend: bool
 ) -> float:
     """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
     linears, tokens = parameters.linears, question.samples * question.seqlen
@@ -161,7 +162,7 @@ def _operations(
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
     squares = sum(width**2 for *_, width in sites) * tokens
     moments = squares * (1 + work.sample)
-    if "drift" in needs:  # of the original, and of its inputs with those here
+    if Statistic.DRIFT in needs:  # of the original, and of its inputs with those here
         share = 1 / original_every(tokens, max(width for *_, width in sites))
         forwards, moments = forwards + share, moments + 2 * share * squares
     head = [tensor for tensor in parameters.outside if len(tensor.shape) > 1][-1:] if work.outside else []

@@ -22,7 +22,7 @@ from quantkit.tables import print_line
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
-    from quantkit.quantize.solvers import Solved
+    from quantkit.quantize.report import LinearReport
 
 SILENCE = 30.0  # seconds without output after which a log line is printed
 
@@ -53,10 +53,10 @@ class Quiet(Progress):
         else:
             self._computed += 1
 
-    def linear(self, spec: LinearSpec, solved: Solved) -> None:
-        if solved.fallback:
-            self.warn(f"{spec.name}: {solved.fallback}; kept round to nearest")
-        for note in solved.notes:
+    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
+        if report.fallback:
+            self.warn(f"{spec.name}: {report.fallback}; kept round to nearest")
+        for note in report.notes:
             self.warn(f"{spec.name}: {note}")
 
     def remaining(self) -> str:
@@ -109,9 +109,9 @@ class Lines(Quiet):
         if done:
             self._say(f"resuming: {done} of {blocks} blocks are done already")
 
-    def linear(self, spec: LinearSpec, solved: Solved) -> None:
-        super().linear(spec, solved)
-        self._errors.append(solved.error)
+    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
+        super().linear(spec, report)
+        self._errors.append(report.error)
         self._doing = f"in block {spec.block + 1}/{self._blocks}, after {spec.local}"
 
     def block(self, index: int, replayed: bool) -> None:
@@ -174,9 +174,9 @@ class Live(Quiet):
         self.phase("block", blocks)
         self._reach(0, blocks, "--:--")
 
-    def linear(self, spec: LinearSpec, solved: Solved) -> None:
-        super().linear(spec, solved)
-        self._bar.update(self._task, detail=f"{spec.local} error {solved.error:#.2g}")
+    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
+        super().linear(spec, report)
+        self._bar.update(self._task, detail=f"{spec.local} error {report.error:#.2g}")
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)

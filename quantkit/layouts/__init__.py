@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,20 @@ Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a
 
 # Linears that serving engines fuse, by the name of the fused linear.
 FUSIONS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+class Statistic(Enum):
+    """A statistic of calibration text that a solver, a transform, a layout or an output needs."""
+
+    HESSIAN = "2 XᵀX / tokens of a site's inputs X"
+    DRIFT = "what the site's inputs and its hidden states miss of the original model's"
+    CURVATURE = "second moments of the gradients at a linear's outputs"
+    MAGNITUDE = "mean |x| of each channel"
+    PEAK = "largest |x| of each channel"
+    SQUARE = "mean x² of each channel"
+    FOURTH = "mean (x / rms x)⁴ of each channel, for each half of the tokens"
+    INPUTS = "a few rows of X, evenly spaced"
+    CACHE = "largest keys and values of each attention"
 
 
 @dataclass(frozen=True)
@@ -99,7 +114,7 @@ class Layout(ABC):
     with the codes. label: the name of these codes in `inspect`. fused: engines merge several linears into
     one. experts_note: a note for models with experts. takes_matrices: engines treat other matrices of a
     block, such as routers, as linears unless `outside` names them. floats: suffixes with floating-point
-    parameters. needs: statistics of inputs that the layout stores (see SiteStatistics). rounds_inputs:
+    parameters. needs: statistics that the layout stores. rounds_inputs:
     `module` quantizes inputs of some linears. optional: suffixes that may be absent. texts: suffixes whose
     length `tensors` estimates. outside: matrices outside the blocks that clients read packed. cache_scales:
     names in an attention of the scales of keys and values.
@@ -113,7 +128,7 @@ class Layout(ABC):
     experts_note = ""
     takes_matrices = False
     floats: tuple[str, ...] = ()
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[Statistic] = frozenset()
     rounds_inputs = False
     optional: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()

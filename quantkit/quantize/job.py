@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit import __version__
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
@@ -90,7 +90,7 @@ class Job:
     def material(self) -> Material:
         """The source and the staged linears that make up the output."""
         shard_gb = self.request.run.max_shard_gb or (None if self.staging.one_file else SHARD_GB)
-        shard_bytes, errors = shard_gb and int(shard_gb * 1e9), "hessian" in self.method.needs
+        shard_bytes, errors = shard_gb and int(shard_gb * 1e9), Statistic.HESSIAN in self.method.needs
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
 
@@ -121,7 +121,7 @@ def prepare(
         source_sha256 = Future() if dry_run or distributed.rank() else _hashed(checkpoint)
 
     checkpoint = skeleton.checkpoint
-    if method.outside and "hessian" in method.needs:
+    if method.outside and Statistic.HESSIAN in method.needs:
         checkpoint = method.output.rounded(checkpoint, specs)
     if checkpoint is not skeleton.checkpoint:
         dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
@@ -219,7 +219,7 @@ def _check_ranks(method: BuiltMethod) -> None:
         return
     what = f"{method.name} without calibration has nothing that {distributed.count()} processes could share"
     require(method.needs, what, ALONE, UNSUPPORTED)
-    if "curvature" in method.needs:
+    if Statistic.CURVATURE in method.needs:
         message = f"--solver yaqa does not run as several processes, but {distributed.count()} were started"
         raise QuantkitError(message, "use --solver gptq, or start it without torchrun", UNSUPPORTED)
 

@@ -1,7 +1,7 @@
 """The loop. Read this file first: a checkpoint flows through the loop one decoder block at a time.
 
     for each block:
-        gather the statistics of its sites ▶ transform ▶ solve each site ▶ encode ▶ install what was encoded
+        transform ▶ visit each site: measure, solve, encode, install what was encoded
         ▶ advance the hidden states through the block as it was written ▶ stage the block
 
 The next block sees the decoded codes, never the solver's private floats. The output is assembled, read back
@@ -10,21 +10,23 @@ from disk, checked against the loop's own final hidden states, and renamed into 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
+from quantkit.layouts import Statistic
 from quantkit.models.files.open import check_unchanged, watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
-from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, walk
+from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, schedule, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
-from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
+from quantkit.quantize.calibrate.measure import Block, Measuring
 from quantkit.quantize.calibrate.original import Original
+from quantkit.quantize.calibrate.schedule import Visit
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_sites
 from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.calibrate.view import Transformed
@@ -32,15 +34,12 @@ from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Summary, finish
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solving import Solving, groups
+from quantkit.quantize.solving import Quantizer
 from quantkit.quantize.staging.folder import disk_errors
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
 from quantkit.quantize.transforms.expert_by_expert import ExpertByExpert
 from quantkit.quantize.transforms.probe import set_aside
-from quantkit.quantize.transforms.scaling import ColumnScaling
-
-UNREACHED = "no calibration token entered it"
 
 
 def run(job: Job, progress: Progress) -> Summary:
@@ -53,7 +52,7 @@ def run(job: Job, progress: Progress) -> Summary:
 
 def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
     """Run the jobs of one command: one after another, or in one pass over the source if none has a solver."""
-    solved = [any(row.grid for row in job.specs) for job in jobs]  # else the output encodes all linears
+    solved = [any(spec.grid for spec in job.specs) for job in jobs]  # else the output encodes all linears
     if not any(solved):
         return _encoded(jobs, progress)
     summaries = []
@@ -104,8 +103,8 @@ class _Loop:
             self.timings.notes.append(note)
         with self.timings("load"), mapped():
             self.skeleton.load_rest()
-            self.originals = self._entering(self._sample()) if "drift" in self.method.needs else None
-        self.curvatures = self._curvatures() if "curvature" in self.method.needs else None
+            self.originals = self._entering(self._sample()) if Statistic.DRIFT in self.method.needs else None
+        self.curvatures = self._curvatures() if Statistic.CURVATURE in self.method.needs else None
         with self.timings("load"):
             self.method.output.install_rest(
                 job.material, self.method.solver, job.batches, progress, self.place
@@ -119,16 +118,16 @@ class _Loop:
 
     def _sample(self) -> list[int]:
         """Return the numbers of this rank's batches that the original model runs on: every n-th of all."""
-        widest = max(row.in_features for row in self.job.specs if row.grid)
+        widest = max(spec.in_features for spec in self.job.specs if spec.grid)
         every = original_every(self.job.calibration.tokens.numel(), widest)
         return [at for at, k in enumerate(distributed.span(self.job.batch_count)) if k % every == 0]
 
     def _curvatures(self) -> Curvatures:
         """Return the curvatures of the linears in all blocks that are not staged yet."""
         left = {index: [] for index, done in enumerate(self._done()[: self.skeleton.depth]) if not done}
-        for row in self.job.specs:
-            if row.block in left and row.grid:
-                left[row.block].append(row.local)
+        for spec in self.job.specs:
+            if spec.block in left and spec.grid:
+                left[spec.block].append(spec.local)
         folder, batches = self.job.staging.folder, self.job.batches
         return curvature.gather(self.skeleton, left, batches, folder, self.timings, self.progress, self.place)
 
@@ -200,34 +199,43 @@ class _Loop:
 
     def _quantize(self, index: int, module: nn.Module) -> None:
         """Quantize and stage one block. The hidden states are replaced by its outputs."""
-        block = self._block(index, module)
-        parts = BlockParts(self.job.staging, index)
+        block, parts = self._block(index, module), BlockParts(self.job.staging, index)
         records: list[dict] = []
-        with (
-            self._original(block) as original,
-            closing(self._measure(block, parts, original)) as measured,
-            cache_peaks.watched(module) if "cache" in self.method.needs else nullcontext({}) as caches,
-        ):
-            solving = Solving(
-                self.skeleton, self.method, self.timings, block, parts, measured.transformed, self.curvatures
+        with self._original(block) as original:
+            measuring = Measuring(
+                self.skeleton,
+                block,
+                self.states,
+                self.execution,
+                self.method.needs,
+                self.job.request.run.experts,
+                self.timings,
+                self.job.batch_count,
+                original,
             )
-            together = 1 if self.execution.device == "cpu" else self.execution.at_once
-            for sites in groups(measured.order or block.chosen, measured.independent, together):
-                found = {site: measured.statistics(site) for site in sites}
-                tokens = {site: known.tokens for site, known in found.items() if site.pool and known}
-                if not sites[0].linears:
-                    continue
-                for site, row, solved in solving.linears(found):
-                    if found[site] and not site.calls:
-                        solved = replace(solved, fallback=UNREACHED)
-                    records.append(solved.record(row.name, tokens.get(site)))
-                    self.progress.linear(row, solved)
-            self._add_changed(block, measured.transformed, parts)
-            self._advance(measured.outputs())
+            transformed, visits = self._transform(measuring, parts)
+            self._stage_changed(block, transformed, parts)
+            quantizer = Quantizer(
+                self.skeleton,
+                self.method.solver,
+                self.method.layout,
+                self.timings,
+                block,
+                parts,
+                transformed,
+                self.curvatures,
+            )
+            caching = Statistic.CACHE in self.method.needs
+            with closing(visits), cache_peaks.watched(module) if caching else nullcontext({}) as caches:
+                for visit in visits:
+                    for spec, report in quantizer.visit(visit):
+                        records.append(report.record())
+                        self.progress.linear(spec, report)
+                    del visit  # frees its statistics before the next are measured
             if original:
                 self.originals.advance(original.leaving)
-        parts.add(cache_peaks.scales(caches, block.rows.values(), self.method.layout.cache_scales))
-        names = [block.rows[name].name for site in block.chosen for name in site.linears]
+        parts.add(cache_peaks.scales(caches, block.specs.values(), self.method.layout.cache_scales))
+        names = [block.specs[name].name for site in block.chosen for name in site.linears]
         order = {name: at for at, name in enumerate(names)}
         records.sort(key=lambda record: order[record["name"]])
         check_unchanged(self.job.checkpoint)  # before the block is staged
@@ -237,74 +245,53 @@ class _Loop:
             self.curvatures.done_with(index - 1)  # that block is on the disk by now
 
     def _block(self, index: int, module: nn.Module) -> Block:
-        """Return a loaded block with its rows and sites."""
-        rows = {row.local: row for row in self.job.specs if row.block == index}
+        """Return a loaded block with its specs and sites."""
+        specs = {spec.local: spec for spec in self.job.specs if spec.block == index}
         if not self.method.needs:  # no inputs are gathered
-            return Block(index, module, rows, fused_sites(rows))
+            return Block(index, module, specs, fused_sites(specs))
         probe = distributed.broadcast(lambda: self.states[0][:1, :PROBE_TOKENS].clone())
         sites = find_sites(module, lambda: self.skeleton.run_block(index, probe))
-        return Block(index, module, rows, sites, probe)
+        return Block(index, module, specs, sites, probe)
 
     def _original(self, block: Block) -> AbstractContextManager[Original | None]:
         """Return the run of the original model's block as a context, or an empty context if not needed."""
         if self.originals is None:
             return nullcontext()
+        given = block.index, block.sites, block.chosen, self.originals, self.states, self._sample()
         with self.timings("original"):
-            return closing(
-                Original(
-                    self.skeleton,
-                    block.index,
-                    block.sites,
-                    block.chosen,
-                    self.originals,
-                    self.states,
-                    self._sample(),
-                )
-            )
+            return closing(Original(self.skeleton, *given))
 
-    def _measure(self, block: Block, parts: BlockParts, original: Original | None) -> Measured:
-        """Return the block's statistics: before a transform for all sites at once; without a transform for
-        each site after the earlier sites are quantized."""
-        measuring = Measuring(
-            self.skeleton,
-            self.states,
-            self.execution,
-            self.method.needs,
-            self.job.request.run.experts,
-            self.timings,
-            self.job.batch_count,
-            original,
-        )
-        transform = self.method.transform
-        if transform is not None and transform.sample < 1:
-            return self._transformed_first(measuring, block, transform)
-        if transform is not None:
-            return ExpertByExpert(measuring, block, transform, parts).measured()
-        if not self.method.needs:
-            return Measured(lambda site: None, lambda: measuring.outputs(block))
-        return measuring.in_order(block)
+    def _transform(
+        self, measuring: Measuring, parts: BlockParts
+    ) -> tuple[Transformed | None, Generator[Visit]]:
+        """Transform a block; return the changes, None without a transform, and the visits of its sites.
 
-    def _transformed_first(self, measuring: Measuring, block: Block, transform: ColumnScaling) -> Measured:
-        """Transform a block by statistics of sampled tokens; then measure it in order with all tokens."""
-        around = [site for site in block.chosen if site.linears and not site.pool]
-        if not around:
-            return measuring.in_order(block)
-        statistics = measuring.at_once(block, around, transform.sample)
-        here = block.rows.keys() - self.skeleton.away(block.index)
+        A transform by a sample of the tokens comes before all visits, which measure with all tokens.
+        """
+        transform, block = self.method.transform, measuring.block
+        if transform is not None and transform.sample == 1:
+            by_expert = ExpertByExpert(measuring, transform, parts)
+            return by_expert.transformed, by_expert.visits(self._advance)
+        visits = schedule.visits(measuring, self._advance)
+        if transform is None:
+            return None, visits
+        if not block.around:
+            return Transformed({}), visits
+        statistics = measuring.at_once(block.around, transform.sample)
+        here = block.specs.keys() - self.skeleton.away(block.index)
         dtypes = {name: block.module.get_submodule(name).weight.dtype for name in sorted(here)}
         with self.timings("transform"):
-            transformed = transform.apply(measuring.view(block, statistics))
+            transformed = transform.apply(measuring.view(statistics))
             exact = set_aside(block.module, dtypes)
-        transformed = replace(transformed, statistics={}, exact=exact)
         if measuring.original:
             measuring.original.divide(transformed.divided_by)
-        return replace(measuring.in_order(block), transformed=transformed)
+        return replace(transformed, statistics={}, exact=exact), visits
 
-    def _add_changed(self, block: Block, transformed: Transformed, parts: BlockParts) -> None:
+    def _stage_changed(self, block: Block, transformed: Transformed | None, parts: BlockParts) -> None:
         """Stage parameters that are not quantized but differ from the source."""
-        packed = (row for row in block.rows.values() if not row.grid and self.job.material.is_packed(row))
-        names = [*sorted(transformed.changed), *(f"{row.local}.weight" for row in packed)]
-        for name in names:
+        kept = (spec for spec in block.specs.values() if not spec.grid)
+        packed = (f"{spec.local}.weight" for spec in kept if self.job.material.is_packed(spec))
+        for name in [*sorted(transformed.changed if transformed else ()), *packed]:
             stored, tensor = self.skeleton.as_stored(block.index, name)
             parts.add({stored: tensor.contiguous()})
 

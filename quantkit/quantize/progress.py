@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
-    from quantkit.quantize.solvers import Solved
+    from quantkit.quantize.report import LinearReport
 
 
 class Progress:
@@ -21,7 +21,7 @@ class Progress:
     def start(self, blocks: int, done: int) -> None:
         """Report that the loop begins; `done` of `blocks` blocks are already staged."""
 
-    def linear(self, spec: LinearSpec, solved: Solved) -> None:
+    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
         """Report that a linear was quantized."""
 
     def block(self, index: int, replayed: bool) -> None:

@@ -1,132 +1,82 @@
-"""Solve a block's linears once their inputs are measured: solve ▶ encode ▶ install ▶ measure the error.
+"""Quantize linears once their inputs are measured: solve ▶ encode ▶ install ▶ stage ▶ report.
 
-Ranks share the linears and experts: each rank solves some, then all get all results.
+`solve` and `install` are the two halves, which `eval --as`, `auto` and the matrices outside the blocks use as
+well. Ranks share the linears and experts: each rank solves some, then all get all results.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, DamagedError, QuantkitError, count
 from quantkit.grids.distance import error_up_to_scales, weight_error
-from quantkit.grids.grid import Grid
-from quantkit.layouts import Layout, LinearSpec, WeightsOnly
+from quantkit.grids.grid import Grid, QuantizedWeight
+from quantkit.layouts import Layout, LinearSpec, Statistic, WeightsOnly
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.measure import Block
+from quantkit.quantize.calibrate.schedule import Visit
 from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
 from quantkit.quantize.calibrate.view import Transformed
-from quantkit.quantize.methods import BuiltMethod
-from quantkit.quantize.solvers import SiteStatistics, Solved, Solver
+from quantkit.quantize.report import LinearReport
+from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.timings import Timings
 
+UNREACHED = "no calibration token entered it"
+Parts = dict[str, Tensor]  # packed tensors of a linear, by suffix
 
-@dataclass(frozen=True)
-class Solving:
-    """Solves the linears of one block. parts: receives the encoded tensors. transformed: earlier changes to
-    the block. curvatures: of the linears' outputs, if measured."""
 
-    skeleton: Skeleton
-    method: BuiltMethod
-    timings: Timings
-    block: Block
-    parts: BlockParts
-    transformed: Transformed
-    curvatures: Curvatures | None = None
+def solve(
+    solver: Solver,
+    weights: Sequence[Tensor],
+    grids: Sequence[Grid],
+    statistics: SiteStatistics,
+    curvatures: Sequence[Tensor | None] = (),
+) -> list[Solved]:
+    """Return the linears of a site, quantized. Ranks share them, largest first. A drift is taken out of the
+    statistics, because its matrices, as large as the Hessian, must be freed before the weights are rounded.
 
-    def linears(
-        self, found: Mapping[Site, SiteStatistics | None]
-    ) -> Iterator[tuple[Site, LinearSpec, Solved]]:
-        """Solve the linears of a site, or of several independent sites, and yield each result. found:
-        statistics of each site. An expert that leaves memory is read from `parts` when needed again."""
-        layout, index = self.method.layout, self.block.index
-        known = {site: self._with_curvatures(site, statistics) for site, statistics in found.items()}
-        weights: dict[str, Tensor] = {}
-        solver = self.method.solver
-        with self.timings("solve"):
-            if len(known) == 1:
-                solved = [solve(solver, *self._problem(site, *known.values(), weights)) for site in known]
-            else:  # a rank solves some of the sites, at once if the solver can
-                own = distributed.dealt(list(known))
-                problems = [self._problem(site, known[site], weights) for site in own]
-                many = getattr(solver, "solve_many", lambda sites: [solver.solve(*site) for site in sites])
-                mine = many(problems) if problems else []
-                parts = distributed.all_gather(dict(zip((site.place for site in own), mine, strict=True)))
-                found = {place: one for part in parts for place, one in part.items()}
-                solved = [found[site.place] for site in known]
-        for site, results in zip(known, solved, strict=True):
-            for row, result in zip(self._rows(site), results, strict=True):
-                if known[site] and "peak" in layout.needs:
-                    result = result.with_input_peak(known[site].peak)
-                weight = weights.pop(row.local, None)
-                if weight is None:  # another rank solved it
-                    weight = self._weight(row)
-                with self.timings("pack"):
-                    packed, stored = layout.encode(result.weight), f"{row.name}.weight"
-                    again = partial(self.parts.parts, row.name)
-                    try:
-                        values = self.skeleton.install(index, row.local, layout, packed, stored, again)
-                    except DamagedError as error:  # values were finite before they were encoded
-                        what = f"{row.name} has weights up to {weight.abs().max():.3g}: too large for "
-                        hint = f"keep it in 16 bit: --exclude '{re.escape(row.name)}$'"
-                        raise QuantkitError(what + row.grid.describe(), hint, UNSUPPORTED) from error
-                    self.parts.add_linear(row.name, packed)
-                measured = self._measured(row, result, weight, values)
-                yield site, row, self.transformed.amend(row.local, measured)
+    See `Solver.solve` for the other arguments.
+    """
+    own = list(range(len(weights)))
+    if distributed.count() > 1:
+        own = distributed.dealt(sorted(own, key=lambda k: -weights[k].numel()))
+    solved = []
+    if own:
+        targets = [weights[k] for k in own]
+        if Statistic.DRIFT in statistics:
+            targets = retarget(targets, statistics.pop(Statistic.DRIFT), solver.damp)
+        hessian, curved = statistics.get(Statistic.HESSIAN), [curvatures[k] for k in own if curvatures]
+        solved = solver.solve(targets, [grids[k] for k in own], hessian, curved)
+    everywhere = _gathered(dict(zip(own, solved, strict=True)))
+    return [everywhere[k] for k in range(len(weights))]
 
-    def _with_curvatures(self, site: Site, statistics: SiteStatistics | None) -> SiteStatistics | None:
-        """Return a site's statistics with the curvatures of its linears' outputs, which a head has not."""
-        if self.curvatures is None or statistics is None or self.block.index == self.skeleton.depth:
-            return statistics
-        curvatures = (
-            self.transformed.curvature(row.local, self.curvatures.of(self.block.index, row.local))
-            for row in self._rows(site)
-        )
-        return replace(statistics, curvatures=tuple(curvatures))
 
-    def _weight(self, row: LinearSpec) -> Tensor:
-        """Return the weight to be quantized, float32 `[out, in]`."""
-        exact = self.transformed.exact
-        return exact.pop(row.local, self.skeleton.part(self.block.index, row.local).weight).float()
+def install(
+    skeleton: Skeleton,
+    spec: LinearSpec,
+    weight: QuantizedWeight,
+    layout: Layout,
+    again: Callable[[], Parts] | None = None,
+    weights_only: bool = False,
+) -> tuple[Parts, Tensor]:
+    """Encode a weight and make its linear compute with it, as a client of `layout` does, or with decoded
+    weights if `weights_only`. Returns the packed tensors and the decoded weight `[out, in]`.
 
-    def _rows(self, site: Site) -> list[LinearSpec]:
-        """Return the LinearSpecs of a site's linears that are quantized."""
-        return [self.block.rows[name] for name in site.linears if self.block.rows[name].grid]
-
-    def _problem(self, site: Site, statistics: SiteStatistics | None, weights: dict[str, Tensor]) -> tuple:
-        """Return the arguments of `Solver.solve` for a site. weights: receives the original weights."""
-        rows = self._rows(site)
-        own = [self._weight(row) for row in rows]
-        weights |= {row.local: weight for row, weight in zip(rows, own, strict=True)}
-        return own, [row.grid.together(own) for row in rows], statistics
-
-    def _measured(self, row: LinearSpec, solved: Solved, weight: Tensor, values: Tensor) -> Solved:
-        """Add the error of the stored values, by which a checkpoint can be verified against its source.
-
-        After a transform, the source's weight is read again, as verification will read it: the fit of scales
-        stops before the least error, so the scaled weight has another error.
-        """
-        size = row.grid.group_size if row.in_features % row.grid.group_size == 0 else row.in_features
-        some, kept = (part.reshape(-1, size).any(1) for part in (weight, values))
-        if lost := int((some & ~kept).sum()):
-            note = f"{count(lost, 'group')} of weights became 0, too small for {row.grid.describe()}"
-            solved = replace(solved, notes=(*solved.notes, note))
-        if solved.error is None or self.method.transform is None:
-            plain = weight_error(weight, values)
-            solved = replace(solved, error=plain if solved.error is None else solved.error)
-            if self.method.transform is None:
-                return replace(solved, weight_error=plain)
-        name = self.skeleton.names.of_block(self.block.index, f"{row.local}.weight")
-        source = self.skeleton.read(name, weight).to(values.device).float()
-        return replace(solved, scaled_error=error_up_to_scales(source, values))
+    again: returns the packed tensors of a streamed expert that is needed again; None: they stay in memory.
+    """
+    packed = layout.encode(weight)
+    computing = WeightsOnly(layout) if weights_only else layout
+    stored, again = f"{spec.name}.weight", again or partial(dict, packed)
+    return packed, skeleton.install(spec.block, spec.local, computing, packed, stored, again)
 
 
 def round_block(
@@ -137,40 +87,141 @@ def round_block(
     layout: Layout,
     weights_only: bool = False,
 ) -> None:
-    """Quantize a loaded block in memory with a solver that needs no statistics. The block then computes as a
-    client of `layout`, or with decoded weights if `weights_only`. Streamed experts stay in memory as codes.
-    """
-    computing = WeightsOnly(layout) if weights_only else layout
-    for row in specs:
-        if row.block == index and row.grid is not None:
-            weight = skeleton.part(index, row.local).weight.float()
-            (solved,) = solver.solve([weight], [row.grid], None)
-            parts = layout.encode(solved.weight)
-            skeleton.install(index, row.local, computing, parts, f"{row.name}.weight", partial(dict, parts))
+    """Quantize a loaded block in memory with a data-free solver. Streamed experts stay in memory as codes.
+    weights_only: see `install`."""
+    for spec in specs:
+        if spec.block == index and spec.grid is not None:
+            weight = skeleton.part(index, spec.local).weight.float()
+            (solved,) = solver.solve([weight], [spec.grid])
+            install(skeleton, spec, solved.weight, layout, weights_only=weights_only)
 
 
-def groups(sites: Sequence[Site], independent: bool, together: int = 1) -> Iterator[list[Site]]:
-    """Yield sites one by one; independent experts' sites in groups, `together` of them or as many as there
-    are ranks."""
+@dataclass(frozen=True)
+class Quantizer:
+    """Quantizes the linears of one block. parts: receives the packed tensors. transformed: earlier changes to
+    the block; None without a transform. curvatures: of the linears' outputs, if measured."""
 
-    def kind(site: Site) -> str | Site:
-        free = independent and site.linears and site.calls and not site.whole
-        return site.pool if free and site.pool else site
+    skeleton: Skeleton
+    solver: Solver
+    layout: Layout
+    timings: Timings
+    block: Block
+    parts: BlockParts
+    transformed: Transformed | None
+    curvatures: Curvatures | None = None
 
-    most = max(together, distributed.count())
-    for alike in (list(found) for _, found in groupby(sites, kind)):
-        yield from (alike[k : k + most] for k in range(0, len(alike), most))
+    def visit(self, visit: Visit) -> Iterator[tuple[LinearSpec, LinearReport]]:
+        """Quantize the linears of a visit's sites and yield the report of each; uses the statistics up."""
+        weights: dict[str, Tensor] = {}
+        with self.timings("solve"):
+            solved = self._solved(visit.statistics, weights)
+        for site, statistics in visit.statistics.items():
+            for spec, result in zip(self.block.quantized(site), solved[site], strict=True):
+                weight = weights.pop(spec.local, None)
+                if weight is None:  # another rank solved it
+                    weight = self._weight(spec)
+                values = self._installed(spec, result.weight, weight, statistics)
+                yield spec, self._report(spec, site, statistics, result, weight, values)
+
+    def _solved(
+        self, sites: Mapping[Site, SiteStatistics], weights: dict[str, Tensor]
+    ) -> dict[Site, list[Solved]]:
+        """Return the results of the linears of each site. weights: receives the weights before rounding, by
+        linear."""
+        if len(sites) == 1:
+            ((site, statistics),) = sites.items()
+            given, grids = self._weights(site, weights)
+            return {site: solve(self.solver, given, grids, statistics, self._curvatures(site))}
+        own = distributed.dealt(list(sites))  # a rank solves some of the sites, at once if the solver can
+        problems = [
+            (*self._weights(site, weights), sites[site].get(Statistic.HESSIAN), self._curvatures(site))
+            for site in own
+        ]
+        solved = self.solver.solve_many(problems) if problems else []
+        everywhere = _gathered(dict(zip((site.place for site in own), solved, strict=True)))
+        return {site: everywhere[site.place] for site in sites}
+
+    def _weights(self, site: Site, weights: dict[str, Tensor]) -> tuple[list[Tensor], list[Grid]]:
+        """Return the weights of a site's linears and their grids; add the weights to `weights`."""
+        specs = self.block.quantized(site)
+        given = [self._weight(spec) for spec in specs]
+        weights |= {spec.local: weight for spec, weight in zip(specs, given, strict=True)}
+        return given, [spec.grid.together(given) for spec in specs]
+
+    def _weight(self, spec: LinearSpec) -> Tensor:
+        """Return the weight to be quantized, float32 `[out, in]`."""
+        exact = self.transformed.exact if self.transformed else {}
+        return exact.pop(spec.local, self.skeleton.part(self.block.index, spec.local).weight).float()
+
+    def _curvatures(self, site: Site) -> list[Tensor | None]:
+        """Return the curvatures of a site's outputs; empty if not measured, and for the head."""
+        index = self.block.index
+        if self.curvatures is None or index == self.skeleton.depth:
+            return []
+        names = [spec.local for spec in self.block.quantized(site)]
+        curvatures = [self.curvatures.of(index, name) for name in names]
+        if self.transformed:
+            curvatures = list(map(self.transformed.curvature, names, curvatures))
+        return curvatures
+
+    def _installed(
+        self, spec: LinearSpec, quantized: QuantizedWeight, weight: Tensor, statistics: SiteStatistics
+    ) -> Tensor:
+        """Encode, install and stage a linear; return the decoded values. Raises QuantkitError if the layout
+        cannot store weights as large as these."""
+        if Statistic.PEAK in self.layout.needs:
+            quantized = replace(quantized, input_peak=statistics[Statistic.PEAK].amax())
+        with self.timings("pack"):
+            again = partial(self.parts.parts, spec.name)
+            try:
+                packed, values = install(self.skeleton, spec, quantized, self.layout, again)
+            except DamagedError as error:  # values were finite before they were encoded
+                what = f"{spec.name} has weights up to {weight.abs().max():.3g}: too large for "
+                hint = f"keep it in 16 bit: --exclude '{re.escape(spec.name)}$'"
+                raise QuantkitError(what + spec.grid.describe(), hint, UNSUPPORTED) from error
+            self.parts.add_linear(spec.name, packed)
+        return values
+
+    def _report(
+        self,
+        spec: LinearSpec,
+        site: Site,
+        statistics: SiteStatistics,
+        solved: Solved,
+        weight: Tensor,
+        values: Tensor,
+    ) -> LinearReport:
+        """Return the report of a linear, with the error of the stored values, by which a checkpoint can be
+        verified against its source.
+
+        After a transform, the source's weight is read again, as verification will read it: the fit of scales
+        stops before the least error, so the scaled weight has another error.
+        """
+        known = self.transformed.known.get(spec.local, {}) if self.transformed else {}
+        size = spec.grid.group_size if spec.in_features % spec.grid.group_size == 0 else spec.in_features
+        before, kept = (part.reshape(-1, size).any(1) for part in (weight, values))
+        notes = [*known.get("notes", ()), *solved.notes]
+        if lost := int((before & ~kept).sum()):
+            notes.append(f"{count(lost, 'group')} of weights became 0, too small for {spec.grid.describe()}")
+        facts, error = {}, solved.error
+        if self.transformed is None or error is None:
+            plain = weight_error(weight, values)
+            error = plain if error is None else error
+        if self.transformed is None:
+            facts["weight_error"] = plain
+        else:
+            name = self.skeleton.names.of_block(self.block.index, f"{spec.local}.weight")
+            source = self.skeleton.read(name, weight).to(values.device).float()
+            facts["weight_error_up_to_scales"] = error_up_to_scales(source, values)
+        facts["tokens"] = statistics.tokens if site.pool else None
+        if Statistic.PEAK in self.solver.needs:
+            facts["outlier_columns"] = self.solver.outliers(statistics[Statistic.PEAK])
+        facts["scaled"] = known.get("scaled")
+        fallback = solved.fallback if site.calls else UNREACHED
+        rtn_error = known.get("rtn_error", solved.rtn_error)
+        return LinearReport(spec.name, error, rtn_error, fallback, notes, facts)
 
 
-def solve(
-    solver: Solver, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
-) -> list[Solved]:
-    """Return the results of `solver.solve`. Ranks share the linears, largest first."""
-    if distributed.count() == 1:
-        return solver.solve(weights, grids, statistics)
-    largest = sorted(range(len(weights)), key=lambda k: -weights[k].numel())
-    own = distributed.dealt(largest)
-    solved = solver.solve([weights[k] for k in own], [grids[k] for k in own], statistics) if own else []
-    parts = distributed.all_gather(dict(zip(own, solved, strict=True)))
-    found = {k: result for part in parts for k, result in part.items()}
-    return [found[k] for k in range(len(weights))]
+def _gathered(own: dict) -> dict:
+    """Return the union of all ranks' dictionaries."""
+    return {key: value for part in distributed.all_gather(own) for key, value in part.items()}

@@ -79,21 +79,19 @@ def factor(run: Run, columns: int) -> dict:
     """Seconds of the Cholesky factor of a Hessian."""
     from quantkit.quantize.solvers.hessian import factorize
 
-    _, statistics = problem(run, 1, columns)
+    _, hessian = problem(run, 1, columns)
     order = torch.arange(columns, device=run.device)
-    return {"seconds": seconds(run, lambda: factorize(statistics.hessian, 0.01, order))}
+    return {"seconds": seconds(run, lambda: factorize(hessian, 0.01, order))}
 
 
 def problem(run: Run, rows: int, columns: int):
-    """Return a weight and statistics of correlated inputs, on the device."""
-    from quantkit.quantize.solvers import SiteStatistics
-
+    """Return a weight and the Hessian of correlated inputs, on the device."""
     generator = torch.Generator(run.device).manual_seed(0)
     made = {"generator": generator, "device": run.device}
     inputs = torch.randn(2 * columns, columns, **made) * (torch.rand(columns, **made) + 0.1)
     inputs[:, 1:] += 0.5 * inputs[:, :-1].clone()
     hessian = 2 * inputs.T @ inputs / len(inputs)
-    return 0.02 * torch.randn(rows, columns, **made), SiteStatistics(hessian=hessian)
+    return 0.02 * torch.randn(rows, columns, **made), hessian
 
 
 # methods

@@ -50,11 +50,11 @@ def one_way(run: Run, way: str, size: tuple[int, int], plain: dict) -> dict:
     from quantkit.quantize.solvers.gptq import GptqSolver
 
     grid, found = AffineGrid(4, 128), {}
-    weight, statistics = problem(run, *size)
+    weight, hessian = problem(run, *size)
     with without(WAYS[way]), torch.inference_mode():
         for refine in (0, 2):
             solver = GptqSolver(refine=refine, target="own")
-            solve = partial(solver.solve, [weight], [grid], statistics)
+            solve = partial(solver.solve, [weight], [grid], hessian)
             solve()  # records what is replayed
             found[f"seconds_refine_{refine}"] = seconds(run, solve)
         (last,) = solve()

@@ -17,6 +17,7 @@ from quantkit.layouts import (
     Layout,
     LinearSpec,
     Numbers,
+    Statistic,
     Table,
     checked_spec,
     damaged,
@@ -74,9 +75,9 @@ class CompressedTensorsLayout(Layout):
         return bool(self.form.activations())
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return the names of the statistics of inputs that are stored."""
-        return self.form.needs | ({"cache"} if self.cache else set())
+    def needs(self) -> frozenset[Statistic]:
+        """Return the statistics that are stored."""
+        return self.form.needs | ({Statistic.CACHE} if self.cache else set())
 
     def at(self, linear: str) -> CompressedTensorsLayout:
         """Return a copy with the stored scheme of one linear; itself if no configuration was stored."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import LinearSpec, Table, Width, damaged, spec_of_shape
+from quantkit.layouts import LinearSpec, Statistic, Table, Width, damaged, spec_of_shape
 from quantkit.layouts._packing import column_groups
 from quantkit.layouts.compressed_tensors.forms import Form, Numbers, Tensors, described
 
@@ -50,8 +50,8 @@ class FloatQuantized(Form):
         return cls(rows, static, weights.strategy == "tensor") if matches else None
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"peak"} if self.static else ())
+    def needs(self) -> frozenset[Statistic]:
+        return frozenset({Statistic.PEAK} if self.static else ())
 
     def tensors(self, spec: LinearSpec) -> Table:
         rows, columns = (self.block, self.block) if self.block else (1, spec.in_features)
@@ -242,9 +242,9 @@ class NvFp4Packed(MxFp4Packed):
     no_experts = "no client that was tried reads experts in NVFP4; in --format mxfp4 transformers does"
 
     @property
-    def needs(self) -> frozenset[str]:
-        """Return {"peak"}, the largest input of each linear, if inputs are rounded; else an empty set."""
-        return frozenset({"peak"} if self.quantize_inputs else ())
+    def needs(self) -> frozenset[Statistic]:
+        """Return the largest input of each linear if inputs are rounded."""
+        return frozenset({Statistic.PEAK} if self.quantize_inputs else ())
 
     def tensors(self, spec: LinearSpec) -> Table:
         """Return codes, scales and one or two divisors."""

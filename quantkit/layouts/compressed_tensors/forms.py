@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quantkit.layouts import LinearSpec, Width, spec_of_shape
+from quantkit.layouts import LinearSpec, Statistic, Width, spec_of_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +61,7 @@ class Form:
 
     NAME: `format` of the config group. LABEL: name in `inspect`. SUFFIXES: all tensors it may store. CODES:
     the tensor with the codes, and its dtype. optional: suffixes that may be absent. floats: suffixes with
-    floating-point parameters. needs: statistics of inputs that are stored (see SiteStatistics); `peak`
+    floating-point parameters. needs: statistics of inputs that are stored; the peak
     arrives as `QuantizedWeight.input_peak`.
     """
 
@@ -71,7 +71,7 @@ class Form:
     CODES: tuple[str, str]
     optional: tuple[str, ...] = ()
     floats: tuple[str, ...] = ("weight_scale",)
-    needs: frozenset[str] = frozenset()
+    needs: frozenset[Statistic] = frozenset()
     no_experts: str | None = None  # why no client reads experts in it
 
     def of(self, spec: LinearSpec) -> Form:

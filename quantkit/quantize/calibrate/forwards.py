@@ -17,6 +17,7 @@ import greenlet
 import torch
 from torch import Tensor, nn
 
+from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.sites import Site
 
@@ -26,7 +27,7 @@ Each = Callable[[Callable[[int], Any], int], Iterator[Any]]  # how `run(0)` to `
 def gather_together(
     block: nn.Module,
     sites: Sequence[Site],
-    needs: Collection[str],
+    needs: Collection[Statistic],
     device: torch.device,
     run: Callable[[int], Tensor],
     batches: int,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
@@ -20,8 +21,8 @@ from quantkit.quantize.calibrate import capture, walk
 from quantkit.quantize.calibrate.forwards import repeated
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites
 from quantkit.quantize.calibrate.states import Place, States, embedded
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics
 from quantkit.quantize.timings import Timings
 from quantkit.text.calibration import CalibrationSet
 
@@ -55,13 +56,13 @@ def gather(
     with timings("load"):
         skeleton.load_rest()
     states = embedded(batches, skeleton.embed, skeleton.device, place)
-    names = {(row.block, row.local): row.name for row in linears(skeleton)}
+    names = {(spec.block, spec.local): spec.name for spec in linears(skeleton)}
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}
     progress.start(len(skeleton.blocks), 0)
     for index, block in walk.blocks(skeleton, lambda index: (None, True), timings):
-        for local, (found, count) in _block(skeleton, index, block, states, timings).items():
-            sums[names[index, local]], tokens[names[index, local]] = found, count
+        for local, (squares, count) in _block(skeleton, index, block, states, timings).items():
+            sums[names[index, local]], tokens[names[index, local]] = squares, count
         progress.block(index, replayed=False)
     return Importance(sums, tokens)
 
@@ -75,12 +76,14 @@ def _block(
     sites = [site for site in sites if site.linears]
     outputs = skeleton.outputs(index, states)
     with timings("forward"):
-        gathered = capture.gather(block, sites, {"square"}, skeleton.device, lambda: states.advance(outputs))
+        needs, run = {Statistic.SQUARE}, lambda: states.advance(outputs)  # noqa: E731
+        gathered = capture.gather(block, sites, needs, skeleton.device, run)
     found = {}
     for site, sums in gathered.items():
         name = skeleton.names.stored_of(index, f"{site.linears[0]}.weight")
-        capture.refuse_not_finite(sums.finish(), name.removesuffix(".weight"), str(skeleton.dtype)[6:])
-        found |= dict.fromkeys(site.linears, (sums.square_sums().float(), sums.tokens))
+        sums.finish().refuse_not_finite(name.removesuffix(".weight"), str(skeleton.dtype)[6:])
+        squares = sums.sums[Statistic.SQUARE].total().float()
+        found |= dict.fromkeys(site.linears, (squares, sums.tokens))
     return found
 
 
@@ -97,7 +100,7 @@ def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None =
         for inputs in repeated(head, lambda k, hidden=hidden: skeleton.logits(hidden[k]), len(hidden)):
             sums.add(inputs)
     statistics = sums.finish()
-    capture.refuse_not_finite(statistics, "the output matrix", str(skeleton.dtype)[6:])
+    statistics.refuse_not_finite("the output matrix", str(skeleton.dtype)[6:])
     return statistics
 
 

@@ -5,7 +5,7 @@ the outputs of its writers (residual.py) are kept. Each of these batches of the 
 has a counterpart. Sites of single experts have none, because the original model routes tokens differently.
 
 The original model runs on a sample of the batches (`original_every`), because the move of the weights
-(`aimed` in solvers/gptq.py) needs fewer tokens than error feedback.
+(`retarget` in statistics.py) needs fewer tokens than error feedback.
 """
 
 from __future__ import annotations

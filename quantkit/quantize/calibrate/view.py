@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from quantkit.grids.grid import Grid
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Transformed:
     """The changes that a transform made to a block, whose weights it changed in place.
 
     statistics: of every site with linears, for its new inputs. changed: names of parameters with new values,
-    except quantized linears. known: by linear, fields of Solved: rtn_error of the original weight; notes;
+    except quantized linears. known: by linear, facts for its report: rtn_error of the original weight; notes;
     scaled. divided_by: by site, the scale of its inputs, `[in]`. row_factors: by linear, factors of its rows,
     `[out]`. exact: by linear, the float32 weight `[out, in]` to be quantized, if the block computes with a
     rounded one. pending: linears not in memory that still have to change. expert: transforms one expert
@@ -66,15 +66,12 @@ class Transformed:
         """Add facts about a linear to `known`."""
         self.known[name] = self.known.get(name, {}) | facts
 
-    def amend(self, name: str, solved: Solved) -> Solved:
-        """Return a linear's result with the facts of `known` added."""
-        known = self.known.get(name, {})
-        return replace(solved, **known | {"notes": (*known.get("notes", ()), *solved.notes)})
-
-    def curvature(self, name: str, found: Tensor | None) -> Tensor | None:
-        """Return G of a linear's new outputs, from G of the original outputs; changes `found` in place.
+    def curvature(self, name: str, original: Tensor | None) -> Tensor | None:
+        """Return G of a linear's new outputs, from G of the original outputs, which is changed in place.
 
         Outputs multiplied by f have gradients divided by f. Scaled columns do not change outputs.
         """
-        factor = self.row_factors.get(name)
-        return found if found is None or factor is None else found.div_(factor).div_(factor[:, None])
+        if original is None or name not in self.row_factors:
+            return original
+        factor = self.row_factors[name]
+        return original.div_(factor).div_(factor[:, None])

@@ -22,7 +22,7 @@ from quantkit.errors import USAGE, one_of, require
 
 if TYPE_CHECKING:
     from quantkit.grids.grid import Grid
-    from quantkit.layouts import Layout, Width
+    from quantkit.layouts import Layout, Statistic, Width
     from quantkit.models.skeleton import Skeleton
     from quantkit.quantize.methods._override import Override
     from quantkit.quantize.outputs.folder import Output
@@ -256,7 +256,7 @@ class BuiltMethod:
     outside: bool = False
 
     @property
-    def needs(self) -> frozenset[str]:
+    def needs(self) -> frozenset[Statistic]:
         """Return the statistics of calibration text that the method needs; an empty set if data-free."""
         parts = (self.solver, self.output, self.transform, self.layout)
         return frozenset().union(*(part.needs for part in parts if part))

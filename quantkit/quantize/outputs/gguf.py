@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantkit.errors import USAGE, QuantkitError, count
 from quantkit.grids.ggml import TYPES, named
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows, separate_scale, vanished
 from quantkit.models.files import card, checksums, gguf_shards, reading
 from quantkit.models.files.checkpoint import Checkpoint
@@ -67,8 +67,8 @@ class GgufOutput(Output):
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"square"} if self.gathers else ())
+    def needs(self) -> frozenset[Statistic]:
+        return frozenset({Statistic.SQUARE} if self.gathers else ())
 
     @property
     def linears(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.layouts import Statistic
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import LOSS_BYTES, divergence, walk
 from quantkit.quantize.calibrate.states import HERE
@@ -80,7 +81,7 @@ class _Baseline:
         scales of inputs, and if the head is a last block."""
         method = job.method
         head = any(spec.block >= skeleton.depth for spec in job.specs if not spec.embedding)
-        fits = "hessian" in method.needs and "peak" not in method.layout.needs and not head
+        fits = Statistic.HESSIAN in method.needs and Statistic.PEAK not in method.layout.needs and not head
         return _Baseline(job, skeleton) if fits else None
 
     def run(self, index: int) -> None:

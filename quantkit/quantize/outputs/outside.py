@@ -11,15 +11,18 @@ from torch import Tensor, nn
 
 from quantkit.grids.distance import weight_error
 from quantkit.grids.grid import Grid
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.outputs import Batches, Material
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.solvers import SiteStatistics, Solved, Solver
+from quantkit.quantize.report import LinearReport
+from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.rtn import RtnSolver
+from quantkit.quantize.solving import solve
 from quantkit.quantize.staging.parts import BlockParts
 
 DECODED = 1 << 12  # rows of an embedding that are decoded at a time
@@ -33,66 +36,68 @@ def solved_rows(
     layout: Layout,
     material: Material,
     solver: Solver,
-    statistics: SiteStatistics | None,
+    statistics: SiteStatistics,
     tied: bool,
 ) -> tuple[dict[str, Tensor], str | None]:
     """Return a matrix `[out, in]` in a layout whose tensors have one row per output, and the reason if error
     feedback was not used. The matrix is solved in parts as large as a block's largest linear.
 
     tied: errors of the embedding count too, with equal weight for every column. Codes of FINE bits are not
-    refined. Without `statistics`, weights are rounded to nearest.
+    refined. Without a Hessian, weights are rounded to nearest.
     """
-    if statistics is None:
+    if not statistics:
         solver = RtnSolver()
     elif tied or grid.bits >= FINE:
         fine = {"refine": 0} if grid.bits >= FINE else {}
         solver = replace(solver, **fine, **({"damp": TIED} if tied else {}))
-    inside = (row.weights for row in material.specs if not row.embedding)
-    rows, found, fallback = max(1, max(inside) // weight.shape[1]), [], None
+    largest = max(spec.weights for spec in material.specs if not spec.embedding)
+    rows, parts, fallback = max(1, largest // weight.shape[1]), [], None
     for part in weight.split(rows):
-        (solved,) = solver.solve([part.to(material.skeleton.device, torch.float32)], [grid], statistics)
+        part = part.to(material.skeleton.device, torch.float32)
+        (solved,) = solve(solver, [part], [grid], statistics)
         fallback = fallback or solved.fallback
         encoded = layout.encode(solved.weight).items()
-        found.append({name: tensor.cpu() for name, tensor in encoded if tensor.ndim})
-    return {name: torch.cat([one[name] for one in found]) for name in found[0]}, fallback
+        parts.append({name: tensor.cpu() for name, tensor in encoded if tensor.ndim})
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, fallback
 
 
 def install(skeleton: Skeleton, name: str, own: Collection[str], values: Callable[[], Tensor]) -> None:
     """Replace the model's parameter `name` outside the blocks, and those tied to it, except `own`."""
     model = skeleton.model
     twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - {*own}
-    places = [where.rpartition(".")[::2] for where in {name, *twins}]
-    for owner, leaf in places:  # what was read is let go of before what takes its place is made
+    owners = [parameter.rpartition(".")[::2] for parameter in {name, *twins}]
+    for owner, leaf in owners:  # free the old tensor before the new one is allocated
         setattr(model.get_submodule(owner), leaf, None)
     parameter = nn.Parameter(values().to(skeleton.device, skeleton.dtype), requires_grad=False)
-    for owner, leaf in places:
+    for owner, leaf in owners:
         setattr(model.get_submodule(owner), leaf, parameter)
 
 
 def install_embedding(
-    row: LinearSpec, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
+    spec: LinearSpec, material: Material, solver: Solver, batches: Batches, progress: Progress, place: Place
 ) -> None:
     """Quantize, install and stage the embedding. Weights are rounded to nearest, except those of an embedding
     that is the head as well: if `solver` uses second moments, these are solved by them."""
-    skeleton, staging, layout = material.skeleton, material.staging, material.layout.at(row.name)
-    name, weight = f"{row.local}.weight", None
-    if distributed.broadcast(lambda: staging.is_done(row.block)):
-        stored = distributed.broadcast(lambda: staging.read(row.block))
-        packed = {part.removeprefix(f"{row.name}."): tensor for part, tensor in stored.items()}
+    skeleton, staging, layout = material.skeleton, material.staging, material.layout.at(spec.name)
+    name, weight = f"{spec.local}.weight", None
+    if distributed.broadcast(lambda: staging.is_done(spec.block)):
+        stored = distributed.broadcast(lambda: staging.read(spec.block))
+        packed = {part.removeprefix(f"{spec.name}."): tensor for part, tensor in stored.items()}
     else:
-        weight, statistics = material.checkpoint.read(f"{row.name}.weight"), None
+        weight, statistics = material.checkpoint.read(f"{spec.name}.weight"), SiteStatistics()
         tied = any(name in pair for pair in skeleton.model.all_tied_weights_keys.items())
-        if tied and "hessian" in solver.needs:
+        if tied and Statistic.HESSIAN in solver.needs:
             progress.phase("measuring inputs of the head")
             statistics = of_head(skeleton, batches, place)
-        packed, fallback = solved_rows(weight, row.grid, layout, material, solver, statistics, tied)
+        packed, fallback = solved_rows(weight, spec.grid, layout, material, solver, statistics, tied)
         del statistics
     install(skeleton, name, (), partial(_decoded, layout, packed, skeleton.dtype))
     if weight is not None:
         error = weight_error(weight.to(skeleton.dtype), skeleton.model.get_parameter(name).cpu())
-        parts = BlockParts(staging, row.block)
-        parts.add_linear(row.name, packed)
-        parts.finish([Solved(None, error, None, fallback, weight_error=error).record(row.name)])
+        parts = BlockParts(staging, spec.block)
+        parts.add_linear(spec.name, packed)
+        report = LinearReport(spec.name, error, fallback=fallback, facts={"weight_error": error})
+        parts.finish([report.record()])
         staging.wait()
 
 

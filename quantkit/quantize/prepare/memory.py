@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES, original_every
 from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
@@ -56,7 +57,7 @@ class Stages:
     """
 
     shapes: Shapes
-    needs: Collection[str]
+    needs: Collection[Statistic]
     sample: float = 0.0
     outside: bool = False
     suspend: bool = False
@@ -117,8 +118,8 @@ class Stages:
     def capture(self) -> int:
         """calibrate/capture.py: the Hessian of the widest site, or those of all sites for a transform;
         Hessians of experts. The encoded head is kept while its inputs are measured."""
-        shapes = self.shapes
-        hessians = max(shapes.hessian * ("hessian" in self.needs), shapes.hessians * (self.sample > 0))
+        shapes, solved = self.shapes, Statistic.HESSIAN in self.needs
+        hessians = max(shapes.hessian * solved, shapes.hessians * (self.sample > 0))
         experts = (self.at_once - 1) * shapes.expert_site(self.accelerated) + 2 * shapes.moments
         return hessians + experts + shapes.largest // 2 * self.outside
 
@@ -129,7 +130,7 @@ class Stages:
         batches = -(-shapes.tokens // shapes.batch_tokens)
         sampled = -(-batches // original_every(shapes.tokens, shapes.widest)) * shapes.batch_tokens
         values = (4 * shapes.hidden + sum(shapes.widths)) * sampled
-        return values * shapes.element * ("drift" in self.needs)
+        return values * shapes.element * (Statistic.DRIFT in self.needs)
 
     @property
     def experts(self) -> int:
@@ -142,11 +143,11 @@ class Stages:
         """solvers/: the largest linear while it is solved; CUDA graphs (replay.py); curvatures. A transform
         that sees all tokens first scales the Hessians of all sites."""
         solving, shapes, needs = self.rounding, self.shapes, self.needs
-        if "hessian" in needs and (self.accelerated or "drift" in needs or not self.sees_all):
-            solving = max(solving, self.error_feedback, self.retarget * ("drift" in needs))
-        if "hessian" in needs and self.accelerated:
+        if Statistic.HESSIAN in needs and (self.accelerated or Statistic.DRIFT in needs or not self.sees_all):
+            solving = max(solving, self.error_feedback, self.retarget * (Statistic.DRIFT in needs))
+        if Statistic.HESSIAN in needs and self.accelerated:
             solving += REPLAYED * sum(out for name, out, _ in shapes.linears if name not in shapes.experts)
-        if "curvature" in needs:
+        if Statistic.CURVATURE in needs:
             solving += self.curvatures
         return max(solving, shapes.hessians) if self.sees_all else solving
 
@@ -162,7 +163,7 @@ class Stages:
     def error_feedback(self) -> int:
         """solvers/gptq.py: the factor of H, or a permuted copy, and for yaqa both; errors and codes of two
         linears, which are converted to float32."""
-        factors = self.shapes.hessian * (1 + ("curvature" in self.needs))
+        factors = self.shapes.hessian * (1 + (Statistic.CURVATURE in self.needs))
         return factors + (9 + 2 * self.shapes.narrow) * FLOAT32 * self.shapes.largest_linear
 
     @property

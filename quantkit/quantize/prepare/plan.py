@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import RESOURCES, USAGE, QuantkitError, count, require
-from quantkit.layouts import LinearSpec
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.machine import distributed, memory
 from quantkit.models.machine.device import free_memory, host_memory, is_accelerator
 from quantkit.models.machine.expert_share import ROUTED
@@ -203,16 +203,16 @@ def decide(
     execution = next((e for e in executions if free.holds(need(e), COMFORT)), None) or min(
         executions, key=lambda e: (not free.holds(need(e)), need(e).computing)
     )
-    if execution.sequential == "repeat" and "hessian" in method.needs:
+    if execution.sequential == "repeat" and Statistic.HESSIAN in method.needs:
         execution = replace(execution, at_once=sites_at_once(shapes, free.computing, need(execution)))
     peak = need(execution)
-    less = f"--target own {LESS}" if "drift" in method.needs else LESS
+    less = f"--target own {LESS}" if Statistic.DRIFT in method.needs else LESS
     free.check(peak, less if method.needs else "a machine with more memory: no option makes it fit")
     scratch, spilled = 0, 0
-    if "curvature" in method.needs and any(spec.grid for spec in specs):
+    if Statistic.CURVATURE in method.needs and any(spec.grid for spec in specs):
         scratch = scratch_bytes(len(skeleton.blocks), shapes)
     if execution.states == "disk":
-        spilled = shapes.states * (2 if "drift" in method.needs else 1)
+        spilled = shapes.states * (2 if Statistic.DRIFT in method.needs else 1)
     sizes = method.output.sizes(skeleton.checkpoint, specs, method.layout)
     staged = sum(method.layout.nbytes(spec) for spec in specs if spec.grid)
     return JobPlan(
@@ -244,7 +244,8 @@ def _executions(
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
     requested = adopted.get("sequential") if requested == "auto" else requested
-    apart = skeleton.is_mixture and (distributed.count() > 1 or (accelerated and "hessian" in method.needs))
+    together = distributed.count() > 1 or (accelerated and Statistic.HESSIAN in method.needs)
+    apart = skeleton.is_mixture and together
     modes = ["repeat"] if apart else ["suspend", "repeat"]
     for mode in [requested] if requested else modes:
         places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]

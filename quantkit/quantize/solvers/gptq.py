@@ -13,19 +13,6 @@ et al. 2023, arXiv:2307.13304, where H is U D Uᵀ).
 (section 3.3, step 2), `vectors.py` those of code books. `refine/` improves the result, and `baseline.py`
 compares it with round to nearest; the paper has neither. `tests/reference_gptq.py` follows the paper
 literally.
-
-With `--target original` a linear also compensates for the errors of earlier linears (`aimed`). Its inputs are
-X instead of the original model's X̃, and it may add its output to hidden states that differ by R from the
-original model's. `|X Ŵᵀ - (X̃ Wᵀ + R)|²` is, up to a constant, `|X (W* - Ŵ)ᵀ|²` with the least-squares
-solution
-
-    W* = W + (W (X̃ - X)ᵀX + RᵀX) (XᵀX)⁻¹
-
-so error feedback, refinement and round to nearest start from W*. (GPTAQ, Li et al. 2025, arXiv:2504.02692,
-approximates this move column by column, without R.) XᵀX is damped as for error feedback.
-
-A regression fits noise, the more the wider the linear and the shorter the text. The move is computed on two
-halves of the text and shrunk to the share on which they agree (Wiener's linear shrinkage).
 """
 
 from __future__ import annotations
@@ -39,7 +26,8 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, group, join, stack
-from quantkit.quantize.solvers import SiteStatistics, Solved
+from quantkit.layouts import Statistic
+from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.solvers.baseline import Attempt, solve_linears
 from quantkit.quantize.solvers.batching import add_product, picked
 from quantkit.quantize.solvers.columns import Chosen, Columns
@@ -49,16 +37,15 @@ from quantkit.quantize.solvers.refine import refine
 from quantkit.quantize.solvers.replay import Replays
 from quantkit.quantize.solvers.vectors import Vectors
 
-TINY = torch.finfo(torch.float32).tiny
 Target = Literal["own", "original"]
 
 
 @dataclass(frozen=True)
-class GptqSolver:
+class GptqSolver(Solver):
     """damp: share of the mean Hessian diagonal that is added to the diagonal. act_order: `none`, `group` or
     `full` (`order.py`). refine: cycles of coordinate descent after the sweep; 0 is the paper's algorithm.
-    target: the output to reproduce: the linear's `own` for its present inputs, or the `original` model's
-    (`aimed`).
+    target: the output to reproduce: the linear's `own` for its present inputs, or the `original` model's;
+    then the caller gives weights from `calibrate/statistics.py::retarget`.
     """
 
     damp: float = 0.01
@@ -71,41 +58,40 @@ class GptqSolver:
         return Replays()
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset({"hessian", "drift"} if self.target == "original" else {"hessian"})
+    def needs(self) -> frozenset[Statistic]:
+        drift = {Statistic.DRIFT} if self.target == "original" else set()
+        return frozenset({Statistic.HESSIAN} | drift)
 
     def solve(
         self,
         weights: Sequence[Tensor],
         grids: Sequence[Grid],
-        statistics: SiteStatistics | None,
+        hessian: Tensor | None = None,
+        curvatures: Sequence[Tensor | None] = (),
     ) -> list[Solved]:
-        """Solve weights `[out_k, in]` float32. statistics.hessian: `[in, in]` float32, symmetric. With a
-        drift, errors are relative to the weights W* that compensate for it.
+        """Solve weights `[out_k, in]` float32. hessian: `[in, in]` float32, symmetric.
 
         Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups.
         """
-        assert statistics is not None and statistics.hessian is not None, "gptq works from the Hessian"
-        weights = aimed(weights, statistics, self.damp)
-        return [solved for (solved,) in solve_linears(self.quantize, weights, grids, statistics.hessian)]
+        assert hessian is not None, "gptq works from the Hessian"
+        return [solved for (solved,) in solve_linears(self.quantize, weights, grids, hessian)]
 
     def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
-        """Return `solve`'s results for independent sites, with its arguments for each; sites of equal shape,
-        like experts', are one batch. (A CPU adds up products of few rows, or an odd number, differently.)"""
-        weights, grids, statistics = zip(*sites, strict=True)
+        """See `Solver`. Sites of equal shape, like experts', are one batch. (A CPU adds up products of few
+        rows, or an odd number, differently.)"""
+        weights, grids, hessians, *_ = zip(*sites, strict=True)
         kinds = {(*own, *(w.shape for w in each)) for own, each in zip(grids, weights, strict=True)}
-        able = not any(one.curvatures for one in statistics) and all(
+        able = all(
             grid.many and grid.sub_size == grid.group_size and not grid.spans_matrix for grid in grids[0]
         )
         if able and len(kinds) == 1 < len(sites):
             stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
-            hessians = torch.stack([one.hessian for one in statistics])
             try:
-                by_linear = solve_linears(self.quantize, stacked, grids[0], hessians)
+                by_linear = solve_linears(self.quantize, stacked, grids[0], torch.stack(hessians))
                 return list(map(list, zip(*by_linear, strict=True)))
             except Indefinite:
                 pass  # a site needs more damping than the others
-        return [self.solve(*site) for site in sites]
+        return super().solve_many(sites)
 
     def pivots(self, hessian: Tensor, grid: Grid) -> Tensor:
         """Return `D [in]` of `H = U diag(D) Uᵀ` in the order of quantization: the cost of a squared error in
@@ -168,29 +154,3 @@ def sweep(
         else:
             chosen.params += replays(columns.solve, ("sweep", grid), changed, given, params)
     return chosen
-
-
-def aimed(weights: Sequence[Tensor], statistics: SiteStatistics, damp: float) -> Sequence[Tensor]:
-    """Return the weights to be rounded: `weights`, or with a drift the W* that compensate for it. Takes what
-    is known of the original model out of the statistics: matrices as large as H, where memory is needed."""
-    drift, missing = statistics.drift, statistics.missing
-    if drift is None and missing is None:
-        return weights
-    order = torch.arange(weights[0].shape[1], device=weights[0].device)
-    paired = statistics.hessian if statistics.paired is None else statistics.paired
-    statistics.paired = statistics.drift = statistics.missing = None
-    try:
-        factor, *_ = factorize(paired, damp, order)
-    except Indefinite:
-        return weights
-    del paired
-    found = []
-    for weight in weights:  # [2, out, in]
-        halves = weight @ drift if missing is None else missing
-        # Δ H Δᵀ of a move Δ is the square of these, [in, out]; both at once would copy the factor twice
-        one, other = (torch.linalg.solve_triangular(factor, half.mT, upper=True) for half in halves)
-        move = torch.add(one, other, out=one.new_empty(one.shape))
-        real = 4 * one.mul_(other).sum() / move.square().sum().clamp(min=TINY)
-        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
-        found.append(torch.addcmul(weight, move, real.clamp(0, 1)))
-    return found

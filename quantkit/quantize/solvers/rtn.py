@@ -17,7 +17,8 @@ from torch import Tensor
 from quantkit.grids.grid import Grid, QuantizedWeight, flat, join, select
 from quantkit.grids.grid import rows as rows_of
 from quantkit.grids.parallel import by_chunks, elements_at_once
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss, measured
+from quantkit.layouts import Statistic
+from quantkit.quantize.solvers import Solved, Solver, clipping, loss, measured
 
 
 def quantize(weight: Tensor, grid: Grid) -> QuantizedWeight:
@@ -50,7 +51,7 @@ def missed(weight: Tensor, grid: Grid, params: Any) -> Tensor:
 
 
 @dataclass(frozen=True)
-class RtnSolver:
+class RtnSolver(Solver):
     """Round to nearest. threshold: count LLM.int8's outlier columns by this threshold on calibration text.
     weighted: measure errors of outputs, and clip groups of grids with `clip`."""
 
@@ -58,27 +59,27 @@ class RtnSolver:
     weighted: bool = False
 
     @property
-    def needs(self) -> frozenset[str]:
-        chosen = {"peak": self.threshold is not None, "hessian": self.weighted}
-        return frozenset(name for name, needed in chosen.items() if needed)
+    def needs(self) -> frozenset[Statistic]:
+        counting = {Statistic.PEAK} if self.threshold is not None else set()
+        return frozenset(counting | ({Statistic.HESSIAN} if self.weighted else set()))
 
     def solve(
         self,
         weights: Sequence[Tensor],
         grids: Sequence[Grid],
-        statistics: SiteStatistics | None,
+        hessian: Tensor | None = None,
+        curvatures: Sequence[Tensor | None] = (),
     ) -> list[Solved]:
-        """Solve a site. Errors are None without second moments."""
+        """Solve a site. Errors are None unless weighted."""
+        pairs = zip(weights, grids, strict=True)
         if self.weighted:
-            pairs = zip(weights, grids, strict=True)
-            return [_weighted(weight, grid, statistics.hessian) for weight, grid in pairs]
-        solved, outliers = [], None
-        if self.threshold is not None:
-            outliers = int((statistics.peak >= self.threshold).sum()) if self.threshold else 0
-        for weight, grid in zip(weights, grids, strict=True):
-            quantized = quantize(weight, grid)
-            solved.append(Solved(quantized, None, notes=clipping(quantized), outlier_columns=outliers))
-        return solved
+            return [_weighted(weight, grid, hessian) for weight, grid in pairs]
+        quantized = [quantize(weight, grid) for weight, grid in pairs]
+        return [Solved(weight, None, notes=clipping(weight)) for weight in quantized]
+
+    def outliers(self, peak: Tensor) -> int:
+        """Return the number of outlier columns of inputs with this peak, `[in]`."""
+        return int((peak >= self.threshold).sum()) if self.threshold else 0
 
 
 def _weighted(weight: Tensor, grid: Grid, hessian: Tensor) -> Solved:

@@ -24,9 +24,10 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, group, stack
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers import SiteStatistics, Solved, clipping, loss, measured
+from quantkit.layouts import Statistic
+from quantkit.quantize.solvers import Solved, Solver, clipping, loss, measured
 from quantkit.quantize.solvers.columns import Chosen
-from quantkit.quantize.solvers.gptq import GptqSolver, aimed, sweep
+from quantkit.quantize.solvers.gptq import GptqSolver, sweep
 from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
 from quantkit.quantize.solvers.order import column_order, group_order, restored
 from quantkit.quantize.solvers.refine import both_sides, by_vector
@@ -43,30 +44,34 @@ class YaqaSolver(GptqSolver):
     output_damp: float = 0.03
 
     @property
-    def needs(self) -> frozenset[str]:
-        return super().needs | {"curvature"}
+    def needs(self) -> frozenset[Statistic]:
+        return super().needs | {Statistic.CURVATURE}
 
     def solve(
-        self, weights: Sequence[Tensor], grids: Sequence[Grid], statistics: SiteStatistics | None
+        self,
+        weights: Sequence[Tensor],
+        grids: Sequence[Grid],
+        hessian: Tensor | None = None,
+        curvatures: Sequence[Tensor | None] = (),
     ) -> list[Solved]:
-        """Solve weights `[out_k, in]` float32. statistics.hessian: `[in, in]`; .curvatures: one per linear.
-
-        A linear keeps GPTQ's result, with a note, if its two-sided loss is lower or no gradient arrived.
-        """
-        assert statistics is not None and statistics.hessian is not None, "yaqa works from the Hessian"
-        weights = aimed(weights, statistics, self.damp)
-        plain = super().solve(weights, grids, statistics)
-        if not statistics.curvatures:  # of the output matrix
+        """Solve weights `[out_k, in]` float32. A linear keeps GPTQ's result, with a note, if its two-sided
+        loss is lower or no gradient arrived; without curvatures (the head) all do."""
+        plain = super().solve(weights, grids, hessian)
+        if not curvatures:
             return plain
         found = []
-        for weight, curvature, one_sided in zip(weights, statistics.curvatures, plain, strict=True):
+        for weight, curvature, one_sided in zip(weights, curvatures, plain, strict=True):
             if curvature is None:
                 found.append(replace(one_sided, notes=(*one_sided.notes, UNREACHED)))
             elif one_sided.fallback:  # H could not be used
                 found.append(one_sided)
             else:
-                found.append(self._better(weight, one_sided, statistics.hessian, curvature))
+                found.append(self._better(weight, one_sided, hessian, curvature))
         return found
+
+    def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
+        """See `Solver`: one site after another."""
+        return Solver.solve_many(self, sites)
 
     def _better(self, weight: Tensor, plain: Solved, hessian: Tensor, curvature: Tensor) -> Solved:
         """Return the result of two-sided feedback, or `plain` if that has a lower two-sided loss."""

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.parallel import elements_at_once
-from quantkit.quantize.solvers import SiteStatistics
+from quantkit.layouts import Statistic
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
@@ -41,7 +42,7 @@ class FeedbackScaling(ColumnScaling):
     """Scaling by the loss of error feedback. solver: the solver that has this loss."""
 
     solver: GptqSolver
-    needs = frozenset({"hessian"})
+    needs = frozenset({Statistic.HESSIAN})
     sample = 1 / 8
     rows = SAMPLED_ROWS
     plain = False

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from quantkit.grids.ggml.search import square_root
-from quantkit.quantize.solvers import SiteStatistics
+from quantkit.layouts import Statistic
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses
 
@@ -29,14 +30,16 @@ class AwqScaling(ColumnScaling):
     """Scaling by the loss of round to nearest. n_grid: number of values of α, from 0 to 1."""
 
     n_grid: int = 20
-    needs = frozenset({"hessian", "magnitude"})
+    needs = frozenset({Statistic.HESSIAN, Statistic.MAGNITUDE})
     rounds = True
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
     ) -> Tensor | None:
-        shares = [part.magnitude * share for part, share in entering]
-        magnitude = sum(shares) if len(shares) > 1 else entering[0][0].magnitude
+        """See `ColumnScaling`."""
+        magnitudes = [(statistics[Statistic.MAGNITUDE], share) for statistics, share in entering]
+        shares = [magnitude * share for magnitude, share in magnitudes]
+        magnitude = sum(shares) if len(shares) > 1 else magnitudes[0][0]
         return search(losses, producer.tied(magnitude), self.n_grid)
 
 

@@ -17,131 +17,113 @@ from torch import Tensor
 
 from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.skeleton.experts import Experts, Routed
-from quantkit.quantize.calibrate import measure
 from quantkit.quantize.calibrate.capture import Statistics
-from quantkit.quantize.calibrate.measure import Block, Measured, Measuring
+from quantkit.quantize.calibrate.measure import Measuring
+from quantkit.quantize.calibrate.schedule import Advance, Visit
 from quantkit.quantize.calibrate.sites import Site
-from quantkit.quantize.solvers import SiteStatistics
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.staging.parts import BlockParts
 from quantkit.quantize.transforms.scaling import ColumnScaling
 
 
 class ExpertByExpert:
-    """A block and its transform. parts: receives changed parameters of experts that stay in 16 bit."""
+    """A block and its transform. transformed: the changes so far. parts: receives changed parameters of
+    experts that stay in 16 bit."""
 
-    def __init__(self, by: Measuring, block: Block, transform: ColumnScaling, parts: BlockParts):
-        self._by, self._block, self._parts = by, block, parts
-        self._away = by.skeleton.away(block.index)
-        self._lent: str | None = None
-        self._seen: dict[str, list[Routed]] = {}  # by layer, one for each batch
-        around = [site for site in block.chosen if self._away.isdisjoint(site.linears)]
+    def __init__(self, measuring: Measuring, transform: ColumnScaling, parts: BlockParts):
+        self._measuring, self._block, self._parts = measuring, measuring.block, parts
+        self._away = measuring.skeleton.away(self._block.index)
+        self._routed: dict[str, list[Routed]] = {}  # by layer, one for each batch
+        alone = [site for site in self._block.chosen if not self._away.isdisjoint(site.linears)]
         with self._listening():
-            gathered = by.at_once(block, around)
-        pools = gathered if self._away else {}
-        self._pools = {site.pool: found for site, found in pools.items() if not site.linears}
-        experts_alone = [site for site in block.chosen if not self._away.isdisjoint(site.linears)]
-        counted = {}
-        for site in experts_alone:
-            layer, number = self._place(site)
-            tokens = sum(seen.count(number) for seen in self._seen[layer]) if site.pool else 0
-            counted[site] = SiteStatistics(tokens=tokens)
-        with by.timings("transform"):
-            self._done = transform.apply(by.view(block, {**gathered, **counted}))
-        self._statistics = self._done.statistics
+            statistics = measuring.at_once([site for site in self._block.chosen if site not in alone])
+        pools = statistics if self._away else {}
+        self._pools = {site.pool: own for site, own in pools.items() if not site.linears}
+        counted = {site: SiteStatistics(tokens=self._tokens(site)) for site in alone}
+        with measuring.timings("transform"):
+            self.transformed = transform.apply(measuring.view(statistics | counted))
 
-    def measured(self) -> Measured:
-        """Return the block's statistics: each site in `order`, after earlier sites are quantized."""
-        return Measured(self._of, self._outputs, self._give_back, self._done, self._order())
-
-    def _order(self) -> list[Site]:
-        """Return the sites, grouped by expert."""
-        found: dict[str, list[Site]] = {}
+    def visits(self, advance: Advance) -> Iterator[Visit]:
+        """Visit the sites, grouped by expert (see `calibrate/schedule.py`)."""
+        by_expert: dict[str, list[Site]] = {}
         for site in self._block.chosen:
             if site.linears:
-                found.setdefault(self._expert(site) or site.place, []).append(site)
-        return [site for sites in found.values() for site in sites]
+                by_expert.setdefault(self._expert(site) or site.place, []).append(site)
+        pending = {expert_of(name) for name in self.transformed.pending} - by_expert.keys()
+        try:
+            for expert, sites in by_expert.items():
+                statistics = self._lend(expert) if self._expert(sites[0]) else self.transformed.statistics
+                for site in sites:
+                    yield Visit({site: statistics.pop(site)})
+            for expert in sorted(pending):  # scaled, but not quantized
+                self._lend(expert)
+        finally:
+            if self._away:
+                self._measuring.skeleton.lend(self._block.index, ())
+        self._routed.clear()
+        advance(self._measuring.outputs())
 
     def _expert(self, site: Site) -> str | None:
+        """Return the expert of a site that is not in memory; None for others."""
         return expert_of(site.linears[0]) if site.linears[0] in self._away else None
 
     def _listening(self) -> ExitStack:
         """Keep the inputs of layers of experts until the returned stack is closed."""
         stack = ExitStack()
-        where = self._by.states.home
+        home = self._measuring.states.home
         for name, layer in self._block.module.named_modules():
             if self._away and isinstance(layer, Experts):
-                seen = self._seen[name] = []
+                batches = self._routed[name] = []
 
-                def keep(module: Experts, args: tuple, kwargs: dict, seen: list[Routed] = seen) -> None:
+                def keep(module: Experts, args: tuple, kwargs: dict, batches: list[Routed] = batches) -> None:
                     routed = module.routed(*args, **kwargs)
-                    seen.append(replace(routed, hidden=routed.hidden.to(where, copy=True)))
+                    batches.append(replace(routed, hidden=routed.hidden.to(home, copy=True)))
 
                 stack.callback(layer.register_forward_pre_hook(keep, with_kwargs=True).remove)
         return stack
 
-    def _place(self, site: Site) -> tuple[str, int]:
+    def _layer(self, site: Site) -> tuple[str, int]:
         """Return the layer's name and the number of a site's expert."""
         layer, _, number = expert_of(site.linears[0]).rpartition(".")
         return layer, int(number)
 
-    def _of(self, site: Site) -> SiteStatistics:
-        expert = self._expert(site)
-        if expert and expert != self._lent:
-            self._lend(expert)
-        return self._statistics.pop(site)
+    def _tokens(self, site: Site) -> int:
+        layer, number = self._layer(site)
+        return sum(routed.count(number) for routed in self._routed[layer]) if site.pool else 0
 
-    def _lend(self, expert: str) -> None:
-        """Load an expert into memory and finish its transform."""
-        by, index = self._by, self._block.index
-        linears = [name for name in self._block.rows if name in self._away and expert_of(name) == expert]
-        by.skeleton.lend(index, linears)
-        self._lent = expert
-        sites = [site for site in self._block.chosen if site.linears and self._expert(site) == expert]
-        statistics = {site: self._gathered(site) for site in sites}
-        view = replace(by.view(self._block, statistics), away=frozenset())
-        with by.timings("transform"):
-            done = self._done.expert(view, linears)
-        for name in sorted(done.changed):
-            stored, tensor = by.skeleton.as_stored(index, name)
+    def _lend(self, expert: str) -> dict[Site, SiteStatistics]:
+        """Load an expert into memory and finish its transform. Returns the statistics of its sites."""
+        measuring, block = self._measuring, self._block
+        skeleton, index = measuring.skeleton, block.index
+        linears = [name for name in block.specs if name in self._away and expert_of(name) == expert]
+        skeleton.lend(index, linears)
+        sites = [site for site in block.chosen if site.linears and self._expert(site) == expert]
+        view = replace(measuring.view({site: self._gathered(site) for site in sites}), away=frozenset())
+        with measuring.timings("transform"):
+            inner = self.transformed.expert(view, linears)
+        for name in sorted(inner.changed):
+            stored, tensor = skeleton.as_stored(index, name)
             self._parts.add({stored: tensor.contiguous()})
-            by.skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
-        for name, facts in done.known.items():
-            self._done.report(name, **facts)
-        self._done.row_factors.update(done.row_factors)
-        self._statistics.update(done.statistics)
+            skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
+        for name, facts in inner.known.items():
+            self.transformed.report(name, **facts)
+        self.transformed.row_factors.update(inner.row_factors)
+        return inner.statistics
 
     def _gathered(self, site: Site) -> SiteStatistics:
         """Return the statistics of a site of the expert in memory, with its original weights."""
-        by = self._by
-        sums = Statistics(site.in_features, by.skeleton.device, by.needs)
-        with by.timings("forward"):
+        measuring = self._measuring
+        sums = Statistics(site.in_features, measuring.skeleton.device, measuring.needs)
+        with measuring.timings("forward"):
             for inputs in self._inputs(site) if site.pool else ():
                 sums.add(inputs)
-        own = by.finished(self._block, site, sums)
-        if not site.pool:
-            return own
-        return measure.of_expert(own, self._pools[site.pool], site.in_features, by.choice)
+        own = measuring.finished(site, sums)
+        return own.mixed(self._pools[site.pool], measuring.choice) if site.pool else own
 
     def _inputs(self, site: Site) -> Iterator[Tensor]:
         """Yield the inputs of an expert's site, batch by batch."""
-        name, number = self._place(site)
+        name, number = self._layer(site)
         layer = self._block.module.get_submodule(name)
-        for seen in self._seen[name]:
-            hidden = seen.hidden.to(self._by.skeleton.device)[seen.rows[number]]
+        for routed in self._routed[name]:
+            hidden = routed.hidden.to(self._measuring.skeleton.device)[routed.rows[number]]
             yield hidden if site.pool == f"{name}.entering" else layer.inner(number, hidden)
-
-    def _give_back(self) -> None:
-        """Release the expert in memory."""
-        if self._lent:
-            self._by.skeleton.lend(self._block.index, ())
-        self._lent = None
-
-    def _outputs(self) -> Iterator[Tensor]:
-        """Scale experts that are not quantized; then return the block's outputs."""
-        left = {expert_of(name) for name in self._done.pending}
-        quantized = {self._expert(site) for site in self._block.chosen if site.linears}
-        for expert in sorted(left - quantized):
-            self._lend(expert)
-        self._give_back()
-        self._seen.clear()
-        return self._by.outputs(self._block)

@@ -24,10 +24,12 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import elements_at_once
+from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView, Transformed
-from quantkit.quantize.solvers import SiteStatistics, measured, row_losses
+from quantkit.quantize.solvers import measured, row_losses
 from quantkit.quantize.transforms import expert_folds
 from quantkit.quantize.transforms.fold import Fold, Producer, divided, find_folds
 from quantkit.quantize.transforms.probe import assign, in_float32, probing
@@ -41,14 +43,14 @@ class ColumnScaling:
     """The transform of every block before its sites are solved, and of each streamed expert before the
     expert's sites are solved. A subclass defines the loss and the candidate scales.
 
-    needs: fields of SiteStatistics. sample: share of the calibration tokens by which scales are chosen; below
+    needs: statistics of every site. sample: share of the calibration tokens by which scales are chosen; below
     1 experts are not scaled, and afterwards all sites are measured in order with all tokens. rounds: also
     measure the error of rounding the unscaled linears to nearest. rows: how many rows of a fold are used;
     None: all. plain: round candidates on the grid without search. enough: a scale is used if its loss is
     below this share of the unscaled loss; by number of dimensions of the producer's weight.
     """
 
-    needs: frozenset[str]
+    needs: frozenset[Statistic]
     sample: float = 1.0
     rounds: bool = False
     rows: int | None = None
@@ -248,7 +250,7 @@ def _sampled(
         share = torch.cat([weight.new_full((n,), part) for n, part in zip(counts, shares, strict=True)])
         for (_, name), part in zip(found, weight.split(counts), strict=True):
             part.copy_(view.linear(name).weight[::step])
-        readers.append(Reader(weight, grid, hessian, share, entering[place].inputs))
+        readers.append(Reader(weight, grid, hessian, share, entering[place].get(Statistic.INPUTS)))
     return readers
 
 

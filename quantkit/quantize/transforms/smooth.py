@@ -29,7 +29,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from quantkit.quantize.solvers import SiteStatistics, Solver
+from quantkit.layouts import Statistic
+from quantkit.quantize.calibrate.statistics import SiteStatistics
+from quantkit.quantize.solvers import Solver
+from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.auto import FLOOR, SAMPLED_ROWS
 from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
@@ -49,7 +52,7 @@ class SmoothScaling(ColumnScaling):
 
     solver: Solver
     rounded: Callable[[Tensor], Tensor]
-    needs = frozenset({"hessian", "inputs", "fourth"})
+    needs = frozenset({Statistic.HESSIAN, Statistic.INPUTS, Statistic.FOURTH})
     sample = 1 / 8
     rows = SAMPLED_ROWS  # whole rows of 8 bits lose little by a range that covers them
     enough = {1: ENOUGH_OF_LOSS, 2: ENOUGH_OF_LOSS}
@@ -61,7 +64,7 @@ class SmoothScaling(ColumnScaling):
         count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
         pivots = (
             UNSEEN * self.solver.pivots(reader.hessian, reader.grid)
-            if hasattr(self.solver, "pivots")
+            if isinstance(self.solver, GptqSolver)
             else reader.hessian.diagonal()
         )
         squares = inputs.square()
@@ -76,7 +79,7 @@ class SmoothScaling(ColumnScaling):
     ) -> Tensor | None:
         """See `ColumnScaling`: returns the whole text's scale, with the exponent and floor that are best if
         each half's scale is judged on the other half."""
-        halves = sum(part.fourth * share for part, share in entering)
+        halves = sum(statistics[Statistic.FOURTH] * share for statistics, share in entering)
         column = column_size(losses.readers)
         tried = (candidates(fourth, column) for fourth in (*halves, halves.mean(0)))
         best, least = None, ENOUGH_OF_LOSS * float(sum(losses.plain))
