@@ -111,7 +111,7 @@ class Method(ABC):
     multiply). unused: options of a run that make no sense for the method.
     """
 
-    options: Any
+    options: MethodOptions
 
     Options: ClassVar[type[MethodOptions]]
     work: ClassVar[Work]
@@ -211,8 +211,7 @@ class Method(ABC):
             return layout.grid(self.grid(width, name), dtype)
 
         solver = self.solver()
-        parts = solver, layout, make_grid, self.transform(solver), Output(), self.notes
-        return BuiltMethod(self.name, *parts)
+        return BuiltMethod(self.name, solver, layout, make_grid, self.transform(solver), Output(), self.notes)
 
     @property
     def has_open_groups(self) -> bool:
