@@ -78,13 +78,13 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     skeleton = open_skeleton(checkpoint, request.run)
     targets = tensors.of_checkpoint(skeleton.checkpoint)  # which has experts one by one
     stored = {name: target.name for target in targets for name in target.stored if target.part is None}
-    specs = linears(skeleton)
+    rows = linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
     batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
-    shapes = plan.shapes_of(skeleton, specs, tokens.numel(), batches[0].numel())
+    shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())
     rooms = plan.Rooms.of(skeleton.device, plan.max_memory(request.run))
     need, place = forward_memory(shapes), None
     if need > COMFORT * rooms.computing and not is_accelerator(skeleton.device):
@@ -94,7 +94,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     rooms.check(peak, "fewer --samples, shorter --seqlen or a smaller --batch-size")
     if place:
         progress.warn("hidden states do not fit into memory: a file next to the output keeps them")
-    names = {spec.name: stored[f"{spec.name}.weight"] for spec in specs if f"{spec.name}.weight" in stored}
+    names = {row.name: stored[f"{row.name}.weight"] for row in rows if f"{row.name}.weight" in stored}
     return ImatrixJob(checkpoint, skeleton, names, calibrated, batches, need, output, place)
 
 
