@@ -54,7 +54,7 @@ def command(method: str) -> Callable[..., None]:
     def invoke(context: typer.Context, **values: Any) -> None:
         named = values["recipe_name"]
         base = recipe.load(named, method) if named else recipe.Recipe(method)
-        _quantize(_merge(base, (), context, values), values)
+        _quantize(base, (), context, values)
 
     parameters = [
         flags.parameter(
@@ -73,7 +73,7 @@ def run_command() -> Callable[..., None]:
     def invoke(context: typer.Context, **values: Any) -> None:
         """Run a job from a recipe."""
         base = recipe.load(values["recipe"])
-        _quantize(_merge(base, values["settings"], context, values), values)
+        _quantize(base, values["settings"], context, values)
 
     parameters = [
         flags.parameter("recipe", RECIPE),
@@ -83,14 +83,6 @@ def run_command() -> Callable[..., None]:
     parameters += [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
     fixed = flags.fixed(name for name in flags.FIXED if name != "recipe_name")
     return flags.sign(invoke, [*parameters, *fixed])
-
-
-def _merge(
-    base: recipe.Recipe, settings: Sequence[str], context: typer.Context, values: dict[str, Any]
-) -> Request:
-    """Return the request of a recipe, changed by `--set` and typed flags."""
-    further = {name: values[name] for name in REQUEST}
-    return recipe.merge(base, settings, flags.typed(context, values), **further)
 
 
 def _check_early(request: Request, values: dict[str, Any]) -> None:
@@ -129,7 +121,12 @@ def _outputs(request: Request, folder: Path | None) -> list[Path]:
     return [single.destination for single in request.each()]
 
 
-def _quantize(request: Request, values: dict[str, Any]) -> None:
+def _quantize(
+    base: recipe.Recipe, settings: Sequence[str], context: typer.Context, values: dict[str, Any]
+) -> None:
+    """Run the jobs of a recipe, changed by `--set` and typed flags."""
+    further = {name: values[name] for name in REQUEST}
+    request = recipe.merge(base, settings, flags.typed(context, values), **further)
     flags.check_text(values["eval_text"])
     _check_early(request, values)
     from quantkit.cli.progress import listener, uncollected

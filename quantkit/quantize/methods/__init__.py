@@ -95,6 +95,7 @@ class MethodOptions:
     refine: ClassVar[int] = 2
     target: ClassVar[str] = "own"
     transform: ClassVar[str] = "none"
+    format: ClassVar[str] = ""
     bits: ClassVar[int | None] = None
     group_size: ClassVar[int | None] = 0
     head: ClassVar[int] = 0
@@ -110,7 +111,7 @@ class Method(ABC):
     multiply). unused: options of a run that make no sense for the method.
     """
 
-    options: Any
+    options: MethodOptions
 
     Options: ClassVar[type[MethodOptions]]
     work: ClassVar[Work]
@@ -170,7 +171,7 @@ class Method(ABC):
     def overridden(self, in_features: int, override: Override) -> Width:
         """Return bits and group size of the grid of a linear with an override. Raises QuantkitError if the
         method has no such grid."""
-        raise override.refused(f"{self.name} has one width")
+        raise override.refused(f"{self.options.format or self.name} has one width")
 
     def grid(self, width: Width, name: str) -> Grid:
         """Return the grid of the linear stored as `name`."""
@@ -210,8 +211,7 @@ class Method(ABC):
             return layout.grid(self.grid(width, name), dtype)
 
         solver = self.solver()
-        parts = solver, layout, make_grid, self.transform(solver), Output(), self.notes
-        return BuiltMethod(self.name, *parts)
+        return BuiltMethod(self.name, solver, layout, make_grid, self.transform(solver), Output(), self.notes)
 
     @property
     def has_open_groups(self) -> bool:

@@ -26,8 +26,8 @@ class Override:
         what = f"--override {text!r} is not REGEX=bits or REGEX=bits,group_size"
         require(parts, what, r"for example --override 'layers\.0\.=8' or --override 'down_proj$=4,32'", USAGE)
         pattern, bits, group_size = parts.groups()
-        found = compiled(pattern, f"--override {pattern!r}", ESCAPE)
-        return Override(text, found, int(bits), None if group_size is None else int(group_size))
+        regex = compiled(pattern, f"--override {pattern!r}", ESCAPE)
+        return Override(text, regex, int(bits), None if group_size is None else int(group_size))
 
     @property
     def flag(self) -> str:
