@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
@@ -90,8 +90,7 @@ class FedReader(Reader):
         pivots = self.pivots if scale is None else self.pivots / scale.square()
         rows, size = len(scaled), self.grid.group_size
         groups, costs = scaled.unflatten(1, (-1, size)).transpose(0, 1), pivots.view(-1, size)
-        at_once = elements_at_once(scaled.device, TEMPORARIES) // (rows * size) if self.grid.many else 1
-        at_once = max(1, at_once)
+        at_once = rows_at_once(scaled.device, rows * size, TEMPORARIES) if self.grid.many else 1
         total = scaled.new_zeros(rows)
         for part, cost in zip(groups.split(at_once), costs.split(at_once), strict=True):
             part = part.flatten(0, 1).contiguous()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
@@ -304,7 +304,7 @@ class Losses:
         lost: list[tuple[float, Reader]] = []
         for reader in readers:
             weight = reader.weight
-            parts = reader.split(max(SCALED_ROWS, elements_at_once(weight.device) // weight.shape[1]))
+            parts = reader.split(max(SCALED_ROWS, rows_at_once(weight.device, weight.shape[1])))
             found = [part.loss(None) for part in parts]
             self.plain.append(sum(found))
             lost += ((loss.item(), part) for loss, part in zip(found, parts, strict=True))
