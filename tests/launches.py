@@ -31,9 +31,13 @@ def solved(solver: Solver, grid: Grid) -> Run:
     return lambda weight, statistics: solver.solve([weight], [grid], statistics.hessian)
 
 
+def reader(weight: torch.Tensor, grid: Grid, statistics: SiteStatistics) -> Reader:
+    return Reader(weight, grid, statistics.hessian, weight.new_ones(len(weight)))
+
+
 def scaled(weight: torch.Tensor, statistics: SiteStatistics) -> None:
     """AWQ's search for a scale, 20 exponents."""
-    losses = Losses([Reader(weight, AffineGrid(4, 128, search=False), statistics.hessian)])
+    losses = Losses([reader(weight, AffineGrid(4, 128, search=False), statistics)])
     search(losses, statistics[Statistic.MAGNITUDE], 20)
 
 
@@ -41,7 +45,7 @@ def solved_as_by_default(weight: torch.Tensor, statistics: SiteStatistics) -> No
     """`--transform auto`: the search of a scale by error feedback, then the solve."""
     solver, grid = GptqSolver(), AffineGrid(4, 128)
     scaling = FeedbackScaling(solver)
-    losses = scaling.losses([Reader(weight, grid, statistics.hessian)])
+    losses = scaling.losses([reader(weight, grid, statistics)])
     scaling.search(losses, SimpleNamespace(tied=lambda scale: scale), ())
     solver.solve([weight], [grid], statistics.hessian)
 

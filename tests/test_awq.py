@@ -110,7 +110,7 @@ def test_the_search_finds_what_a_search_through_the_tokens_finds(monkeypatch, sy
     weights = [weight_of(12, 32, seed), weight_of(6, 32, seed + 50)]
     grids, gathered, n_grid = [AffineGrid(4, 16, symmetric, search=False)] * 2, statistics(x), 8
     parts = zip(weights, grids, strict=True)
-    site = Losses([Reader(weight, grid, gathered.hessian) for weight, grid in parts])
+    site = Losses([Reader(w, grid, gathered.hessian, torch.ones(len(w))) for w, grid in parts])
 
     losses = {}
     for k in range(n_grid):
@@ -136,7 +136,8 @@ def test_nothing_is_scaled_where_nothing_is_gained():
     """Whole numbers from -7 to 8 in every group: exact as they are."""
     weight = torch.tensor([[-7.0, 8, 1, -3, 0, 5, 2, 4] * 2] * 3)
     gathered, grid = statistics(inputs(16, 20, 0)), AffineGrid(4, 8, symmetric=False, search=False)
-    assert search(Losses([Reader(weight, grid, gathered.hessian)]), gathered[Statistic.MAGNITUDE], 20) is None
+    losses = Losses([Reader(weight, grid, gathered.hessian, torch.ones(len(weight)))])
+    assert search(losses, gathered[Statistic.MAGNITUDE], 20) is None
     dead = torch.zeros(16)  # channels without any input are not scaled to nothing
     assert awq.candidate(dead, 0.5).isfinite().all()
 

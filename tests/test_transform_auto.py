@@ -126,7 +126,7 @@ def test_candidates_undo_what_a_norm_did_to_the_columns():
     H = moments(16)
     for b, a in ((1.0, 0.0), (0.5, 0.5)):
         plain, made = (
-            candidate([FedReader(w, grid, h, pivots=h.diagonal())], b, a)
+            candidate([FedReader(w, grid, h, torch.ones(len(w)), pivots=h.diagonal())], b, a)
             for w, h in ((weight, H), (weight / factor, H * factor * factor[:, None]))
         )
         torch.testing.assert_close(made - plain, factor.log(), rtol=1e-4, atol=1e-4)

@@ -94,7 +94,7 @@ def test_inputs_are_an_even_sample_of_a_long_text():
 def reader(weight: torch.Tensor, inputs: torch.Tensor, solver=None) -> SmoothReader:
     hessian = 2 * inputs.T @ inputs / len(inputs)
     transform = SmoothScaling(solver or GptqSolver(), rounded)
-    plain = Reader(weight, AffineGrid(8, weight.shape[1]).plain(), hessian, inputs=inputs)
+    plain = Reader(weight, AffineGrid(8, weight.shape[1]).plain(), hessian, torch.ones(len(weight)), inputs)
     return transform.reader(plain)
 
 
@@ -140,9 +140,8 @@ def searched(weight: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor |
     for part in inputs.split(64):
         sums.add(part)
     statistics, transform = sums.finish(), SmoothScaling(GptqSolver(), rounded)
-    losses = transform.losses(
-        [Reader(weight, AffineGrid(8, IN), statistics.hessian, inputs=statistics[Statistic.INPUTS])]
-    )
+    share, few = torch.ones(len(weight)), statistics[Statistic.INPUTS]
+    losses = transform.losses([Reader(weight, AffineGrid(8, IN), statistics.hessian, share, few)])
     return transform.search(losses, Producer("norm", torch.arange(IN)), [(statistics, 1.0)]), losses
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import each_row
 from quantkit.grids.levels import WholeLevels
-from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import for_each, rows_at_once
 
 SCALE_MIN = 2.0**-24  # smallest positive float16 (subnormal)
 SCALE_MAX = 65504.0
@@ -63,7 +63,7 @@ class AffineGrid(WholeLevels):
         scale, zero = self._range(weight.amin(1).clamp_(max=0), weight.amax(1).clamp_(min=0))
         scale = self._storable(scale)
         if self.search:  # in units of the full range's scale
-            rows = SEARCH_SPAN * max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
+            rows = SEARCH_SPAN * rows_at_once(weight.device, weight.shape[1], TEMPORARIES)
             tensors = [scale, zero, weight]
             if importance is not None:  # one for all rows, or one for each matrix
                 tensors.append(each_row(importance.sqrt(), len(weight)))
@@ -92,7 +92,7 @@ class AffineGrid(WholeLevels):
         The result is never worse than the full range, which is one of RANGES: the float16 scale nearest to
         the best has the least error for given codes, and rounding again can only lower the error.
         """
-        rows = max(1, elements_at_once(weight.device, TEMPORARIES) // weight.shape[1])
+        rows = rows_at_once(weight.device, weight.shape[1], TEMPORARIES)
         space = weight.new_empty(TEMPORARIES + 2, min(rows, len(weight)), weight.shape[1])
         for start in range(0, len(weight), rows):
             part = slice(start, start + rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.grids.affine import SCALE_MAX, SCALE_MIN, AffineGrid
 from quantkit.grids.grid import select
 from quantkit.grids.levels import WholeLevels
-from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import for_each, rows_at_once
 
 FITS = 3  # least squares of scale and bias, each followed by rounding
 TEMPORARIES = 8
@@ -52,7 +52,7 @@ class BiasedGrid(WholeLevels):
         params = self._stored(integers.scale, -integers.scale * integers.zero)
         if self.search:
             cost = torch.ones_like(weight[0]) if importance is None else importance
-            rows = max(1, elements_at_once(weight.device, TEMPORARIES) // self.group_size)
+            rows = rows_at_once(weight.device, self.group_size, TEMPORARIES)
             pieces = zip(*(part.split(rows) for part in (weight, *vars(params).values())), strict=True)
             for_each(lambda *piece: self._improve(*piece, cost), list(pieces))
         return params

@@ -26,7 +26,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, Params, each_row, map_rows
 from quantkit.grids.levels import TableLevels, constant
-from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import for_each, rows_at_once
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 LARGEST_FP4 = MAGNITUDES[-1]
@@ -104,7 +104,7 @@ class Fp4Grid(Fp4Levels):
         candidates = self._candidates(columns.abs().amax(0).mul_(divisor))
         scale = candidates[0].clone()
         if self.search:
-            rows = max(1, elements_at_once(columns.device, 4) // len(columns) // len(candidates))
+            rows = rows_at_once(columns.device, len(columns) * len(candidates), 4)
             weights = columns.new_ones(len(columns)) if importance is None else importance
             weights = weights.view(len(columns), -1).expand_as(columns)
             parts = (part.split(rows, -1) for part in (columns, candidates, weights, scale))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.parallel import elements_at_once, for_each
+from quantkit.grids.parallel import for_each, rows_at_once
 
 # Each grid's own frozen dataclass of tensors: exactly the values that will be stored. Dimension 0 counts
 # rows, `[rows, ...]` for one group of columns; a matrix has its groups in dimension 1, `[out, groups, ...]`.
@@ -236,7 +236,7 @@ def map_rows(work: Callable[..., Tensor], dtype: torch.dtype, first: Tensor, *pa
 def fill_rows(work: Callable[..., Any], out: Tensor, *parts: Tensor) -> Tensor:
     """Do the same as `by_rows` for work that writes into a given tensor: `work(*parts, out=...)`."""
     widest = max(part[:1].numel() for part in (out, *parts))
-    rows = max(1, elements_at_once(out.device) // max(1, widest))
+    rows = rows_at_once(out.device, widest)
     pieces = list(zip(out.split(rows), *(part.split(rows) for part in parts), strict=True))
     for_each(lambda target, *arguments: work(*arguments, out=target), pieces)
     return out

@@ -26,12 +26,13 @@ WHOLE = 1 << 26  # the same on an accelerator, where every piece is another laun
 _worker = threading.local()
 
 
-def elements_at_once(device: torch.device, temporaries: int = 1) -> int:
-    """Return how many elements go through a chain of operations at once.
+def rows_at_once(device: torch.device, width: int, temporaries: int = 1) -> int:
+    """Return how many rows of `width` elements go through a chain of operations at once.
 
     temporaries: number of tensors of that size that the chain uses at the same time.
     """
-    return max(1, (CACHEFUL if device.type == "cpu" else WHOLE) // temporaries)
+    elements = (CACHEFUL if device.type == "cpu" else WHOLE) // temporaries
+    return max(1, elements // max(1, width))
 
 
 def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
@@ -66,7 +67,7 @@ def for_each(work: Callable[..., None], pieces: Sequence[tuple]) -> None:
 def by_chunks(work: Callable[[slice], T], weight: Tensor) -> list[T]:
     """Return the results of `work` on slices of the rows of `weight [rows, in]` that fit the cache, in
     order."""
-    rows = max(1, elements_at_once(weight.device) // max(1, weight.shape[1]))
+    rows = rows_at_once(weight.device, weight.shape[1])
     slices = [slice(start, start + rows) for start in range(0, len(weight), rows)]
     results: list = [None] * len(slices)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.ggml.codebook import CodeBook
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import rows_at_once
 
 SIGNS = 8  # weights that are chosen together: those whose signs share a byte
 TURNS = 2  # in which magnitudes are chosen
@@ -48,7 +48,7 @@ class VectorSearch:
     def nearest(self, y: Tensor, start: Tensor | None = None) -> Tensor:
         """Return levels `[8, n]` near `y [8, n]`, at least as near as `start` if given."""
         out = torch.empty_like(y)
-        width = max(1, elements_at_once(y.device) // max(len(self.magnitudes), len(self.patterns)))
+        width = rows_at_once(y.device, max(len(self.magnitudes), len(self.patterns)))
         for low in range(0, y.shape[1], width):
             part = slice(low, low + width)
             out[:, part] = self._nearest(y[:, part].t().contiguous()).t()

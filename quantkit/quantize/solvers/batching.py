@@ -6,8 +6,20 @@ of its own, `[matrices, columns, columns]`. One matrix has the factor `[columns,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from quantkit.grids.grid import Grid
+
+
+def can_stack(weights: Sequence[Sequence[Tensor]], grids: Sequence[Sequence[Grid]]) -> bool:
+    """Return whether sites with these linears have equal shapes and grids, and grids that fit the groups of
+    several matrices at once."""
+    sites = {(*site_grids, *(w.shape for w in site)) for site_grids, site in zip(grids, weights, strict=True)}
+    several = all(g.many and g.sub_size == g.group_size and not g.spans_matrix for g in grids[0])
+    return several and len(sites) == 1 < len(weights)
 
 
 def by_matrix(rows: Tensor, factor: Tensor) -> Tensor:

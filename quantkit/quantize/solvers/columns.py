@@ -24,7 +24,7 @@ from torch import Tensor
 
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import rows_at_once
 from quantkit.quantize.solvers.batching import add_product, by_matrix, three
 
 BATCH = 128  # columns between two lazy updates; the paper's B
@@ -77,7 +77,7 @@ class Columns:
         self.grid, self.chain, size = grid, chain_for(Wt.device, grid), grid.group_size
         self.span = max(size, BATCH // size * size)  # whole groups
         rows = by_matrix(Wt, U).shape[-1]  # so that the results of a matrix do not depend on the others
-        self.width = min(max(elements_at_once(Wt.device, RUN_TEMPORARIES) // rows, RUN), LONG_RUN)
+        self.width = min(max(rows_at_once(Wt.device, rows, RUN_TEMPORARIES), RUN), LONG_RUN)
         self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
         self.feed = Wt.new_empty(*U.shape[:-2], self.width, self.width)
         ideal, before, feed = by_matrix(self.ideal, U), by_matrix(self.levels, U), self.feed

@@ -29,7 +29,7 @@ from quantkit.grids.grid import Grid, group, join, stack
 from quantkit.layouts import Statistic
 from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.solvers.baseline import Attempt, solve_linears
-from quantkit.quantize.solvers.batching import add_product, picked
+from quantkit.quantize.solvers.batching import add_product, can_stack, picked
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
 from quantkit.quantize.solvers.order import column_order, group_order, restored
@@ -80,12 +80,8 @@ class GptqSolver(Solver):
         """See `Solver`. Sites of equal shape, like experts', are one batch. (A CPU adds up products of few
         rows, or an odd number, differently.)"""
         weights, grids, hessians, *_ = zip(*sites, strict=True)
-        kinds = {(*own, *(w.shape for w in each)) for own, each in zip(grids, weights, strict=True)}
-        able = all(
-            grid.many and grid.sub_size == grid.group_size and not grid.spans_matrix for grid in grids[0]
-        )
-        if able and len(kinds) == 1 < len(sites):
-            stacked = [torch.stack(each) for each in zip(*weights, strict=True)]
+        if can_stack(weights, grids):
+            stacked = [torch.stack(linear) for linear in zip(*weights, strict=True)]
             try:
                 by_linear = solve_linears(self.quantize, stacked, grids[0], torch.stack(hessians))
                 return list(map(list, zip(*by_linear, strict=True)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, QuantizedWeight, flat, join, select
 from quantkit.grids.grid import rows as rows_of
-from quantkit.grids.parallel import by_chunks, elements_at_once
+from quantkit.grids.parallel import by_chunks, rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.quantize.solvers import Solved, Solver, clipping, loss, measured
 
@@ -107,7 +107,7 @@ def clipped_ranges(weight: Tensor, grid: Grid, hessian: Tensor) -> Any:
     The full range is the first candidate; of equal candidates the first wins.
     """
     rows, size = len(weight), grid.group_size
-    at_once = max(1, elements_at_once(weight.device, TEMPORARIES) // (rows * size))
+    at_once = rows_at_once(weight.device, rows * size, TEMPORARIES)
     groups = weight.unflatten(1, (-1, size)).transpose(0, 1).split(at_once)
     blocks = hessian.unflatten(0, (-1, size)).unflatten(2, (-1, size)).diagonal(dim1=0, dim2=2)
     params = []

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
@@ -67,11 +67,9 @@ class FeedbackScaling(ColumnScaling):
 
 def candidate(readers: Sequence[FedReader], b: float, a: float) -> Tensor:
     """Return the logarithm of the candidate scale with exponents b and a, `[in]`."""
-    ones = (reader.weight.new_ones(len(reader.weight)) for reader in readers)
-    weighed = [(n if one.share is None else one.share, one) for n, one in zip(ones, readers, strict=True)]
-    rows = sum(share.sum() for share, _ in weighed).clamp(min=1e-30)
-    weight = sum(torch.mv(reader.weight.square().t(), share) for share, reader in weighed) / rows
-    pivots = sum(share.sum() * reader.pivots for share, reader in weighed) / rows
+    rows = sum(reader.share.sum() for reader in readers).clamp(min=1e-30)
+    weight = sum(torch.mv(reader.weight.square().t(), reader.share) for reader in readers) / rows
+    pivots = sum(reader.share.sum() * reader.pivots for reader in readers) / rows
     column = weight.sqrt().clamp(min=1e-30)
     column = column.clamp(min=FLOOR * column.mean())
     pivot = pivots.sqrt().clamp(min=1e-30)
@@ -84,18 +82,16 @@ class FedReader(Reader):
 
     pivots: Tensor = field(kw_only=True)
 
-    def loss(self, scale: Tensor | None) -> Tensor:
+    def loss(self, scale: Tensor) -> Tensor:
         """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²`, with ranges fitted as the solver does."""
-        scaled = self.weight if scale is None else self.weight * scale
-        pivots = self.pivots if scale is None else self.pivots / scale.square()
+        scaled, pivots = self.weight * scale, self.pivots / scale.square()
         rows, size = len(scaled), self.grid.group_size
         groups, costs = scaled.unflatten(1, (-1, size)).transpose(0, 1), pivots.view(-1, size)
-        at_once = elements_at_once(scaled.device, TEMPORARIES) // (rows * size) if self.grid.many else 1
-        at_once = max(1, at_once)
+        at_once = rows_at_once(scaled.device, rows * size, TEMPORARIES) if self.grid.many else 1
         total = scaled.new_zeros(rows)
         for part, cost in zip(groups.split(at_once), costs.split(at_once), strict=True):
             part = part.flatten(0, 1).contiguous()
             missed = self.grid.nearest(part.clone(), self.grid.fit(part, cost.squeeze(0))).sub_(part)
-            for one, own in zip(missed.square_().split(rows), cost, strict=True):
-                total.addmv_(one, own)
+            for squares, weights in zip(missed.square_().split(rows), cost, strict=True):
+                total.addmv_(squares, weights)
         return self.counted(total)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid
-from quantkit.grids.parallel import elements_at_once
+from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
 from quantkit.quantize.calibrate.sites import Site
@@ -63,8 +63,8 @@ class ColumnScaling:
 
     def losses(self, readers: Sequence[Reader]) -> Losses:
         """Return the losses of these readers, computed on an even sample of their rows."""
-        step = math.ceil(sum(len(one.weight) for one in readers) / self.rows) if self.rows else 1
-        return Losses([self.reader(one.every(step)) for one in readers])
+        step = math.ceil(sum(len(reader.weight) for reader in readers) / self.rows) if self.rows else 1
+        return Losses([self.reader(reader.every(step)) for reader in readers])
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
@@ -229,7 +229,7 @@ def _sampled(
     view: BlockView,
     sites: Sequence[Site],
     entering: Mapping[Site, SiteStatistics],
-    plain: bool = True,
+    plain: bool,
 ) -> list[Reader]:
     """Return readers for an even sample of the rows of several sites, weighted by the sites' tokens."""
     names = [(site, name) for site in sites for name in _quantized(view, site)]
@@ -244,9 +244,8 @@ def _sampled(
         hessian = entering[place].hessian
         counts = [len(range(0, view.block.get_submodule(name).out_features, step)) for _, name in found]
         shares = [view.statistics[site].tokens / total for site, _ in found]
-        weight = hessian.new_empty(
-            sum(counts), len(hessian)
-        )  # small copies would leave holes between experts
+        # one tensor, because small copies would leave holes between experts
+        weight = hessian.new_empty(sum(counts), len(hessian))
         share = torch.cat([weight.new_full((n,), part) for n, part in zip(counts, shares, strict=True)])
         for (_, name), part in zip(found, weight.split(counts), strict=True):
             part.copy_(view.linear(name).weight[::step])
@@ -257,37 +256,32 @@ def _sampled(
 @dataclass(frozen=True)
 class Reader:
     """Rows that read a site's inputs. weight: `[out, in]` float32. hessian: of the inputs. share: weight of
-    each row in the loss, `[out]`; None: 1. inputs: `[few, in]`, if the transform needs any."""
+    each row in the loss, `[out]`. inputs: `[few, in]`, if the transform needs any."""
 
     weight: Tensor
     grid: Grid
     hessian: Tensor
-    share: Tensor | None = None
+    share: Tensor
     inputs: Tensor | None = None
 
     def split(self, rows: int) -> list[Reader]:
         """Return readers of at most `rows` rows each."""
-        parts = self.weight.split(rows)
-        shares = [None] * len(parts) if self.share is None else self.share.split(rows)
-        return [replace(self, weight=part, share=share) for part, share in zip(parts, shares, strict=True)]
+        pairs = zip(self.weight.split(rows), self.share.split(rows), strict=True)
+        return [replace(self, weight=weight, share=share) for weight, share in pairs]
 
-    def loss(self, scale: Tensor | None) -> Tensor:
-        """Return `tr(dW H dWᵀ)` under a scale `[in]`; None: without scaling."""
-        scaled = self.weight.clone() if scale is None else self.weight * scale
-        groups = scaled.view(-1, self.grid.group_size)
+    def loss(self, scale: Tensor) -> Tensor:
+        """Return `tr(dW H dWᵀ)` under a scale `[in]`."""
+        groups = (self.weight * scale).view(-1, self.grid.group_size)
         values = self.grid.nearest(groups, self.grid.fit(groups)).view(self.weight.shape)
-        delta = (values if scale is None else values.div_(scale)).sub_(self.weight)
-        return self.counted(row_losses(delta, self.hessian))
+        return self.counted(row_losses(values.div_(scale).sub_(self.weight), self.hessian))
 
     def every(self, step: int) -> Reader:
         """Return a reader of every `step`-th row."""
-        return replace(
-            self, weight=self.weight[::step], share=None if self.share is None else self.share[::step]
-        )
+        return replace(self, weight=self.weight[::step], share=self.share[::step])
 
     def counted(self, rows: Tensor) -> Tensor:
         """Return the weighted sum of row losses `[out]`."""
-        return (rows if self.share is None else rows * self.share).sum()
+        return (rows * self.share).sum()
 
 
 class Losses:
@@ -301,20 +295,20 @@ class Losses:
     def __init__(self, readers: Sequence[Reader]):
         self.readers = readers
         self.plain: list[Tensor] = []
-        lost: list[tuple[float, Reader]] = []
+        losses: list[tuple[float, Reader]] = []
         for reader in readers:
-            weight = reader.weight
-            parts = reader.split(max(SCALED_ROWS, elements_at_once(weight.device) // weight.shape[1]))
-            found = [part.loss(None) for part in parts]
-            self.plain.append(sum(found))
-            lost += ((loss.item(), part) for loss, part in zip(found, parts, strict=True))
-        self._parts = [part for _, part in sorted(lost, key=lambda pair: -pair[0])]
+            width = reader.weight.shape[1]
+            chunks = reader.split(max(SCALED_ROWS, rows_at_once(reader.weight.device, width)))
+            plain = [chunk.loss(reader.weight.new_ones(width)) for chunk in chunks]
+            self.plain.append(sum(plain))
+            losses += ((loss.item(), chunk) for loss, chunk in zip(plain, chunks, strict=True))
+        self._chunks = [chunk for _, chunk in sorted(losses, key=lambda pair: -pair[0])]
 
     def of(self, scale: Tensor, limit: float = math.inf) -> float:
         """Return the loss of all linears under `scale [in]`; if it exceeds `limit`, any value above."""
         total = 0.0
-        for part in self._parts:
-            total += part.loss(scale).item()
+        for chunk in self._chunks:
+            total += chunk.loss(scale).item()
             if total > limit:
                 break
         return total

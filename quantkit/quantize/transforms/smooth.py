@@ -62,17 +62,13 @@ class SmoothScaling(ColumnScaling):
         inputs = reader.inputs
         outputs = (inputs @ reader.weight.t()).square_().sum(1)
         count = outputs.mean() / (outputs + QUIET * outputs.mean()).clamp(min=TINY)
-        pivots = (
-            UNSEEN * self.solver.pivots(reader.hessian, reader.grid)
-            if isinstance(self.solver, GptqSolver)
-            else reader.hessian.diagonal()
-        )
+        if isinstance(self.solver, GptqSolver):
+            pivots = UNSEEN * self.solver.pivots(reader.hessian, reader.grid)
+        else:
+            pivots = reader.hessian.diagonal()
         squares = inputs.square()
-        weight = torch.mv(squares.t(), count) / squares.sum(0).clamp(
-            min=1e-30
-        )  # mean count of a column's tokens
-        pivots = pivots * weight
-        return SmoothReader(**vars(reader), pivots=pivots, count=count, rounded=self.rounded)
+        mean_count = torch.mv(squares.t(), count) / squares.sum(0).clamp(min=1e-30)  # by column
+        return SmoothReader(**vars(reader), pivots=pivots * mean_count, count=count, rounded=self.rounded)
 
     def search(
         self, losses: Losses, producer: Producer, entering: Sequence[tuple[SiteStatistics, float]]
@@ -118,8 +114,8 @@ class SmoothReader(Reader):
     count: Tensor = field(kw_only=True)
     rounded: Callable[[Tensor], Tensor] = field(kw_only=True)
 
-    def loss(self, scale: Tensor | None) -> Tensor:
-        """Return the loss of both roundings under a scale `[in]`; None: without scaling."""
+    def loss(self, scale: Tensor) -> Tensor:
+        """Return the loss of both roundings under a scale `[in]`."""
         return self.counted(self._by_weights(scale) + self._by_inputs(scale))
 
     def crossed(self, first: Tensor, second: Tensor) -> Tensor:
@@ -132,18 +128,15 @@ class SmoothReader(Reader):
             for scale, part in parts
         )
 
-    def _by_weights(self, scale: Tensor | None) -> Tensor:
+    def _by_weights(self, scale: Tensor) -> Tensor:
         """Return `Σ_j D_j / s_j² |Q(W s)_j - (W s)_j|²` of every row, `[out]`."""
-        scaled = self.weight.clone() if scale is None else self.weight * scale
+        scaled = self.weight * scale
         groups = scaled.view(-1, self.grid.group_size)
         values = self.grid.nearest(groups.clone(), self.grid.fit(groups)).view_as(scaled)
-        return values.sub_(scaled).square_() @ (
-            self.pivots if scale is None else self.pivots / scale.square()
-        )
+        return values.sub_(scaled).square_() @ (self.pivots / scale.square())
 
-    def _by_inputs(self, scale: Tensor | None) -> Tensor:
+    def _by_inputs(self, scale: Tensor) -> Tensor:
         """Return `2 / T Σ_t c_t |(Q(x_t / s) s - x_t) Wᵀ|²` of every row, `[out]`."""
-        inputs = self.inputs if scale is None else self.inputs / scale
-        missed = self.rounded(inputs) - inputs
-        missed = missed if scale is None else missed * scale
+        inputs = self.inputs / scale
+        missed = (self.rounded(inputs) - inputs) * scale
         return (missed @ self.weight.t()).square_().t() @ (self.count * (2 / len(inputs)))
