@@ -87,7 +87,7 @@ def test_numbers_of_a_device_can_be_said():
     both = Question(gpu="l4", vram=20, gpus=2)
     two = both.device
     assert (two.name, two.memory_bytes, two.bandwidth_gbs, two.tflops) == ("2 × l4", 40 * GIB, 600, 242)
-    assert both.one == mine and mine.count == 1
+    assert both.single_device == mine and mine.count == 1
     for said in ({"vram": 0}, {"bandwidth": -1}, {"tflops": float("nan")}, {"vram": float("inf")}):
         with pytest.raises(QuantkitError, match="is invalid"):
             Question(gpu="t4", **said).check()

@@ -56,17 +56,11 @@ def seconds(auto: Auto) -> tuple[float, float] | None:
     searches, evaluations = cpu_seconds(search, weights * (rounded / 3 + solved)), cpu_seconds(evaluation, 0)
     if options.sensitivities and options.sensitivities.exists():
         searches = [0.0, 0.0]
-    slower = processor.cores() / execution.threads
+    slower, results = processor.cores() / execution.threads, (2, most_steps(auto) // 2)
+    bounds = zip(capacity_job.START_SECONDS, job_seconds, searches, evaluations, results, strict=True)
     shortest, longest = (
-        start + searched + results * (evaluated + (job - start) * slower)
-        for start, job, searched, evaluated, results in zip(
-            capacity_job.START_SECONDS,
-            job_seconds,
-            searches,
-            evaluations,
-            (2, most_steps(auto) // 2),
-            strict=True,
-        )
+        start + search + count * (evaluation + (job - start) * slower)
+        for start, job, search, evaluation, count in bounds
     )
     return shortest, longest
 

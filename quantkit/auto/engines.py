@@ -66,8 +66,8 @@ class FolderSpace:
         """Return a unit for each linear, group of fused linears, or layer of experts."""
         specs = [spec for spec in job.specs if spec.grid is not None and spec.block is not None]
         groups: dict[str, list[LinearSpec]] = {}
-        groups_of_fused = fusions(specs) if self.fuses else {}
-        fused = {spec.name: name for name, members in groups_of_fused.items() for spec in members}
+        fused_linears = fusions(specs) if self.fuses else {}
+        fused = {spec.name: name for name, members in fused_linears.items() for spec in members}
         for spec in specs:
             expert = EXPERT.match(spec.name)  # engines have one scheme for all experts of a layer
             groups.setdefault(expert[1] if expert else fused.get(spec.name, spec.name), []).append(spec)

@@ -73,7 +73,7 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
         shapes = replace(shapes, predicted=4 * vocabulary * loss_tokens(None, calibrated, vocabulary))
 
     def peak(suspend: bool, at_once: int = 1) -> Peak:
-        stages = Stages(shapes, needs, sample, work.outside, suspend, "device", on_gpu, at_once)
+        stages = Stages(shapes, needs, sample, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
         return peak_memory(stages)
 
     ordered = calibrated and not work.transform  # sites are solved one after another
