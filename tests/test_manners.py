@@ -172,6 +172,23 @@ def test_asked_to_stop_while_it_loads(number, code, said):
     assert (process.returncode, err) == (code, said)
 
 
+FORKS = """import os, signal, time
+from quantkit.cli import running
+for handled in (running._handled([signal.SIGTERM], running._terminate), running.stopping()):
+    with handled:
+        for _ in range(50):
+            if not (process := os.fork()):
+                time.sleep(60)
+            os.kill(process, signal.SIGTERM)
+            print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))"""
+
+
+def test_processes_that_a_library_forks_are_ended_by_sigterm():
+    """At once, before they have started: lm-evaluation-harness does so with its workers."""
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=50)
+    assert done.stdout.split() == [str(-signal.SIGTERM)] * 100, done.stderr
+
+
 @pytest.mark.nightly
 def test_a_job_in_the_background_hears_what_its_shell_lets_it(tiny_model, quantkit, tmp_path):
     """`nohup quantkit ... &` in a script: neither a closed terminal nor Ctrl-C ends it, but `kill` does."""

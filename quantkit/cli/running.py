@@ -136,10 +136,29 @@ def _terminate(number: int, frame: Any) -> NoReturn:
     raise _Terminated(TERMINATED)
 
 
+@functools.cache
+def _release_forks() -> None:
+    """Let SIGTERM end forked processes, in spite of a handler of this module: multiprocessing sends it to its
+    workers. The signal is blocked while a process starts, because Python drops earlier signals."""
+
+    def reset() -> None:
+        if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        mask(signal.SIG_UNBLOCK)
+
+    def mask(how: int) -> None:
+        signal.pthread_sigmask(how, {signal.SIGTERM})
+
+    block, unblock = functools.partial(mask, signal.SIG_BLOCK), functools.partial(mask, signal.SIG_UNBLOCK)
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=reset)
+
+
 @contextmanager
 def _handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle signals during the context. Ignored signals stay ignored: shells make background jobs ignore
     SIGINT."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        _release_forks()
     before = {number: signal.getsignal(number) for number in numbers}
     heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
     for number in heard:
@@ -155,8 +174,7 @@ def _handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Ite
 def stopping() -> Iterator[list[int]]:
     """Turn SIGINT and SIGTERM into KeyboardInterrupt; yield a list that collects their exit codes.
 
-    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions. Do not use this
-    around a fork: multiprocessing ends its processes by SIGTERM, and a new process would swallow the signal.
+    Callers check the list, because torch turns some KeyboardInterrupts into other exceptions.
     """
     codes: list[int] = []
 

@@ -1,5 +1,5 @@
 """The flags of `quantkit eval`, `generate` and `sample`. Those of `eval` are the options of
-`quantkit.evaluate`, too. This module never imports torch."""
+`quantkit.evaluate`, too. This module imports torch for one error only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from quantkit.errors import USAGE, QuantkitError, one_of, require
+from quantkit.errors import USAGE, QuantkitError, did_you_mean, nearest, require
 from quantkit.options import check_value, flag_of, option, parse_tokens, text_column
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
@@ -85,10 +85,15 @@ class EvalSettings:
     )
 
     def check(self) -> None:
-        """Raise QuantkitError for methods and options of --as that do not exist, without importing torch."""
+        """Raise QuantkitError for methods and options of --as that do not exist."""
         for typed in self.trials:
             name, *settings = typed.split(",")
-            one_of(name, methods.available(), f"--as {typed}: no such method")
+            if name not in methods.available():
+                from quantkit.evaluation.trial import data_free  # imports torch
+
+                near = did_you_mean(nearest(name, methods.available()))
+                hint = f"{near}choose {' or '.join(data_free())}"
+                raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
             methods.check(name, recipe.options(name, settings, "--as"))
 
 
