@@ -72,9 +72,9 @@ def measure(
     """
     names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
-    loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
+    model, facts = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _AttentionBench(checkpoint, loaded.model, settings, device)
+    bench = _AttentionBench(checkpoint, model, settings, device)
     bench.warm_up(names, min(SHORT, lengths[0]))
     rows: list[dict[str, Any]] = []
     for index, length in enumerate(lengths):  # long prompts take long
@@ -87,11 +87,11 @@ def measure(
         "schema": SCHEMA,
         "model": checkpoint.source,
         "settings": settings.record(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": facts.dtype,
         "device": str(device),
         "context": checkpoint.context,
-        "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
-        "weight_bytes": loaded.weight_bytes,
+        "weights": facts.weights,
+        "weight_bytes": facts.weight_bytes,
         "rows": rows,
     }
 
