@@ -42,7 +42,7 @@ def test_nor_where_transformers_loads_packed_weights(make, tiny_model, tmp_path,
     make(layout, tiny_model("llama", num_hidden_layers=1), "-o", folder)
 
     def load(checkpoint):
-        return engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)
+        return engine.load(checkpoint, torch.float32, torch.device("cpu"), 8)[1]
 
     plain = load(open_checkpoint(str(folder)))
     for name in ("get_kernel", "load_and_register_attn_kernel"):

@@ -21,25 +21,11 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.serving.bench.settings import Workload
 from quantkit.serving.bench.subjects import WorkerJob
-from quantkit.serving.engines import llamacpp
+from quantkit.serving.engines import EngineFacts, llamacpp
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.engines.choose import installed
 
 PAD = 256  # llama.cpp rounds a sequence's cache up to a multiple of this
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A loaded model. weight_bytes: in memory. kernels: name of the kernels that multiply by the weights.
-    packed: whether weights stay quantized in memory; note: why not. attention: transformers' name."""
-
-    version: str
-    weight_bytes: int
-    kernels: str = "llama.cpp ggml"
-    packed: bool = True
-    note: str = ""
-    dtype: str = "float32"
-    attention: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,21 +63,15 @@ class TransformersRunner:
                 import_module(package.replace("-", "_"))
         transformers.AutoModelForCausalLM._model_mapping.get(type(self._checkpoint.config), None)
 
-    def load(self, workloads: Sequence[Workload]) -> LoadedModel:
+    def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the model. Raises QuantkitError as `engines.transformers.load` does."""
         settings = self._job.settings
         longest = max(work.batch * (work.prompt + settings.tokens) for work in workloads)
-        loaded = engine.load(self._checkpoint, self._dtype, self.device, longest, settings.decoded)
-        self._model, self._clock = loaded.model, engine.clock_of(self.device)
-        return LoadedModel(
-            version=transformers.__version__,
-            weight_bytes=loaded.weight_bytes,
-            kernels=loaded.kernels,
-            packed=loaded.packed,
-            note=loaded.note,
-            dtype=self.dtype,
-            attention=loaded.attention,
+        self._clock = engine.clock_of(self.device)
+        self._model, facts = engine.load(
+            self._checkpoint, self._dtype, self.device, longest, settings.decoded
         )
+        return facts
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Continue prompts of equal length by `tokens` tokens each."""
@@ -112,10 +92,13 @@ class LlamaCppRunner:
         self._session: llamacpp.LlamaCppServer | None = None
         self._workload: Workload | None = None
 
-    def load(self, workloads: Sequence[Workload]) -> LoadedModel:
+    def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the file for the first workload."""
         self._open(workloads[0])
-        return LoadedModel(llamacpp.version() or "", self._job.subject.weight_bytes)
+        weight_bytes = self._job.subject.weight_bytes
+        return EngineFacts(
+            llamacpp.version() or "", weight_bytes, "llama.cpp ggml", packed=True, dtype="float32"
+        )
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Continue prompts of equal length by `tokens` tokens each."""

@@ -34,33 +34,31 @@ def engine(model: Record) -> str:
 def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
     """Return a function from a record to the cell of its value at `path`; a dash if there is none."""
 
-    def cell(point: Record) -> str:
+    def cell(record: Record) -> str:
         name, _, key = path.partition(".")
-        value = point[name]
+        value = record[name]
         return NOTHING if value is None else write(value[key] if key else value)
 
     return cell
 
 
-MODEL = {  # columns of a model: their meaning, and the cell
-    "engine": ("whose kernels multiply; decoded: the weights are codes on disk, not as they run", engine),
-    "size": ("bytes of all tensors, as stored", lambda model: megabytes(model["size"]["weight_bytes"])),
-    MODEL_BITS: ("per weight over the whole model", lambda model: bits(model["size"]["bits_per_weight"])),
+COLUMNS = {  # meaning, and cell of a model's record that is merged with a point's
+    "engine": ("kernels that multiply by the weights; decoded: quantkit decoded the weights first", engine),
+    "size": ("bytes of all tensors, as stored", _at("size.weight_bytes", megabytes)),
+    MODEL_BITS: ("per weight over the whole model", _at("size.bits_per_weight", bits)),
     "KL div.": ("KL divergence from the first model of --quality", _at("quality.kld", number)),
     "ppl": ("perplexity of --quality", _at("quality.perplexity", bits)),
-}
-UNITS = {"KL div.": "nats/token", "decode/s": "tokens", "prefill/s": "tokens", "p90": "ms"}
-POINT = {  # columns of a point that ran
     "decode/s": ("new tokens a second after the first, all sequences", _at("decode.median", figure)),
     "ratio": ("decode/s as a multiple of the first model's, in this run", _at("ratio", "{:.2f}×".format)),
     "±": ("median deviation of decode/s between runs", _at("decode.mad", "{:.0%}".format)),
     "prefill/s": ("prompt tokens a second, all sequences", _at("prefill.median", figure)),
     "first ms": ("milliseconds to every sequence's first token", _at("first_token.median", milliseconds)),
     "token ms": ("milliseconds from a sequence's token to its next", _at("latency.median", milliseconds)),
-    "p90": ("milliseconds that nine of ten such steps stay below", _at("latency.p90", milliseconds)),
+    "p90": ("90th percentile of token ms", _at("latency.p90", milliseconds)),
     "KV": ("bytes of keys and values at the end of a run", _at("kv_bytes", size)),
-    "peak": ("most bytes of memory in a run: see the foot", _at("peak_bytes", size)),
+    "peak": ("peak memory of a run; the notes say how it is measured", _at("peak_bytes", size)),
 }
+UNITS = {"KL div.": "nats/token", "decode/s": "tokens", "prefill/s": "tokens", "p90": "ms"}
 
 
 def report(record: Record, quiet: bool = False) -> Report:
@@ -69,10 +67,11 @@ def report(record: Record, quiet: bool = False) -> Report:
     absent = set() if record["quality"] else {"KL div.", "ppl"}
     absent |= set() if len(models) > 1 else {"ratio"}
     absent |= set() if given["rounds"] * given["repeats"] > 1 else {"±"}
-    columns = {name: column for name, column in (MODEL | POINT).items() if name not in absent}
+    columns = {name: column for name, column in COLUMNS.items() if name not in absent}
     groups = []
     for index, point in enumerate(models[0]["points"]):
-        rows = [_cells(model, model["points"][index], list(columns)) for model in models]
+        records = [model | model["points"][index] for model in models]
+        rows = [[row["label"], *(cell(row) for _, cell in columns.values())] for row in records]
         groups.append((called(point) if len(models[0]["points"]) > 1 else "", rows))
     labels = [model["label"] for model in models]
     meanings = {name: meaning for name, (meaning, _) in columns.items()}
@@ -89,17 +88,6 @@ def report(record: Record, quiet: bool = False) -> Report:
         figures=[made for made in drawn if made.series],
         more={"Environment": record["env"]},
     )
-
-
-def _cells(model: Record, point: Record, names: list[str]) -> list[str]:
-    """Return the cells of a table row; a dash in columns that a point which did not run lacks."""
-    cells = [model["label"]]
-    for name in names:
-        if name in MODEL:
-            cells.append(MODEL[name][1](model))
-        else:
-            cells.append(NOTHING if point["error"] else POINT[name][1](point))
-    return cells
 
 
 def called(point: Record) -> str:

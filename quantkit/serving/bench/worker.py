@@ -2,7 +2,7 @@
 
 It reads a pickled `WorkerJob` from stdin and writes a line of JSON for every event to stdout:
 
-    {"event": "loaded", LoadedModel…, "seconds", "peak_bytes", "how"}
+    {"event": "loaded", EngineFacts…, "seconds", "peak_bytes", "how"}
     {"event": "warmed up"}
     {"event": "run", "batch", "prompt", Timing…, "peak_bytes"}
     {"event": "refused", "batch", "prompt", "message"}     a workload that cannot run

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.evaluation.sampling import Sampling
+from quantkit.models.machine.memory import resident
 from quantkit.text import chat
 
 SCHEMA = "quantkit.chat/2"
@@ -46,8 +45,8 @@ class ChatHistory:
         Raises QuantkitError if the conversation is empty, or the file has another suffix or is not writable.
         """
         require(self.messages, "the conversation is empty", "send a message first", USAGE)
-        if path.suffix != ".jsonl":
-            raise QuantkitError(f"{path} is not a .jsonl file", "for example /save talk.jsonl", USAGE)
+        what, hint = f"{path} is not a .jsonl file", "for example /save talk.jsonl"
+        require(path.suffix == ".jsonl", what, hint, USAGE)
         row = {"text" if self.raw else "messages": self.prompt()}
         try:
             with path.open("a", encoding="utf-8") as file:
@@ -120,9 +119,7 @@ def rendered(template: chat.ChatTemplate, prompt: Prompt) -> str:
     try:
         return template.render(chat.Conversation(list(prompt), "the conversation"), answer=True)
     except QuantkitError as error:
-        hint = (
-            "some templates take no system message (/system removes it) or other turns; /reset starts again"
-        )
+        hint = "some templates take no system message (/system removes it) or other turns; /reset starts anew"
         raise QuantkitError(error.message, hint, error.exit_code) from error
 
 
@@ -146,8 +143,8 @@ class ChatSession:
         the answer is interrupted before its first token, the conversation does not change.
         """
         messages = [*self.conversation.messages, {"role": "user", "content": text}]
-        if self.conversation.raw and not any(message["content"] for message in messages):
-            raise QuantkitError("there is no text to continue", "type some text", USAGE)
+        text_given = not self.conversation.raw or any(message["content"] for message in messages)
+        require(text_given, "there is no text to continue", "type some text", USAGE)
         return self._answer(messages, stream)
 
     def again(self, stream: Stream) -> Answer:
@@ -160,20 +157,15 @@ class ChatSession:
         return replace(made, notes=(*made.notes, "without --temperature the answer is the same"))
 
     def _answer(self, messages: list[dict[str, str]], stream: Stream) -> Answer:
-        before, self.conversation.messages = self.conversation.messages, messages
+        prompt = replace(self.conversation, messages=messages).prompt()
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
-        self.stopped, answered = False, False
-        try:
-            made = self.engine.answer(self.conversation.prompt(), sampling, stream, lambda: self.stopped)
-            cut = "interrupted" if self.stopped else "context"
-            cut = "length" if made.generated_tokens >= sampling.tokens else cut
-            made = replace(made, stop=made.stop or cut)
-            answered = made.stop != "interrupted" or bool(made.text)
-        finally:
-            if not answered:
-                self.conversation.messages = before
-        if answered:
-            self.conversation.messages.append({"role": "assistant", "content": made.text})
+        self.stopped = False
+        made = self.engine.answer(prompt, sampling, stream, lambda: self.stopped)
+        cut = "interrupted" if self.stopped else "context"
+        cut = "length" if made.generated_tokens >= sampling.tokens else cut
+        made = replace(made, stop=made.stop or cut)
+        if made.stop != "interrupted" or made.text:
+            self.conversation.messages = [*messages, {"role": "assistant", "content": made.text}]
         self.answers += 1
         share = made.used / (context := self.engine.model.context)
         if share < NEARLY_FULL:
@@ -187,8 +179,8 @@ class ChatSession:
 
     def memory(self, made: Answer) -> dict[str, int | None]:
         """Return the bytes of the weights, of the cache after `made`, and of this process."""
-        process = psutil.Process().memory_info().rss
-        return {"weights": self.engine.model.weight_bytes, "kv_cache": made.kv_bytes, "process": process}
+        weights = self.engine.model.weight_bytes
+        return {"weights": weights, "kv_cache": made.kv_bytes, "process": resident()}
 
     def record(self, message: str, made: Answer) -> dict[str, Any]:
         """Return the versioned JSON of one message and its answer."""

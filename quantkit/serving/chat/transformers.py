@@ -7,7 +7,6 @@ from dataclasses import replace
 from datetime import date
 
 import torch
-import transformers
 
 from quantkit.evaluation.generate import Streamer, decode
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
@@ -33,18 +32,18 @@ class TransformersChat:
         decoded: bool = False,
         template: str | None = None,
     ):
-        loaded = engine.load(checkpoint, dtype, device, context, decoded=decoded)
+        self._module, facts = engine.load(checkpoint, dtype, device, context, decoded=decoded)
         self.model = ChatModel(
             source=checkpoint.source,
-            engine=f"transformers {transformers.__version__}",
-            kernels=loaded.kernels,
+            engine=f"transformers {facts.version}",
+            kernels=facts.kernels,
             device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
+            dtype=facts.dtype,
             context=context,
-            weight_bytes=loaded.weight_bytes,
-            notes=(loaded.note,) if loaded.note else (),
+            weight_bytes=facts.weight_bytes,
+            notes=(facts.note,) if facts.note else (),
         )
-        self._module, self._device = loaded.model, device
+        self._device = device
         self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):

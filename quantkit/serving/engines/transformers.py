@@ -11,7 +11,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,27 +23,12 @@ from quantkit.inspection import record
 from quantkit.models.files import headers
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.machine.device import free_memory, synchronize
+from quantkit.serving.engines import EngineFacts
 from quantkit.serving.engines.choose import installed
 from quantkit.tables import megabytes
 
 CHATTY = "bitsandbytes"  # logger that warns about input types at every product
 REFUSED = "transformers does not load it packed"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A whole model, ready to run. kernels: the class of linears, such as `bitsandbytes Linear4bit`.
-
-    packed: whether weights stay quantized in memory; note: why they were decoded. weight_bytes: size in
-    memory of all parameters and buffers. attention: transformers' name of the attention implementation.
-    """
-
-    model: nn.Module
-    kernels: str
-    packed: bool
-    note: str
-    weight_bytes: int
-    attention: str
 
 
 def load(
@@ -53,7 +37,7 @@ def load(
     device: torch.device,
     tokens: int,
     decoded: bool = False,
-) -> Loaded:
+) -> tuple[nn.Module, EngineFacts]:
     """Load the model for `tokens` tokens of context. Weights stay quantized if their client is installed.
 
     decoded: decode them anyway. Raises QuantkitError (exit code 5) if the model does not fit the memory.
@@ -66,12 +50,13 @@ def load(
     kernels, packed = _kernels(model)
     if checkpoint.quantized and not packed and (decoded or not note):
         note = "as requested" if decoded else "transformers decodes the weights when they are first used"
-    return Loaded(
-        model=model.eval(),
+    return model.eval(), EngineFacts(
+        version=transformers.__version__,
+        weight_bytes=model.get_memory_footprint(),
         kernels=kernels,
         packed=packed,
+        dtype=str(dtype).removeprefix("torch."),
         note=note,
-        weight_bytes=model.get_memory_footprint(),
         attention=model.config.get_text_config()._attn_implementation,
     )
 

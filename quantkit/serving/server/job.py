@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from quantkit.capacity import source as sources
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, require
+from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, refuse_problems, require
 from quantkit.inspection import record
 from quantkit.models.files import gguf_shards, hub, untrusted
 from quantkit.models.files.headers import open_contents
@@ -96,9 +96,7 @@ def prepare(
     settings = replace(settings, port=free_port(settings.host, settings.port))
     contents = open_contents(model, revision, offline)
     described = record.describe(contents)
-    problems = described["integrity"]["problems"]
-    hint = "the checkpoint is incomplete or damaged: see quantkit inspect"
-    require(not problems, "".join(problems[:1]), hint)
+    refuse_problems({}, described["integrity"]["problems"])
     hint = "put the tokenizer's files next to the weights: a server takes text"
     require(described["tokenizer"] is not None, f"{model} has no tokenizer", hint, UNSUPPORTED)
     offer = choose(described, settings.engine, device=settings.device)

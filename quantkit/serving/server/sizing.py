@@ -6,6 +6,7 @@ pages that `quantkit plan` counts.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quantkit.capacity import Unsupported, kv_cache
@@ -46,9 +47,6 @@ def fit(
 ) -> ServerSize:
     """Return lengths and memory that fit; defaults unchanged for a model whose cache is unknown.
 
-    Requested numbers stay. Defaults are halved until they fit: first the length down to SHORT, then the
-    number of sequences, then the length down to SHORTEST.
-
     usable: bytes for weights and cache. parallel: the engine's default number of sequences. reserves: whether
     the engine allocates the full length of all sequences in advance. Appends notes for the user to `notes`.
     Raises QuantkitError (exit code 5) if even the least does not fit.
@@ -68,30 +66,34 @@ def fit(
     if caches is None:
         return ServerSize(most, sequences, None, most * sequences, weight_bytes, usable, on_cpu)
     dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
-    left, ctx, count = usable - weight_bytes, most, sequences
-
-    def sequence_bytes() -> int:
-        return kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
-
-    while sequence_bytes() * (count if reserves else 1) > left:
-        shorter = ctx // 2 if not requested else 0
-        if shorter >= min(most, SHORT):
-            ctx = shorter
-        elif not settings.parallel and count > 1:
-            count //= 2
-        elif shorter >= min(most, SHORTEST):
-            ctx = shorter
-        else:
-            cache = size(sequence_bytes() * (settings.parallel or 1))
-            raise QuantkitError(
-                f"weights of {size(weight_bytes)} and a cache of {cache} do not fit the {size(usable)} of "
-                "memory that may be used",
-                "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
-                RESOURCES,
-            )
+    left = usable - weight_bytes
+    for ctx, count in _candidates(most, sequences, settings):
+        each = kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
+        if each * (count if reserves else 1) <= left:
+            break
+    else:
+        cache = size(each * (settings.parallel or 1))
+        raise QuantkitError(
+            f"weights of {size(weight_bytes)} and a cache of {cache} do not fit the {size(usable)} of "
+            "memory that may be used",
+            "a shorter --ctx, a smaller --parallel or --kv-dtype, or a smaller model: see quantkit plan",
+            RESOURCES,
+        )
     if (ctx, count) != (most, sequences):
         notes.append(f"of {most:,} tokens × {sequences}, {ctx:,} × {count} fit in {size(usable)}")
-    each = sequence_bytes()
     cache = left if paged else min(each * count, left)
     tokens = cache * ctx // each if each else ctx * count  # 0 without attention
     return ServerSize(ctx, count, cache, tokens, weight_bytes, usable, on_cpu)
+
+
+def _candidates(most: int, sequences: int, settings: ServeSettings) -> Iterator[tuple[int, int]]:
+    """Yield lengths and numbers of sequences, the largest first. Requested numbers stay. Defaults are halved:
+    first the length down to SHORT, then the number of sequences, then the length down to SHORTEST."""
+    ctx, count = most, sequences
+    yield ctx, count
+    while not settings.ctx and ctx // 2 >= min(most, SHORT):
+        yield (ctx := ctx // 2), count
+    while not settings.parallel and count > 1:
+        yield ctx, (count := count // 2)
+    while not settings.ctx and ctx // 2 >= min(most, SHORTEST):
+        yield (ctx := ctx // 2), count

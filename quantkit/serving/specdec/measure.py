@@ -121,16 +121,16 @@ def _load(
     """Return the model and {weights: bytes in memory, kv: bytes of the cache of one text or None, stored:
     bytes on disk, kernels: name, note: why weights were decoded}."""
     tokens = settings.prompt_tokens + settings.tokens
-    loaded = engine.load(checkpoint, dtype, device, tokens)
+    model, facts = engine.load(checkpoint, dtype, device, tokens)
     # transformers refuses recurrent models as targets, and fails with them as drafts
     what = f"{checkpoint.source} keeps a recurrent state, which cannot take tokens back"
-    require(not loaded.model._is_stateful, what, "choose a model with attention alone", UNSUPPORTED)
-    return loaded.model, {
-        "weights": loaded.weight_bytes,
-        "kv": cache_bytes(checkpoint.folder, tokens, str(dtype).removeprefix("torch.")),
+    require(not model._is_stateful, what, "choose a model with attention alone", UNSUPPORTED)
+    return model, {
+        "weights": facts.weight_bytes,
+        "kv": cache_bytes(checkpoint.folder, tokens, facts.dtype),
         "stored": sum(info.nbytes for info in checkpoint.infos.values()),
-        "kernels": loaded.kernels,
-        "note": loaded.note,
+        "kernels": facts.kernels,
+        "note": facts.note,
     }
 
 

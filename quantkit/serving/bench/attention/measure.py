@@ -7,7 +7,6 @@ dispatcher: `sdpa` is a name for several, and torch picks one by dtype, mask, he
 
 from __future__ import annotations
 
-import copy
 import gc
 import inspect
 import itertools
@@ -41,7 +40,6 @@ SHORT = 16  # tokens of the first, unmeasured run
 REFUSALS = (ImportError, RuntimeError, ValueError)
 FUSED = re.compile(r"attention|^(vllm_)?flash_attn")  # operators of fused attention
 SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
-Row = dict[str, Any]
 
 
 def plan(settings: AttentionSettings, context: int | None) -> list[int]:
@@ -74,14 +72,14 @@ def measure(
     """
     names, lengths = settings.names("implementations"), plan(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
-    loaded = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
+    model, facts = engine.load(checkpoint, dtype, device, lengths[-1] + settings.tokens)
     gc.collect()
-    bench = _AttentionBench(checkpoint, loaded.model, settings, device)
-    bench.each(names, bench.watch, bench.draw(min(SHORT, lengths[0])), {name: {} for name in names})
-    rows: list[Row] = []
+    bench = _AttentionBench(checkpoint, model, settings, device)
+    bench.warm_up(names, min(SHORT, lengths[0]))
+    rows: list[dict[str, Any]] = []
     for index, length in enumerate(lengths):  # long prompts take long
         progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
-        rows += bench.at(names, length)
+        rows += bench.rows(names, length)
     if all(row["refused"] for row in rows):
         reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
         raise QuantkitError(f"no attention ran: {reasons}", "eager runs everywhere", UNSUPPORTED)
@@ -89,92 +87,96 @@ def measure(
         "schema": SCHEMA,
         "model": checkpoint.source,
         "settings": settings.record(),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": facts.dtype,
         "device": str(device),
         "context": checkpoint.context,
-        "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
-        "weight_bytes": loaded.weight_bytes,
+        "weights": facts.weights,
+        "weight_bytes": facts.weight_bytes,
         "rows": rows,
     }
 
 
 class _AttentionBench:
-    """The loaded model, and the implementations refused so far, with the reason."""
+    """The loaded model. kernels: what each implementation ran. refused: why an implementation failed."""
 
     def __init__(
         self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings, device: torch.device
     ):
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
+        self.kernels: dict[str, str | None] = {}
         self.refused: dict[str, str] = {}
-        self.kernels: dict[str, str] = {}
         self.clock = engine.clock_of(device)
         self.generator = torch.Generator().manual_seed(settings.seed)
         # logits of the last token only where the model can, as in serving: all take more than attention does
         can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.last_only = {"logits_to_keep": 1} if can_skip else {}
 
-    def draw(self, length: int) -> Tensor:
-        """Return prompts of random tokens `[batch, length]`."""
-        vocabulary = self.checkpoint.text_config.vocab_size
-        return torch.randint(vocabulary, (self.settings.batch, length), generator=self.generator).to(
-            self.device
-        )
+    def warm_up(self, names: Sequence[str], length: int) -> None:
+        """Run each implementation, so that libraries allocate their lasting buffers; note its kernel."""
+        ids = self._draw(length)
+        for name in names:
+            self.kernels[name] = self._attempt(name, lambda name=name: self._kernel(name, ids))
 
-    def at(self, names: Sequence[str], length: int) -> list[Row]:
+    def rows(self, names: Sequence[str], length: int) -> list[dict[str, Any]]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
-        empty = {"seconds": [], "step_seconds": [], "prefill_bytes": None}
-        rows = {name: copy.deepcopy(empty) for name in names}
         if why := self._too_large(length):
             self.refused.setdefault("eager", why)
-        ids = self.draw(length)
-        for work in (self.weigh, *[self.time] * self.settings.repeats):
-            self.each(names, work, ids, rows)
-        return [
-            {"attention": name, "length": length, "kernel": self.kernels.get(name, "")}
-            | (empty if name in self.refused else row)
-            | {"refused": self.refused.get(name, "")}
-            for name, row in rows.items()
+        ids = self._draw(length)
+        peaks = {name: self._attempt(name, lambda: self._peak_bytes(ids)) for name in names}
+        turns = [
+            {name: self._attempt(name, lambda: self._seconds(ids)) for name in names}
+            for _ in range(self.settings.repeats)
         ]
-
-    def each(
-        self, names: Sequence[str], work: Callable[[str, Tensor, Row], None], ids: Tensor, rows: dict
-    ) -> None:
-        """Call `work(name, ids, row)` for each implementation that has not failed; record new failures."""
+        rows = []
         for name in names:
-            if name in self.refused:
-                continue
-            try:
-                self.model.set_attn_implementation(name)
-                with torch.no_grad():
-                    work(name, ids, rows[name])
-            except REFUSALS as error:
-                self.refused[name] = textwrap.shorten(first_line(error), REASON, placeholder=" …")
-                gc.collect()
-                give_back(self.device)
+            ran = name not in self.refused
+            row = {"attention": name, "length": length, "kernel": self.kernels[name] or ""}
+            row["seconds"] = [turn[name][0] for turn in turns] if ran else []
+            row["step_seconds"] = [turn[name][1] for turn in turns] if ran else []
+            row["prefill_bytes"] = peaks[name] if ran else None
+            rows.append(row | {"refused": self.refused.get(name, "")})
+        return rows
 
-    def watch(self, name: str, ids: Tensor, row: Row) -> None:
-        """Warm up, then store the name of the kernel that runs."""
+    def _draw(self, length: int) -> Tensor:
+        """Return prompts of random tokens `[batch, length]`."""
+        shape, vocabulary = (self.settings.batch, length), self.checkpoint.text_config.vocab_size
+        return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
+
+    def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
+        """Return the result of `work` under an implementation; None if it fails or has failed before."""
+        if name in self.refused:
+            return None
+        try:
+            self.model.set_attn_implementation(name)
+            with torch.no_grad():
+                return work()
+        except REFUSALS as error:
+            self.refused[name] = textwrap.shorten(first_line(error), REASON, placeholder=" …")
+        gc.collect()
+        give_back(self.device)
+        return None
+
+    def _kernel(self, name: str, ids: Tensor) -> str:
+        """Return the name of the kernel that runs."""
         self._forward(ids)
-        with Operators() as seen:
+        with Operators() as operators:
             self._forward(ids)
         ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
-        instead = f", for transformers took {ran}" if ran != name else ""
-        self.kernels[name] = describe(seen.names) + instead
+        instead = f"; transformers took {ran} instead" if ran != name else ""
+        return describe(operators.names) + instead
 
-    def weigh(self, name: str, ids: Tensor, row: Row) -> None:
-        """Store a prefill's peak bytes in `row`. Libraries allocated their lasting buffers in the warm-up."""
-        row["prefill_bytes"] = allocated(self.device, lambda: self._forward(ids))
+    def _peak_bytes(self, ids: Tensor) -> int | None:
+        return allocated(self.device, lambda: self._forward(ids))
 
-    def time(self, name: str, ids: Tensor, row: Row) -> None:
-        """Add the seconds of a prefill, and the median seconds of a decoded token, to `row`."""
+    def _seconds(self, ids: Tensor) -> tuple[float, float]:
+        """Return the seconds of a prefill, and the median seconds of a decoded token."""
         times = [self.clock()]
         cache, token = None, ids
         for _ in range(1 + self.settings.tokens):
             cache, token = self._forward(token, cache)
             times.append(self.clock())
         prefill, *steps = (after - before for before, after in itertools.pairwise(times))
-        row["seconds"].append(prefill)
-        row["step_seconds"].append(statistics.median(steps))
+        return prefill, statistics.median(steps)
 
     def _forward(self, ids: Tensor, cache: Any = None) -> tuple[Any, Tensor]:
         """Return the cache and the next token `[batch, 1]`."""
@@ -203,15 +205,15 @@ def allocated(device: torch.device, work: Callable[[], Any]) -> int | None:
         before = meter.peak()
         work()
         return None if before is None else meter.peak() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
     events.sort(key=lambda event: event.start_ns())
     return max(itertools.accumulate((event.nbytes() for event in events), initial=0))
 
 
 class Operators(TorchDispatchMode):
-    """`with Operators() as seen:` collects the names of the operators that run, such as aten::_softmax."""
+    """Context that collects the names of the operators that run, such as aten::_softmax."""
 
     def __init__(self) -> None:
         super().__init__()

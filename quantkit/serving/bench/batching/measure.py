@@ -54,12 +54,12 @@ def measure(
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
-    loaded = engine.load(checkpoint, dtype, device, settings.batch * longest)
+    model, facts = engine.load(checkpoint, dtype, device, settings.batch * longest)
     prompts = trace.draw_prompts(requests, checkpoint.text_config.vocab_size, settings.seed)
 
     def serve(name: str, requests: Sequence[TraceRequest]) -> Replay:
         """Serve `requests`, the first of the trace."""
-        arguments = loaded.model, requests, prompts[: len(requests)], settings.batch
+        arguments = model, requests, prompts[: len(requests)], settings.batch
         clock = engine.clock_of(device)
         if name == "continuous":
             return continuous.serve(*arguments, clock)
@@ -87,11 +87,11 @@ def measure(
         "model": checkpoint.source,
         "settings": settings.record(),
         "trace": [asdict(request) for request in requests],
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": facts.dtype,
         "device": str(device),
         "context": checkpoint.context,
-        "attention": loaded.attention,
-        "weights": loaded.kernels + (f"; {loaded.note}" if loaded.note else ""),
+        "attention": facts.attention,
+        "weights": facts.weights,
         "outcomes": outcomes(names, served.replays, served.refused),
     }
 
