@@ -266,7 +266,7 @@ def test_no_site_ends_up_worse_than_rounded_to_nearest(tiny_model, family):
         weights = [bench.block.get_submodule(name).weight for name in site.linears]
         grids = [view.grids[name] for name in site.linears]
         solved = RtnSolver(weighted=True).solve(weights, grids, transformed.statistics[site].hessian)
-        known = [transformed.known[name] for name in site.linears]
+        known = [transformed.facts[name] for name in site.linears]
         rtn_errors = [loss / whole for loss, whole in zip(before, full, strict=True)]
         assert [facts["rtn_error"] for facts in known] == pytest.approx(rtn_errors, rel=1e-3)
         after = sum(one.error * whole for one, whole in zip(solved, full, strict=True))

@@ -104,7 +104,7 @@ def test_the_block_computes_what_it_computed(bench, monkeypatch, family, stored)
     assert SHARED[family] <= moved
     kept = {name for name in moved if not view.grids.get(name.removesuffix(".weight"))}
     assert kept - transformed.changed == set() and f"{NORM}.weight" in kept
-    told = {name for name, facts in transformed.known.items() if UNFOLDED in facts.get("notes", ())}
+    told = {name for name, facts in transformed.facts.items() if UNFOLDED in facts.get("notes", ())}
     down = {name for name in view.grids if ".down_proj" in name} if family == "gpt_oss" else set()  # up + 1
     assert told == down
     after = made.statistics()
@@ -174,7 +174,7 @@ def test_a_router_that_cannot_make_up_for_scales_leaves_the_norm_alone(bench, mo
     assert NORM not in {fold.producer.name for fold in folds_of(made)}
     before = {name: made.block.get_parameter(name).clone() for name in ("mlp.gate.weight", f"{NORM}.weight")}
     view, transformed = transform(made)
-    told = {name for name, facts in transformed.known.items() if UNFOLDED in facts.get("notes", ())}
+    told = {name for name, facts in transformed.facts.items() if UNFOLDED in facts.get("notes", ())}
     assert told == {f"mlp.experts.{e}.{part}" for e in range(4) for part in ("w1", "w3")}
     assert all(torch.equal(made.block.get_parameter(name), part) for name, part in before.items())
 

@@ -193,7 +193,7 @@ def test_every_grid_behind_awq(grid, solver):
     (solved,) = SOLVERS[solver].solve([weight], [grid], hessian)
     # ggml encodes MXFP4 without a search: 1.08 times the error of scales that were searched
     most = 1.1 if grid == ggml.named("MXFP4") else 1.05
-    assert check(solved, grid, bench.inputs(), weight) <= most * transformed.known["fc1"]["rtn_error"]
+    assert check(solved, grid, bench.inputs(), weight) <= most * transformed.facts["fc1"]["rtn_error"]
     assert (scale.max() / scale.min() > 1.5) == ("norm.weight" in transformed.changed)
 
 

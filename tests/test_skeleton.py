@@ -339,7 +339,7 @@ def test_inputs_of_several_calls_add_up():
     with torch.no_grad():
         sites = [site for site in find_sites(toy, lambda: toy(batches[0])) if site.calls]
         seen = [
-            list(repeated(toy.get_submodule(site.place), lambda k: toy(batches[k]), 2, whole=site.whole))
+            list(repeated(toy.get_submodule(site.module), lambda k: toy(batches[k]), 2, whole=site.whole))
             for site in sites
         ]
         want = [part for x in batches for part in (x, toy.a(x))], [toy.a(toy.a(x)) for x in batches]
@@ -395,7 +395,7 @@ class Repeated:
     """The block runs again for every site."""
 
     def __init__(self, block, sites, run, count):
-        self.inputs = lambda site: repeated(block.get_submodule(site.place), run, count)
+        self.inputs = lambda site: repeated(block.get_submodule(site.module), run, count)
         self.outputs = lambda: map(run, range(count))
 
 

@@ -139,9 +139,9 @@ def test_the_block_computes_the_same_and_its_columns_are_alike(twin):
     transformed = FeedbackScaling(GptqSolver()).apply(view)
     torch.testing.assert_close(bench.run(), before, rtol=1e-4, atol=1e-4)
     columns = bench.block.mlp.gate_proj.weight.square().mean(0).sqrt()
-    assert columns.max() / columns.min() < 6 and transformed.known["mlp.gate_proj"]["scaled"]["spread"] > 16
-    assert transformed.known["mlp.gate_proj"]["scaled"]["loss"] < 0.9
-    assert transformed.known["mlp.gate_proj"]["scaled"]["into"] == NORMS[1]
+    assert columns.max() / columns.min() < 6 and transformed.facts["mlp.gate_proj"]["scaled"]["spread"] > 16
+    assert transformed.facts["mlp.gate_proj"]["scaled"]["loss"] < 0.9
+    assert transformed.facts["mlp.gate_proj"]["scaled"]["into"] == NORMS[1]
 
 
 # ---- whole jobs

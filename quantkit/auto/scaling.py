@@ -53,10 +53,10 @@ def of_block(measuring: Measuring, transform: ColumnScaling | None) -> Scales:
         return Scales()
     statistics = measuring.at_once(block.around, transform.sample)
     with exchanged(block.module, dict(block.module.named_parameters(remove_duplicate=False))):
-        found = transform.apply(measuring.view(statistics))
+        transformed = transform.apply(measuring.view(statistics))
     linears = {name for site in block.around for name in site.linears}
-    rows = {name: factor for name, factor in found.row_factors.items() if name in linears}
-    return Scales(found.divided_by, rows)
+    rows = {name: factor for name, factor in transformed.row_factors.items() if name in linears}
+    return Scales(transformed.divided_by, rows)
 
 
 @contextmanager

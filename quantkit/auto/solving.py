@@ -23,8 +23,8 @@ from quantkit.auto.scaling import Scales
 from quantkit.auto.units import Candidate, Unit, anchors, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import Statistic
-from quantkit.quantize.calibrate.measure import Block, Measuring
-from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site, find_sites
+from quantkit.quantize.calibrate.measure import Measuring
+from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.job import Job
 from quantkit.quantize.solvers import loss
@@ -161,7 +161,7 @@ class Solving:
         for local, spec in specs.items():
             if stored := self._usual.get(spec.name):
                 specs[local] = replace(spec, grid=self._space.grid(spec, stored))
-        block = Block(index, module, specs, sites)
+        block = Block(index, module, specs, sites, probe)
         measuring = self._measuring(block, entering)
         scales = scaling.of_block(measuring, self._job.method.transform)
         plain = [site for site in block.chosen if site.pool is None]

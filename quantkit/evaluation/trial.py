@@ -21,11 +21,11 @@ from quantkit.quantize.solving import round_block
 
 def data_free() -> list[str]:
     """Return the names of the methods that need no calibration text by default."""
-    found = []
+    names = []
     for name in methods.available():
         with suppress(QuantkitError):  # raised by methods that make no checkpoint
-            found += [] if methods.create(name).build().needs else [name]
-    return found
+            names += [] if methods.create(name).build().needs else [name]
+    return names
 
 
 def _method(name: str, settings: Sequence[str]) -> Method:

@@ -24,10 +24,10 @@ from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import keep_freed_pages, map_large_blocks, mapped
 from quantkit.quantize.calibrate import cache_peaks, curvature, original_every, schedule, walk
 from quantkit.quantize.calibrate.curvature import Curvatures
-from quantkit.quantize.calibrate.measure import Block, Measuring
+from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.original import Original
 from quantkit.quantize.calibrate.schedule import Visit
-from quantkit.quantize.calibrate.sites import PROBE_TOKENS, find_sites, fused_sites
+from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, find_sites, fused_sites
 from quantkit.quantize.calibrate.states import Place, States
 from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.job import Job
@@ -257,9 +257,8 @@ class _Loop:
         """Return the run of the original model's block as a context, or an empty context if not needed."""
         if self.originals is None:
             return nullcontext()
-        given = block.index, block.sites, block.chosen, self.originals, self.states, self._sample()
         with self.timings("original"):
-            return closing(Original(self.skeleton, *given))
+            return closing(Original(self.skeleton, block, self.originals, self.states, self._sample()))
 
     def _transform(
         self, measuring: Measuring, parts: BlockParts

@@ -20,9 +20,8 @@ from quantkit.layouts import Layout, LinearSpec, Statistic, WeightsOnly
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.curvature import Curvatures
-from quantkit.quantize.calibrate.measure import Block
 from quantkit.quantize.calibrate.schedule import Visit
-from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
 from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.report import LinearReport
@@ -138,8 +137,8 @@ class Quantizer:
             for site in own
         ]
         solved = self.solver.solve_many(problems) if problems else []
-        everywhere = _gathered(dict(zip((site.place for site in own), solved, strict=True)))
-        return {site: everywhere[site.place] for site in sites}
+        everywhere = _gathered(dict(zip((site.module for site in own), solved, strict=True)))
+        return {site: everywhere[site.module] for site in sites}
 
     def _weights(self, site: Site, weights: dict[str, Tensor]) -> tuple[list[Tensor], list[Grid]]:
         """Return the weights of a site's linears and their grids; add the weights to `weights`."""
@@ -197,10 +196,10 @@ class Quantizer:
         After a transform, the source's weight is read again, as verification will read it: the fit of scales
         stops before the least error, so the scaled weight has another error.
         """
-        known = self.transformed.known.get(spec.local, {}) if self.transformed else {}
+        scaling = self.transformed.facts.get(spec.local, {}) if self.transformed else {}
         size = spec.grid.group_size if spec.in_features % spec.grid.group_size == 0 else spec.in_features
         before, kept = (part.reshape(-1, size).any(1) for part in (weight, values))
-        notes = [*known.get("notes", ()), *solved.notes]
+        notes = [*scaling.get("notes", ()), *solved.notes]
         if lost := int((before & ~kept).sum()):
             notes.append(f"{count(lost, 'group')} of weights became 0, too small for {spec.grid.describe()}")
         facts, error = {}, solved.error
@@ -216,9 +215,9 @@ class Quantizer:
         facts["tokens"] = statistics.tokens if site.pool else None
         if Statistic.PEAK in self.solver.needs:
             facts["outlier_columns"] = self.solver.outliers(statistics[Statistic.PEAK])
-        facts["scaled"] = known.get("scaled")
+        facts["scaled"] = scaling.get("scaled")
         fallback = solved.fallback if site.calls else UNREACHED
-        rtn_error = known.get("rtn_error", solved.rtn_error)
+        rtn_error = scaling.get("rtn_error", solved.rtn_error)
         return LinearReport(spec.name, error, rtn_error, fallback, notes, facts)
 
 

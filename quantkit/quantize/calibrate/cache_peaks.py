@@ -40,18 +40,20 @@ class Peaks:
 
 
 def _larger(peak: Tensor | None, states: Tensor) -> Tensor:
-    found = states.detach().abs().amax().float().clamp_(min=torch.finfo(torch.bfloat16).tiny)
-    return found if peak is None else torch.maximum(peak, found)
+    largest = states.detach().abs().amax().float().clamp_(min=torch.finfo(torch.bfloat16).tiny)
+    return largest if peak is None else torch.maximum(peak, largest)
 
 
-def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec], names: Sequence[str]) -> dict[str, Tensor]:
+def scales(
+    attentions: Mapping[str, Peaks], specs: Iterable[LinearSpec], names: Sequence[str]
+) -> dict[str, Tensor]:
     """Return the scales of keys and values, bfloat16 `[1]`, by stored name: the peaks divided by e4m3's
-    largest value. rows: linears of the block. names: of the two scales in an attention."""
-    first = next(iter(rows))
+    largest value. specs: of the block's linears. names: of the two scales in an attention."""
+    first = next(iter(specs))
     block = first.name.removesuffix(first.local)
     return {
-        f"{block}{place}.{name}": (distributed.largest_(peak) / LARGEST_FLOAT8).to(torch.bfloat16).view(1)
-        for place, peaks in found.items()
+        f"{block}{attention}.{name}": (distributed.largest_(peak) / LARGEST_FLOAT8).to(torch.bfloat16).view(1)
+        for attention, peaks in attentions.items()
         for name, peak in zip(names, (peaks.keys, peaks.values), strict=True)
         if peak is not None
     }
@@ -60,12 +62,12 @@ def scales(found: Mapping[str, Peaks], rows: Iterable[LinearSpec], names: Sequen
 @contextmanager
 def watched(block: nn.Module) -> Iterator[dict[str, Peaks]]:
     """Yield the Peaks of each attention in a block, by name; forward passes in this context update them."""
-    found: dict[str, Peaks] = {}
+    attentions: dict[str, Peaks] = {}
     with ExitStack() as stack:
         for name, module in block.named_modules():
             takes_cache = CACHE in inspect.signature(module.forward).parameters
             if takes_cache and any(hasattr(module, projection) for projection in PROJECTIONS):
-                peaks = found[name] = Peaks()
+                peaks = attentions[name] = Peaks()
                 hook = lambda module, args, kwargs, peaks=peaks: (args, kwargs | {CACHE: peaks})  # noqa: E731
                 stack.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        yield found
+        yield attentions

@@ -281,7 +281,7 @@ def gather(
     with ExitStack() as stack:
         for site in sites:
             gathered[site] = sums = Statistics(site.in_features, device, needs)
-            hook = block.get_submodule(site.place).register_forward_pre_hook(
+            hook = block.get_submodule(site.module).register_forward_pre_hook(
                 lambda module, args, sums=sums, site=site: sums.add(args[0], counterpart(site))
             )
             stack.callback(hook.remove)

@@ -50,8 +50,8 @@ class Curvatures:
         """Return G of one linear, float32 `[out, out]`, mean diagonal 1; None if no gradient reached it."""
         if self._loaded[0] != block:
             self._loaded = block, self._blocks.read(block)
-        found = self._loaded[1].get(local)
-        return None if found is None else found.to(self._device).float()
+        stored = self._loaded[1].get(local)
+        return None if stored is None else stored.to(self._device).float()
 
     def done_with(self, block: int) -> None:
         """Delete the curvatures of a block."""
@@ -121,8 +121,8 @@ def _pass(
         progress.counting(STEPS, total - BACK * (index + 1 - first), total)
         run = partial(skeleton.trace_block, index, values={})
         sums = _back(run, block, entered.pop(index), states, chosen.get(index, ()))
-        found = {name: _stored(name, part) for name, part in sums.items() if part.tokens}
-        staged.save(index, found, [])
+        stored = {name: _stored(name, own) for name, own in sums.items() if own.tokens}
+        staged.save(index, stored, [])
     progress.counting(STEPS, total, total)
 
 
@@ -156,14 +156,14 @@ def _back(
             stack.callback(linear.register_forward_hook(_listen(sums[name])).remove)
         for k, gradient in enumerate(gradients):
             try:
-                found = through_block(run, entered[k].to(device), gradient)
+                entering = through_block(run, entered[k].to(device), gradient)
             except (RuntimeError, NotImplementedError) as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     raise
                 raise _unfit(block, first_line(error)) from error
-            if found is None:
+            if entering is None:
                 raise _unfit(block, "it has none")
-            gradients[k] = found
+            gradients[k] = entering
     return sums
 
 
@@ -187,12 +187,12 @@ def draw(logits: Tensor, generator: torch.Generator) -> Tensor:
 
 def _stored(name: str, sums: Statistics) -> Tensor:
     """Return G with mean diagonal 1 in float16, whose rounding errors are far below the damping."""
-    found = sums.finish().hessian
-    mean = found.diagonal().mean()
+    curvature = sums.finish().hessian
+    mean = curvature.diagonal().mean()
     what = f"gradients at the outputs of {name} are not finite"
-    require(torch.isfinite(found).all(), what, "try --dtype float32, or --solver gptq, which needs none")
-    found = found.div_(mean) if mean > 0 else found.fill_diagonal_(1.0)
-    return found.half().cpu()
+    require(torch.isfinite(curvature).all(), what, "try --dtype float32, or --solver gptq, which needs none")
+    curvature = curvature.div_(mean) if mean > 0 else curvature.fill_diagonal_(1.0)
+    return curvature.half().cpu()
 
 
 def _unfit(block: nn.Module, reason: str) -> QuantkitError:

@@ -41,7 +41,7 @@ def gather_together(
 
     def listen(linear: nn.Module, site: Site) -> Callable[[Tensor], Tensor]:
         def forward(hidden: Tensor) -> Tensor:
-            if linear is block.get_submodule(site.place):
+            if linear is block.get_submodule(site.module):
                 gathered[site].add(hidden)
                 if site is sites[-1]:
                     raise _Reached(hidden)
@@ -77,7 +77,7 @@ class SuspendedForward:
         self._main = greenlet.getcurrent()
         self._flights = [greenlet.greenlet(run) for _ in range(batches)]
         self._ahead = list(sites)
-        self._suspended = [self._suspend_at(site.place) for site in sites]
+        self._suspended = [self._suspend_at(site.module) for site in sites]
 
     def _suspend_at(self, name: str) -> nn.Module:
         """Make a linear pause with its input. When it resumes, the module then in its place computes."""

@@ -78,13 +78,13 @@ def _block(
     with timings("forward"):
         needs, run = {Statistic.SQUARE}, lambda: states.advance(outputs)  # noqa: E731
         gathered = capture.gather(block, sites, needs, skeleton.device, run)
-    found = {}
+    measured = {}
     for site, sums in gathered.items():
         name = skeleton.names.stored_of(index, f"{site.linears[0]}.weight")
         sums.finish().refuse_not_finite(name.removesuffix(".weight"), str(skeleton.dtype)[6:])
         squares = sums.sums[Statistic.SQUARE].total().float()
-        found |= dict.fromkeys(site.linears, (squares, sums.tokens))
-    return found
+        measured |= dict.fromkeys(site.linears, (squares, sums.tokens))
+    return measured
 
 
 def of_head(skeleton: Skeleton, batches: Sequence[Tensor], place: Place | None = None) -> SiteStatistics:

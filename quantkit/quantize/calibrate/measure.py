@@ -1,15 +1,15 @@
-"""A block and the statistics of its sites, from running the hidden states through it."""
+"""The statistics of a block's sites, from running the hidden states through it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from quantkit.layouts import LinearSpec, Statistic
+from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton import Skeleton
@@ -17,44 +17,11 @@ from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
 from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.calibrate.original import Original
-from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site
+from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.states import States
 from quantkit.quantize.calibrate.statistics import Choice, SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView
 from quantkit.quantize.timings import Timings
-
-
-@dataclass(frozen=True)
-class Block:
-    """A loaded block. specs: of its linears, by name in the block. sites: in the order of a forward pass.
-    probe: hidden states of a few tokens that enter the block, the same on all ranks."""
-
-    index: int
-    module: nn.Module
-    specs: dict[str, LinearSpec]
-    sites: list[Site]
-    probe: Tensor | None = None
-
-    @cached_property
-    def chosen(self) -> list[Site]:
-        """Return sites with linears to quantize, and the layer-wide sites of their experts."""
-        chosen = {site for site in self.sites if any(self.specs[name].grid for name in site.linears)}
-        pools = {site.pool for site in chosen}
-        return [site for site in self.sites if site in chosen or (not site.linears and site.pool in pools)]
-
-    @property
-    def around(self) -> list[Site]:
-        """Return the chosen sites outside layers of experts."""
-        return [site for site in self.chosen if site.linears and not site.pool]
-
-    def quantized(self, site: Site) -> list[LinearSpec]:
-        """Return the specs of a site's linears that are quantized."""
-        return [self.specs[name] for name in site.linears if self.specs[name].grid]
-
-    def reader(self, site: Site) -> LinearSpec:
-        """Return one of the linears that read the site's inputs."""
-        readers = (name for each in self.sites if each.pool == site.pool for name in each.linears)
-        return self.specs[site.linears[0] if site.linears else next(readers)]
 
 
 @dataclass(frozen=True)
@@ -90,13 +57,12 @@ class Measuring:
     def view(self, statistics: Mapping[Site, SiteStatistics]) -> BlockView:
         """Return the view of the block that a transform works on."""
         block, index, skeleton = self.block, self.block.index, self.skeleton
-        probe = self.states[0][:1, :PROBE_TOKENS] if block.probe is None else block.probe
         return BlockView(
             block=block.module,
             sites=[site for site in block.sites if site.linears],
             statistics=statistics,
             grids={name: spec.grid for name, spec in block.specs.items()},
-            probe=lambda: skeleton.run_block(index, probe.float()),
+            probe=lambda: skeleton.run_block(index, block.probe.float()),
             stored=lambda name, tensor: tensor.to(skeleton.stored_dtype(index, name)),
             away=skeleton.away(index),
             read=partial(skeleton.part, index),

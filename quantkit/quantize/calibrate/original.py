@@ -10,7 +10,7 @@ The original model runs on a sample of the batches (`original_every`), because t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
@@ -18,11 +18,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import Counterpart
 from quantkit.quantize.calibrate.residual import find_writers
-from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Site
+from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.states import States
 
 Batches = dict[int, Tensor]
@@ -39,25 +38,20 @@ class Original:
     def __init__(
         self,
         skeleton: Skeleton,
-        index: int,
-        sites: Iterable[Site],
-        chosen: Iterable[Site],
+        block: Block,
         original: States,
         states: States,
         sample: Sequence[int],
     ):
-        self._skeleton, self._index = skeleton, index
+        self._skeleton, self._index, self._block = skeleton, block.index, block.module
         self._original, self._states = original, states
         self._at = {k: at for at, k in enumerate(sample)}
         self._where = original.home
         # each forward that is suspended has its own; probing ones have none
         self._batch: ContextVar[int | None] = ContextVar("batch", default=None)
-        self._inputs: dict[Site, Batches] = {
-            site: {} for site in chosen if site.linears and not site.pool and site.calls == 1
-        }
-        probe = distributed.broadcast(lambda: states[0][:1, :PROBE_TOKENS].clone())
-        self._block = skeleton.blocks[index]
-        self.writers = find_writers(self._block, list(sites), partial(skeleton.run_block, index), probe)
+        self._inputs: dict[Site, Batches] = {site: {} for site in block.around if site.calls == 1}
+        run = partial(skeleton.run_block, block.index)
+        self.writers = find_writers(block.module, block.sites, run, block.probe)
         self._theirs: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._ours: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._scales: dict[Site, Tensor] = {}
@@ -117,7 +111,7 @@ class Original:
         """Run the original states through the block and return its outputs."""
         with self._listen(self._theirs, self._where) as stack:
             for site, kept in self._inputs.items():
-                hook = self._block.get_submodule(site.place).register_forward_pre_hook(
+                hook = self._block.get_submodule(site.module).register_forward_pre_hook(
                     lambda module, args, kept=kept: self._keep(kept, args[0], self._where)
                 )
                 stack.callback(hook.remove)

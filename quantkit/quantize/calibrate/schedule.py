@@ -78,8 +78,8 @@ def repeated(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
 
     def own(site: Site) -> SiteStatistics:
         if not _independent(site):
-            place = block.module.get_submodule(site.place)
-            inputs = forwards.repeated(place, run, count, measuring.in_step, site.whole)
+            module = block.module.get_submodule(site.module)
+            inputs = forwards.repeated(module, run, count, measuring.in_step, site.whole)
             return measuring.summed(site, inputs if site.calls else ())
         if site not in gathered:
             following = block.chosen[block.chosen.index(site) :][:at_once]

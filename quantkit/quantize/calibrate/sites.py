@@ -1,9 +1,10 @@
-"""Sites of a block: linears that share an input."""
+"""A loaded block and its sites: linears that share an input."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -32,21 +33,55 @@ class Site:
     whole: bool = False
 
     @property
-    def place(self) -> str:
+    def module(self) -> str:
         """Return the name of the module that has the site's inputs."""
         return self.linears[0] if self.linears else self.pool
 
 
-def fused_sites(rows: Mapping[str, LinearSpec]) -> list[Site]:
-    """Return the sites of a block for jobs without calibration. rows: linears by name in the block. Linears
+@dataclass(frozen=True)
+class Block:
+    """A loaded block. specs: of its linears, by name in the block. sites: in the order of a forward pass.
+    probe: hidden states of a few
+    tokens that enter the block, the same on all ranks; None without calibration."""
+
+    index: int
+    module: nn.Module
+    specs: dict[str, LinearSpec]
+    sites: list[Site]
+    probe: Tensor | None = None
+
+    @cached_property
+    def chosen(self) -> list[Site]:
+        """Return sites with linears to quantize, and the layer-wide sites of their experts."""
+        chosen = {site for site in self.sites if any(self.specs[name].grid for name in site.linears)}
+        pools = {site.pool for site in chosen}
+        return [site for site in self.sites if site in chosen or (not site.linears and site.pool in pools)]
+
+    @property
+    def around(self) -> list[Site]:
+        """Return the chosen sites outside layers of experts."""
+        return [site for site in self.chosen if site.linears and not site.pool]
+
+    def quantized(self, site: Site) -> list[LinearSpec]:
+        """Return the specs of a site's linears that are quantized."""
+        return [self.specs[name] for name in site.linears if self.specs[name].grid]
+
+    def reader(self, site: Site) -> LinearSpec:
+        """Return one of the linears that read the site's inputs."""
+        readers = (name for each in self.sites if each.pool == site.pool for name in each.linears)
+        return self.specs[site.linears[0] if site.linears else next(readers)]
+
+
+def fused_sites(specs: Mapping[str, LinearSpec]) -> list[Site]:
+    """Return the sites of a block for jobs without calibration. specs: linears by name in the block. Linears
     that engines fuse share a site if their grids share parameters; all others are alone."""
+    joint = {name for name, spec in specs.items() if spec.grid and spec.grid.joint}
     sites: dict[tuple[str, ...], None] = {}
-    for name, row in rows.items():
+    for name in specs:
         owner, dot, leaf = name.rpartition(".")
-        mates = next((mates for mates in MATES if leaf in mates), ())
-        names = tuple(f"{owner}{dot}{mate}" for mate in mates)
-        together = tuple(mate for mate in names if mate in rows and rows[mate].grid and rows[mate].grid.joint)
-        sites[together if row.grid and row.grid.joint and together else (name,)] = None
+        mates = next((mates for mates in MATES if leaf in mates), ()) if name in joint else ()
+        names = (f"{owner}{dot}{mate}" for mate in mates)
+        sites[tuple(mate for mate in names if mate in joint) or (name,)] = None
     return [Site(names) for names in sites]
 
 
@@ -104,11 +139,11 @@ def _memory(linear: nn.Module) -> list[int]:
 
 def pools_of(block: nn.Module) -> dict[str, str]:
     """Return {linear of an expert: name of the module that sees the inputs of all experts of its layer}."""
-    found = {}
-    for place, layer in block.named_modules():
+    pools = {}
+    for path, layer in block.named_modules():
         if isinstance(layer, Experts):
             for name, module in layer.named_modules():
                 if isinstance(module, nn.Linear) and name.partition(".")[0].isdigit():
                     last = name.rpartition(".")[2] == layer.down
-                    found[f"{place}.{name}"] = f"{place}.{'between' if last else 'entering'}"
-    return found
+                    pools[f"{path}.{name}"] = f"{path}.{'between' if last else 'entering'}"
+    return pools

@@ -135,10 +135,10 @@ class Spill:
     def __getitem__(self, k: int) -> Tensor:
         """Return a copy of tensor k on the host."""
         offset, _, shape, dtype = self._slots[k]
-        found = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype)
         self._file.seek(offset)
-        self._file.readinto(_bytes(found))
-        return found
+        self._file.readinto(_bytes(tensor))
+        return tensor
 
     def __setitem__(self, k: int, tensor: Tensor) -> None:
         """Replace tensor k by one of any shape; a larger one is written at the end of the file."""

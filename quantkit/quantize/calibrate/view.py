@@ -46,7 +46,7 @@ class Transformed:
     """The changes that a transform made to a block, whose weights it changed in place.
 
     statistics: of every site with linears, for its new inputs. changed: names of parameters with new values,
-    except quantized linears. known: by linear, facts for its report: rtn_error of the original weight; notes;
+    except quantized linears. facts: by linear, for its report: rtn_error of the original weight; notes;
     scaled. divided_by: by site, the scale of its inputs, `[in]`. row_factors: by linear, factors of its rows,
     `[out]`. exact: by linear, the float32 weight `[out, in]` to be quantized, if the block computes with a
     rounded one. pending: linears not in memory that still have to change. expert: transforms one expert
@@ -55,7 +55,7 @@ class Transformed:
 
     statistics: dict[Site, SiteStatistics]
     changed: set[str] = field(default_factory=set)
-    known: dict[str, dict] = field(default_factory=dict)
+    facts: dict[str, dict] = field(default_factory=dict)
     exact: dict[str, Tensor] = field(default_factory=dict)
     pending: frozenset[str] = frozenset()
     expert: Callable[[BlockView, Sequence[str]], Transformed] | None = None
@@ -63,8 +63,8 @@ class Transformed:
     divided_by: dict[Site, Tensor] = field(default_factory=dict)
 
     def report(self, name: str, **facts: object) -> None:
-        """Add facts about a linear to `known`."""
-        self.known[name] = self.known.get(name, {}) | facts
+        """Add facts about a linear."""
+        self.facts[name] = self.facts.get(name, {}) | facts
 
     def curvature(self, name: str, original: Tensor | None) -> Tensor | None:
         """Return G of a linear's new outputs, from G of the original outputs, which is changed in place.

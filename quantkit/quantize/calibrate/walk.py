@@ -32,11 +32,11 @@ def blocks(
     timings, indices = timings or Timings(), range(len(skeleton.blocks)) if only is None else only
     ahead: Future[FetchedBlock] | None = None
     with ThreadPoolExecutor(1, "reader") as pool:
-        for place, index in enumerate(indices):
+        for position, index in enumerate(indices):
             with timings("load"):
                 block = skeleton.load_block(index, *source(index), ahead.result() if ahead else None)
-            if is_accelerator(skeleton.device) and place + 1 < len(indices):
-                following = indices[place + 1]
+            if is_accelerator(skeleton.device) and position + 1 < len(indices):
+                following = indices[position + 1]
                 ahead = pool.submit(skeleton.fetch_block, following, *source(following))
             yield index, block
             skeleton.free_block(index)

@@ -36,7 +36,8 @@ def clipping(weight: QuantizedWeight) -> tuple[str, ...]:
 
 
 class Solver(ABC):
-    """The rule that chooses values on a grid. needs: the statistics that it uses; empty if data-free."""
+    """The rule that chooses values on a grid. needs: the statistics that it uses; empty if data-free. A
+    solver that needs DRIFT has `damp`, the damping of the Hessian; one that needs PEAK has `outliers`."""
 
     needs: frozenset[Statistic]
 

@@ -48,7 +48,7 @@ class ExpertByExpert:
         by_expert: dict[str, list[Site]] = {}
         for site in self._block.chosen:
             if site.linears:
-                by_expert.setdefault(self._expert(site) or site.place, []).append(site)
+                by_expert.setdefault(self._expert(site) or site.module, []).append(site)
         pending = {expert_of(name) for name in self.transformed.pending} - by_expert.keys()
         try:
             for expert, sites in by_expert.items():
@@ -105,7 +105,7 @@ class ExpertByExpert:
             stored, tensor = skeleton.as_stored(index, name)
             self._parts.add({stored: tensor.contiguous()})
             skeleton.keep_changed(index, name, partial(self._parts.tensor, stored))
-        for name, facts in inner.known.items():
+        for name, facts in inner.facts.items():
             self.transformed.report(name, **facts)
         self.transformed.row_factors.update(inner.row_factors)
         return inner.statistics

@@ -39,7 +39,7 @@ class Expert:
         """Add the changes inside the expert to the changes of the block."""
         result.changed.update(f"{self.prefix}{name}" for name in inner.changed)
         result.row_factors.update({f"{self.prefix}{name}": part for name, part in inner.row_factors.items()})
-        for name, facts in inner.known.items():
+        for name, facts in inner.facts.items():
             if scaled := facts.get("scaled"):
                 facts |= {"scaled": scaled | {"into": f"{self.prefix}{scaled['into']}"}}
             result.report(f"{self.prefix}{name}", **facts)

@@ -48,7 +48,7 @@ class Probe:
         self.readers: dict[str, list[Site]] = {}
         for site in view.sites:
             if site.calls:
-                self.readers.setdefault(site.pool or site.place, []).append(site)
+                self.readers.setdefault(site.pool or site.module, []).append(site)
         self.matrices: dict[str, list[str]] = {}
         for name, module in self.modules().items():
             leaves = [leaf for leaf, part in module.named_parameters(recurse=False) if part.ndim > 1]
