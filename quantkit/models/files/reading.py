@@ -105,15 +105,12 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True)
 class Slice(TensorInfo):
-    """The part `index` of the stored tensor `source`, transposed if `transposed`. Shape and nbytes are the
-    part's, offset is the source's. whole: shape of the source; packed: the source if it is MXFP4, else
-    None."""
+    """The part `[index]` of the tensor `whole`, transposed if `transposed`. Shape and nbytes are the part's,
+    offset is that of `whole`."""
 
-    source: str = ""
-    index: Index = ()
-    transposed: bool = False
-    packed: Mxfp4 | None = None
-    whole: tuple[int, ...] = ()
+    whole: TensorInfo
+    index: Index
+    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -134,11 +131,10 @@ def read(info: TensorInfo) -> Tensor:
         return info.values(info.exact)
     if isinstance(info, Mxfp4):
         return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
-    if info.packed:
+    if isinstance(info.whole, Mxfp4):
         expert, *_, outputs = info.index
-        return info.packed.rows(expert, outputs)
-    source = TensorInfo(info.source, info.dtype, info.whole, info.file, info.offset, 0)
-    values = tensor(source, info.index)
+        return info.whole.rows(expert, outputs)
+    values = tensor(info.whole, info.index)
     return values.t() if info.transposed else values
 
 
