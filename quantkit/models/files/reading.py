@@ -115,12 +115,9 @@ class Slice(TensorInfo):
 
 @dataclass(frozen=True)
 class Rewritten(TensorInfo):
-    """A tensor computed from the stored tensor `of`. `values(exact)` returns it in its own precision, or in
-    float32 if `exact`."""
+    """A tensor that `values` computes."""
 
-    of: str
-    values: Callable[[bool], Tensor]
-    exact: bool = False
+    values: Callable[[], Tensor]
 
 
 def read(info: TensorInfo) -> Tensor:
@@ -128,7 +125,7 @@ def read(info: TensorInfo) -> Tensor:
     if not isinstance(info, OTHERWISE):
         return tensor(info)
     if isinstance(info, Rewritten):
-        return info.values(info.exact)
+        return info.values()
     if isinstance(info, Mxfp4):
         return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
     if isinstance(info.whole, Mxfp4):
@@ -144,8 +141,8 @@ def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]
     for name, parts in stacks.items():
         each = [tensors.pop(part) for part in parts]
         first, shape, nbytes = each[0], (len(each), *each[0].shape), len(each) * each[0].nbytes
-        values = partial(lambda each, exact: torch.stack(list(map(read, each))), each)
-        tensors[name] = Rewritten(name, first.dtype, shape, first.file, 0, nbytes, name, values)
+        values = partial(lambda each: torch.stack(list(map(read, each))), each)
+        tensors[name] = Rewritten(name, first.dtype, shape, first.file, 0, nbytes, values)
     return tensors
 
 
