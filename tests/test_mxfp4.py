@@ -4,6 +4,7 @@ import json
 
 import gguf
 import gguf_files
+import jobs
 import numpy as np
 import pytest
 import torch
@@ -75,6 +76,15 @@ def test_every_tensor_is_what_transformers_decodes(tmp_path):
     files = [gguf_files.export(folder, tmp_path / f"{folder.name}.gguf", "BF16") for folder in (coded, plain)]
     tensors = [{tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors} for path in files]
     assert all(np.array_equal(tensors[0][name], data) for name, data in tensors[1].items())
+
+
+def test_experts_that_are_not_quantized_are_written_decoded(tmp_path):
+    outputs = []
+    for source in checkpoints(tmp_path):
+        outputs.append(tmp_path / f"{source.name}-nf4")
+        jobs.quantize("nf4", source, outputs[-1], {"solver": "rtn"}, exclude=("experts",))
+    coded, plain = map(jobs.tensors, outputs)
+    assert coded.keys() == plain.keys() and all(torch.equal(coded[name], plain[name]) for name in plain)
 
 
 def test_blocks_without_their_scales_are_refused(tmp_path):

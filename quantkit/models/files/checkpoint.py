@@ -20,13 +20,12 @@ import transformers
 from quantkit import layouts
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.files import checksums, reading, safetensors_folder, tokenizing, untrusted
-from quantkit.models.files.headers import COMPANIONS, MANIFEST
+from quantkit.models.files.headers import COMPANIONS, MANIFEST, TOKENIZERS
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 
 if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings are for developers of models
     transformers.logging.set_verbosity_error()
 State = tuple[int, int, int, int]  # a file's device, inode, bytes and modification time (ns)
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # patterns of a tokenizer's files
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,8 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> int:
-        """Return the stored bytes of all tensors, each counted once."""
-        return sum(info.nbytes for name, info in self.infos.items() if getattr(info, "of", name) == name)
+        """Return the stored bytes of all tensors."""
+        return sum(info.nbytes for info in self.infos.values())
 
     @property
     def disk_bytes(self) -> int:

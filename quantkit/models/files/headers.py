@@ -19,14 +19,12 @@ from quantkit.models.files.untrusted import SMALL_BYTES
 MANIFEST = "quantkit.json"
 ADAPTER = "adapter_config.json"  # PEFT's
 LOSS = "quantkit.loss"  # the manifest's `loss` in a GGUF file, which is measured after the file is written
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # a folder without these has no tokenizer
 COMPANIONS = (  # small files that clients need; copied to the output unchanged
-    "tokenizer*",
+    *TOKENIZERS,
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab*",
     "merges.txt",
-    "*.model",
-    "*.tiktoken",
     "*.jinja",
     untrusted.NAMED_TEMPLATES,
     "chat_template.json",

@@ -105,25 +105,19 @@ def of_mxfp4(infos: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
 
 @dataclass(frozen=True)
 class Slice(TensorInfo):
-    """The part `index` of the stored tensor `source`, transposed if `transposed`. Shape and nbytes are the
-    part's, offset is the source's. whole: shape of the source; packed: the source if it is MXFP4, else
-    None."""
+    """The part `[index]` of the tensor `whole`, transposed if `transposed`. Shape and nbytes are the part's,
+    offset is that of `whole`."""
 
-    source: str = ""
-    index: Index = ()
-    transposed: bool = False
-    packed: Mxfp4 | None = None
-    whole: tuple[int, ...] = ()
+    whole: TensorInfo
+    index: Index
+    transposed: bool
 
 
 @dataclass(frozen=True)
 class Rewritten(TensorInfo):
-    """A tensor computed from the stored tensor `of`. `values(exact)` returns it in its own precision, or in
-    float32 if `exact`."""
+    """A tensor that `values` computes."""
 
-    of: str
-    values: Callable[[bool], Tensor]
-    exact: bool = False
+    values: Callable[[], Tensor]
 
 
 def read(info: TensorInfo) -> Tensor:
@@ -131,14 +125,13 @@ def read(info: TensorInfo) -> Tensor:
     if not isinstance(info, OTHERWISE):
         return tensor(info)
     if isinstance(info, Rewritten):
-        return info.values(info.exact)
+        return info.values()
     if isinstance(info, Mxfp4):
         return torch.stack([info.rows(expert, slice(None)).t() for expert in range(info.shape[0])])
-    if info.packed:
+    if isinstance(info.whole, Mxfp4):
         expert, *_, outputs = info.index
-        return info.packed.rows(expert, outputs)
-    source = TensorInfo(info.source, info.dtype, info.whole, info.file, info.offset, 0)
-    values = tensor(source, info.index)
+        return info.whole.rows(expert, outputs)
+    values = tensor(info.whole, info.index)
     return values.t() if info.transposed else values
 
 
@@ -148,8 +141,8 @@ def stacked(infos: Mapping[str, TensorInfo], stacks: Mapping[str, Sequence[str]]
     for name, parts in stacks.items():
         each = [tensors.pop(part) for part in parts]
         first, shape, nbytes = each[0], (len(each), *each[0].shape), len(each) * each[0].nbytes
-        values = partial(lambda each, exact: torch.stack(list(map(read, each))), each)
-        tensors[name] = Rewritten(name, first.dtype, shape, first.file, 0, nbytes, name, values)
+        values = partial(lambda each: torch.stack(list(map(read, each))), each)
+        tensors[name] = Rewritten(name, first.dtype, shape, first.file, 0, nbytes, values)
     return tensors
 
 

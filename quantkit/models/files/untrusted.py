@@ -135,10 +135,8 @@ def _check_depth(tree: Any) -> None:
     raise ValueError("it is nested too deeply")
 
 
-def check_schema(
-    tree: Any, schema: dict[str, Any], name: str, hint: str, exit_code: int = UNSUPPORTED
-) -> None:
-    """Raise QuantkitError if parsed JSON does not match a JSON schema.
+def check_schema(tree: Any, schema: dict[str, Any], name: str, hint: str) -> None:
+    """Raise QuantkitError (exit code 4) if parsed JSON does not match a JSON schema.
 
     The message names `name`, the path inside the document and the first rule that is broken.
     """
@@ -146,7 +144,7 @@ def check_schema(
 
     error = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema).iter_errors(tree))
     if error is not None:
-        raise QuantkitError(f"{name}: {error.json_path}: {error.message}", hint, exit_code)
+        raise QuantkitError(f"{name}: {error.json_path}: {error.message}", hint, UNSUPPORTED)
 
 
 # ---- configurations

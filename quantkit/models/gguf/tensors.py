@@ -197,6 +197,7 @@ def _targets(arch: Architecture, model: nn.Module, config: PretrainedConfig) -> 
     # state_dict also has the buffers that a checkpoint holds, such as those that balance experts
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items() if name not in tied}
     experts = _experts(model)
+    stacked = set(experts.values())
     stacks: dict[str, list[str]] = {}
     for name in shapes:
         stacks.setdefault(experts.get(name) or STACKED.sub(r"\1\2", name), []).append(name)
@@ -205,7 +206,7 @@ def _targets(arch: Architecture, model: nn.Module, config: PretrainedConfig) -> 
     model_arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch.name)
     names = gguf.get_tensor_name_map(model_arch, config.num_hidden_layers)
     for stack, parameters in stacks.items():
-        name = stack if stack in experts.values() else _named(names, f"{model.base_model_prefix}.", stack)
+        name = stack if stack in stacked else _named(names, f"{model.base_model_prefix}.", stack)
         if name is None or name in targets or (name == HEAD and arch.head == "never"):
             lost += parameters
             continue

@@ -136,8 +136,8 @@ _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _keeping = False
 
 
-def map_large_blocks(least: int = MAPPED_BYTES) -> None:
-    """Make glibc map and unmap every allocation of at least `least` bytes separately.
+def map_large_blocks() -> None:
+    """Make glibc map and unmap every allocation of at least MAPPED_BYTES separately.
 
     By default glibc raises this threshold up to 32 MiB when such blocks are freed, and keeps smaller ones in
     a heap that fragments. No effect without glibc.
@@ -146,7 +146,7 @@ def map_large_blocks(least: int = MAPPED_BYTES) -> None:
     _keeping = False
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(M_MMAP_MAX, MMAP_MAX)
-        _libc.mallopt(M_MMAP_THRESHOLD, least)
+        _libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def keep_freed_pages() -> None:

@@ -42,11 +42,11 @@ class Skeleton:
     """A checkpoint as a model whose decoder blocks are loaded one at a time.
 
     blocks: the real blocks, `depth` in number, and perhaps the head; block i is on the meta device until
-    `load_block(i)`. All tensors are in `dtype`
-    on `device`; only buffers keep the architecture's precision. parameters: number of weights of the whole
-    model. towers: models of other modalities, by name, always on the meta device. checkpoint: has one tensor
-    per expert, even if the file stacks them. streams: a loaded block reads its experts when they are called
-    (`streaming`), with the same results; set it before blocks are loaded.
+    `load_block(i)`. All tensors are in `dtype` on `device`; only buffers keep the architecture's precision.
+    parameters: number of weights of the whole model. towers: models of other modalities, by name, always on
+    the meta device. checkpoint: has one tensor per expert, even if the file stacks them. streams: a loaded
+    block reads its experts when they are called (`streaming`), with the same results; set it before blocks
+    are loaded.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device):

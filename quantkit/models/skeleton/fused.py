@@ -17,7 +17,7 @@ from torch import nn
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.files.reading import Mxfp4, Slice
+from quantkit.models.files.reading import Slice
 from quantkit.models.files.safetensors_folder import DTYPE_BYTES, TensorInfo
 from quantkit.models.skeleton import meta_model
 
@@ -128,9 +128,8 @@ class Fused:
             index = (expert, slice(None), outputs) if transposed else (expert, outputs)
             index = (*index, slice(None)) if matrices and not transposed else index
             name = f"{directory}.{expert}.{part}"
-            packed = info if isinstance(info, Mxfp4) else None
-            source = info.file, info.offset, nbytes, info.name, index, transposed, packed, info.shape
-            slices[name] = Slice(name, info.dtype, shape, *source)
+            located = info.file, info.offset, nbytes
+            slices[name] = Slice(name, info.dtype, shape, *located, info, index, transposed)
         return slices
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -143,13 +142,12 @@ def _as_stored(checkpoint: Checkpoint, infos: Mapping[str, TensorInfo]) -> dict[
     for name, info in checkpoint.infos.items():
         if isinstance(info, Slice):
             layers.setdefault(re.sub(r"\.\d+\.(?!.*\.\d+\.).*", "", name), []).append(name)
-    tensors, header = dict(infos), cache(safetensors_folder.read_header)
+    tensors = dict(infos)
     for names in layers.values():
         if all(isinstance(infos.get(name), Slice) for name in names):
             for name in names:
-                info = tensors.pop(name)
-                if info.source not in tensors:
-                    tensors[info.source] = header(info.file)[info.source]
+                whole = tensors.pop(name).whole
+                tensors[whole.name] = whole
     return tensors
 
 

@@ -106,7 +106,7 @@ class GgufOutput(Output):
                 if info and info.dtype != type and target.part is None:
                     stored = type, info.shape, info.file, info.offset, info.nbytes
                     values = partial(_narrow, target, type, checkpoint, name)
-                    infos[name] = Rewritten(name, *stored, name, lambda exact, values=values: values())
+                    infos[name] = Rewritten(name, *stored, values)
         return replace(checkpoint, infos=checkpoint.infos | infos) if infos else checkpoint
 
     def sizes(self, checkpoint: Checkpoint, specs: Sequence[LinearSpec], layout: Layout) -> Sizes:
