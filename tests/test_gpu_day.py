@@ -143,7 +143,7 @@ def test_a_page_of_a_device():
     blocks = {"stage": "blocks", "summary": "", "state": "done", "rows": jobs}
     text = page.section([about, {}, blocks])
     assert text.startswith("Measured on one H100 (80 GB) with torch 2.13.") and page.NOTHING not in text
-    assert "| | seconds | solve s | pack s | peak bytes |" in text
+    assert "| row | seconds | solve s | pack s | peak bytes |" in text
     assert "| gptq | 2.5 | 1.25 | 0.1 | 3 GB |" in text and "| rtn | 3 | 1.5 | – | 4 GB |" in text
     assert "| awq | error: a\\|b |" in text and "Measured with a 1." in text
     assert "- doctor: error: a\\|b" in page.rows_of(rows | {"rates": {"flops_float32": 2e12}})

@@ -45,8 +45,8 @@ def rows_of(rows: Rows) -> str:
         for name, found in cells.items():
             why = [f"{state}: {found[state]}" for state in ("error", "skipped") if state in found]
             lines.append([name, *(why or [found.get(head, "–") for head in heads])])
-        width = max(len(line) for line in [["", *heads], *lines])
-        head, *lines = [line + [""] * (width - len(line)) for line in [["", *heads], *lines]]
+        width = max(len(line) for line in [["row", *heads], *lines])
+        head, *lines = [line + [""] * (width - len(line)) for line in [["row", *heads], *lines]]
         text = table(head, lines, left=1)
     return text + (f"\nMeasured with {versions(rows)}.\n" if versions(rows) else "")
 
