@@ -14,10 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common import DEMO
 from gguf import GGUFReader
 
-ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "tests/data/demo-llama-6m"
 UNPROMISED = {"quantkit-timings.json", "README.md"}
 GONE = {"options", "exact"}  # rows of manifests that come and go with options of a version
 SMALL = "--samples 8 --seqlen 128"
@@ -64,7 +63,7 @@ def commands(only: str) -> dict[str, list[str]]:
                 place = f"{method} {options}".replace(" ", "_").replace("/", "")
                 small = "" if method in ("nf4", "int8") and "gptq" not in options else SMALL
                 output = "out.gguf" if method == "gguf" and options.count("-t ") == 1 else "out"
-                argv = [method, str(MODEL), "-q", *options.split(), *small.split()]
+                argv = [method, str(DEMO), "-q", *options.split(), *small.split()]
                 found[place] = [*argv, "-o", f"{place}/{output}"]
     return found
 

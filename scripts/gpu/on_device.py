@@ -118,9 +118,8 @@ def few(run: Run, line: str, samples: str = "", seqlen: str = "") -> list[str]:
     method = line.split()[0]
     if (method in ("nf4", "int8") and "gptq" not in line) or not (run.rehearse or samples):
         return []
-    return (
-        ["--samples", "4", "--seqlen", "32"] if run.rehearse else ["--samples", samples, "--seqlen", seqlen]
-    )
+    samples, seqlen = ("4", "32") if run.rehearse else (samples, seqlen)
+    return ["--samples", samples, "--seqlen", seqlen]
 
 
 def both(run: Run, model: Path, line: str) -> dict:
@@ -200,16 +199,8 @@ def job(run: Run, model: str, name: str) -> dict:
         text.write_text("\n".join(shipped) * 5)
         options += ["--calibration", text]
     options += few(run, JOBS[name])
-    line = [
-        method,
-        shape(run, model),
-        *options,
-        "-o",
-        made(run, model, name),
-        "--overwrite",
-        "--device",
-        NAME,
-    ]
+    output = made(run, model, name)
+    line = [method, shape(run, model), *options, "-o", output, "--overwrite", "--device", NAME]
     with present():
         planned = command(*line, "--dry-run")["plan"]
     with present() as device:

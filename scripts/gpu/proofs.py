@@ -102,11 +102,10 @@ def tested(run: Run, name: str) -> dict:
         line += ["-n", str(min(8, os.cpu_count() or 1))]
     pytest.main([*line, "-k", only, f"--rootdir={ROOT}", str(ROOT / "tests" / name)])
     cases = list(xml.parse(report).iter("testcase"))
-    failed = [
-        case.get("name")
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
+    names = {
+        kind: [case.get("name") for case in cases if case.find(kind) is not None]
+        for kind in ("failure", "error", "skipped")
+    }
+    failed, skipped = names["failure"] + names["error"], names["skipped"]
     passed = len(cases) - len(failed) - len(skipped)
     return {"device": NAME, "passed": passed, "left_out": len(skipped), "failed": failed}
