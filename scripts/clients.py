@@ -41,7 +41,6 @@ def main() -> None:
     add("--python", help="of the client's environment (default: where clients-setup.sh makes it)")
     add("--keep", type=Path, help="keep checkpoints and results here, and use those that exist")
     add("--match", default="", help="only rows whose name contains this; the page stays as it is")
-    add("--as-is", action="store_true", help="let vLLM refuse what this machine is no match for")
     add("--no-write", action="store_true", help="leave the page as it is")
     args = parser.parse_args()
     if unknown := set(args.sections) - set(SECTIONS):

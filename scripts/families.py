@@ -1,6 +1,6 @@
 """Which of transformers' families quantkit takes: every causal LM and every wrapper, as a tiny random model.
 
-    python scripts/families.py [--only REGEX] [--kind text] [--methods nf4 gptq] [--dtype bfloat16]
+    python scripts/families.py [--only REGEX] [--methods nf4 gptq] [--dtype bfloat16]
         [--json FILE] [--seconds 120]
 
 For every model type of transformers' causal-LM and multimodal mappings: shrinks its default configuration,
@@ -33,12 +33,9 @@ TOKENS = 24
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", type=re.compile, default=re.compile(""), metavar="REGEX")
-    parser.add_argument("--kind", choices=("text", "wrapper"), help="causal LMs, or what holds one, alone")
     parser.add_argument("--methods", nargs="*", default=["gptq", "awq", "nf4"])
     parser.add_argument("--dtype", choices=TOLERANCE, default="float32", help="that quantkit computes in")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the rows there, and go on from there"
-    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keep rows here, and go on from them")
     parser.add_argument("--seconds", type=float, default=120, help="that a family may take")
     args = parser.parse_args()
 
@@ -51,7 +48,7 @@ def main() -> None:
     rows = json.loads(args.json.read_text()) if args.json and args.json.exists() else []
     known = {row["family"] for row in rows}
     for family, kind in families().items():
-        if family in known or not args.only.search(family) or args.kind not in (None, kind):
+        if family in known or not args.only.search(family):
             continue
         rows.append({"kind": kind} | isolated(family, args.methods, args.dtype, args.seconds))
         print(line(rows[-1]), flush=True)
@@ -61,7 +58,7 @@ def main() -> None:
 
 
 def isolated(family: str, methods: list[str], dtype: str, seconds: float) -> dict:
-    """The row of one family, from a process of its own."""
+    """Return the row of one family, examined in a process of its own."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=lambda: theirs.send(examined(family, methods, dtype)))
@@ -80,7 +77,7 @@ def isolated(family: str, methods: list[str], dtype: str, seconds: float) -> dic
 
 
 def examined(family: str, methods: list[str], dtype: str = "float32") -> dict:
-    """What becomes of a family: built or not, taken or refused, and how exact."""
+    """Return whether a family could be built and is taken, and the largest differences of logits."""
     import transformers
 
     from quantkit.errors import QuantkitError
@@ -119,7 +116,7 @@ def examined(family: str, methods: list[str], dtype: str = "float32") -> dict:
 
 
 def reference(source: Path, model, dtype: str):
-    """transformers' own model in `dtype`; `model`, in float32, where transformers cannot run it so."""
+    """Return transformers' model in `dtype`, or `model` in float32 if transformers cannot run it so."""
     import torch
 
     if dtype == "float32":
@@ -173,7 +170,7 @@ def compressed(source: Path, output: Path, method: str, model, row: dict, dtype:
 
 
 def opened(folder: Path, dtype: str = "float32"):
-    """The checkpoint as quantkit streams it, all but the blocks loaded."""
+    """Return the checkpoint as quantkit streams it; everything but the blocks is loaded."""
     import torch
 
     from quantkit.models.files.open import open_checkpoint
@@ -186,7 +183,7 @@ def opened(folder: Path, dtype: str = "float32"):
 
 
 def decoded(folder: Path, model):
-    """transformers' `model` with the weights that a quantized checkpoint holds."""
+    """Return transformers' `model` with the decoded weights of a quantized checkpoint."""
     import torch
 
     from quantkit.models.skeleton.experts import fused_layers
@@ -209,7 +206,7 @@ def decoded(folder: Path, model):
 
 
 def difference(folder: Path, model, dtype: str) -> float:
-    """The largest difference of logits: streamed through the blocks of `folder`, and `model`'s own."""
+    """Return the largest difference between logits streamed through the blocks of `folder` and `model`'s."""
     import torch
 
     from quantkit.quantize.calibrate import walk
@@ -224,7 +221,7 @@ def difference(folder: Path, model, dtype: str) -> float:
 
 
 def evaluated(folder: Path, model, dtype: str) -> float:
-    """How far the log-likelihood per token that `eval` finds is from `model`'s own."""
+    """Return the difference between the log-likelihoods per token of `eval` and of `model`."""
     import torch
 
     from quantkit.evaluation.evaluate import evaluate
@@ -242,14 +239,14 @@ def evaluated(folder: Path, model, dtype: str) -> float:
 
 
 def ids():
-    """Two sequences, none of whose tokens has a meaning of its own."""
+    """Return two sequences without special tokens."""
     import torch
 
     return torch.randint(8, 256, (2, TOKENS), generator=torch.Generator().manual_seed(1))
 
 
 def said(error: Exception) -> str:
-    """`KeyError: 'x'`, on one line."""
+    """Return an error on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
@@ -259,18 +256,18 @@ def line(row: dict) -> str:
 
 
 def total(rows: list[dict]) -> str:
-    """How many of those that could be built are taken, by kind; what was refused, with the reasons."""
-    told = [""]
+    """Return how many families were built and taken, by kind, and the refusals with their reasons."""
+    lines = [""]
     for kind in sorted({row["kind"] for row in rows}):
         of_kind = [row for row in rows if row["kind"] == kind and row["status"] != "no decoder"]
         made = [row for row in of_kind if row["status"] != "not built"]
         taken = [row for row in made if row["status"] == "taken"]
-        told.append(
+        lines.append(
             f"{kind}: {len(of_kind)} families, {len(made)} built, {len(taken)} taken, "
             f"{sum(not row['reason'] for row in taken)} of them by every method"
         )
-    told += [line(row) for row in rows if row["status"] not in ("taken", "no decoder", "not built")]
-    return "\n".join(told)
+    lines += [line(row) for row in rows if row["status"] not in ("taken", "no decoder", "not built")]
+    return "\n".join(lines)
 
 
 # Tiny random models of all families
@@ -345,7 +342,7 @@ def families() -> dict[str, str]:
 
 
 def built(family: str):
-    """A random model whose parameters have no value they would have by default.
+    """Return a random model without default values of parameters.
 
     Tries one repair after another until the settings fit together; raises what was wrong first.
     """
@@ -388,7 +385,7 @@ def check_tiny(model) -> None:
 
 
 def shrunk(config, repair: dict) -> dict:
-    """Settings that make a model of `config`'s kind tiny, those of sub-configurations included."""
+    """Return settings that make a model of `config`'s kind tiny, with those of sub-configurations."""
     settings = config.to_dict()
     depth = next((settings[key] for key in settings if re.fullmatch(DEPTH, key)), 2)
     kinds = [value for value in settings.values() if isinstance(value, list) and len(value) == depth]
@@ -418,7 +415,7 @@ def shrunk(config, repair: dict) -> dict:
 
 
 def smaller(key: str, value, filled: bool) -> dict:
-    """A setting with a value for a tiny model, or none where the default does."""
+    """Return a setting with a value for a tiny model, nothing if the default does."""
     size = next((size for pattern, size in SIZES if re.fullmatch(pattern, key)), None)
     if key == "is_decoder":
         return {key: True}
@@ -439,7 +436,7 @@ def smaller(key: str, value, filled: bool) -> dict:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of single bytes."""
+    """Write a tokenizer of single bytes."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -3,6 +3,7 @@
     python scripts/ggml.py mixtures LIBRARIES [--write tests/data/gguf_mixtures.json]
     python scripts/ggml.py like LIBRARIES
     python scripts/ggml.py digests [--write]
+    python scripts/ggml.py speed [--types Q4_K ...]
 
 mixtures: the ggml types that llama-quantize chooses. LIBRARIES is the folder of a prebuilt llama.cpp that
     exports `llama_model_quantize`, such as `bins/linux-x64` of the npm package `@node-llama-cpp/linux-x64`
@@ -13,6 +14,8 @@ like: writes tests/data/llama_quantize.gguf, a file of zeros that llama-quantize
 digests: the bytes that ggml's own encoder makes of the weights of tests/test_iquants.py. ggml takes up to a
     minute for the tables of some types, so the tests compare with what this wrote. Needs the xllamacpp
     package.
+speed: millions of weights per second that ggml's own encoder takes on one thread, and quantkit's search as a
+    ratio to ggml's rate, the best of three turns. Needs the xllamacpp package.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import argparse
 import ctypes as c
 import itertools
 import json
+import math
 import os
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -367,6 +372,33 @@ def of_digests(args: argparse.Namespace) -> None:
     raise SystemExit(bool(differing))
 
 
+def of_speed(args: argparse.Namespace) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    import ggml_library
+    import torch
+    from common import table
+
+    from quantkit.layouts.ggml.blocks import encode_rows
+    from quantkit.models.machine.memory import keep_freed_pages
+
+    keep_freed_pages()  # as a job that needs no calibration does
+    torch.set_num_threads(1)
+    generator, rows = torch.Generator().manual_seed(0), []
+    weight = torch.randn(args.rows, 4096, generator=generator) * 0.02
+    importance = torch.rand(4096, generator=generator) ** 4 + 1e-3
+    for name, costs in itertools.product(args.types, (None, importance)):
+        least, made = {ggml_library.encode: math.inf, encode_rows: math.inf}, {}
+        for _ in range(4):  # the first turn fills caches; turns alternate, so a busy minute meets both
+            for encode in least:
+                start = time.perf_counter()
+                made[encode] = encode(name, weight, costs)
+                least[encode] = min(least[encode], time.perf_counter() - start)
+        ggml, ours = least.values()
+        row = [name, "no" if costs is None else "yes", f"{weight.numel() / ggml / 1e6:.1f}"]
+        rows.append([*row, f"{ggml / ours:.2f}", "yes" if torch.equal(*made.values()) else "NO"])
+    print(table(["type", "importance", "ggml, M weights/s", "quantkit / ggml", "bytes equal"], rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -382,6 +414,10 @@ def main() -> None:
     part = parts.add_parser("digests")
     part.set_defaults(run=of_digests)
     part.add_argument("--write", action="store_true", help="record the digests where the tests read them")
+    part = parts.add_parser("speed")
+    part.set_defaults(run=of_speed)
+    part.add_argument("--types", nargs="+", default=["Q4_K", "Q6_K", "Q4_0", "Q5_0", "Q8_0"])
+    part.add_argument("--rows", type=int, default=1024, help="of 4096 weights")
     args = parser.parse_args()
     args.run(args)
 

@@ -76,13 +76,8 @@ def missing() -> list[str]:
             absent.append(requirement)
     if not absent:
         return []
-    quoted = " ".join(f"'{each}'" for each in absent)
-    return [
-        f"packages: {', '.join(absent)}",
-        f"install them: {sys.executable} -m pip install {quoted}",
-        f"without a network: where there is one, pip download -d wheels {quoted}; bring the folder and add "
-        "--no-index --find-links wheels",
-    ]
+    quoted = " ".join(f"'{requirement}'" for requirement in absent)
+    return [f"packages: {', '.join(absent)}", f"install them: {sys.executable} -m pip install {quoted}"]
 
 
 def no_device(device: str) -> list[str]:
@@ -93,14 +88,11 @@ def no_device(device: str) -> list[str]:
     done = subprocess.run([sys.executable, "-c", asked, device], capture_output=True, text=True)
     if not done.returncode:
         return []
-    found = [
-        f"device {device}: {done.stderr.strip().splitlines()[-1]}",
-        f"torch {done.stdout.strip() or '–'}",
-    ]
+    reason, version = done.stderr.strip().splitlines()[-1], done.stdout.strip() or "–"
+    lines = [f"device {device}: {reason}", f"torch {version}"]
     if "+cpu" in done.stdout:
-        found.append("this torch is built without CUDA; install one with it:")
-        found.append(f"{sys.executable} -m pip install --force-reinstall torch")
-    return [*found, "to rehearse on the CPU: --rehearse"]
+        lines.append("this torch is built without CUDA; install one with it")
+    return [*lines, "to rehearse on the CPU: --rehearse"]
 
 
 # Stages

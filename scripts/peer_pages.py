@@ -38,7 +38,7 @@ Row = dict
 
 
 def ours(row: Row) -> bool:
-    """Whether quantkit made it with error feedback: the plain rounding of any tool is a baseline."""
+    """Return whether quantkit made the row with error feedback: plain rounding is a baseline."""
     return row["tool"] == "quantkit" and row["label"] != "rtn"
 
 
@@ -47,10 +47,10 @@ def name(row: Row) -> str:
 
 
 def ordered(rows: list[Row], text: str) -> list[Row]:
-    """Measured rows by format, the least loss first."""
-    places = list(FORMATS)
+    """Return measured rows by format, the least loss first."""
+    formats = list(FORMATS)
     measured = [row for row in rows if text in row.get("ppl", {})]
-    return sorted(measured, key=lambda row: (places.index(row["width"]), loss(row, text)))
+    return sorted(measured, key=lambda row: (formats.index(row["width"]), loss(row, text)))
 
 
 def loss(row: Row, text: str) -> float:
@@ -58,13 +58,13 @@ def loss(row: Row, text: str) -> float:
 
 
 def best_peer(rows: list[Row], width: int | str, text: str) -> Row | None:
-    """The row of another tool with the least loss in a format."""
-    found = [row for row in rows if row["width"] == width and row["tool"] not in ("quantkit", "")]
-    return min(found, key=lambda row: loss(row, text), default=None)
+    """Return the row of another tool with the least loss in a format."""
+    peers = [row for row in rows if row["width"] == width and row["tool"] not in ("quantkit", "")]
+    return min(peers, key=lambda row: loss(row, text), default=None)
 
 
 def cells(row: Row, texts: list[str]) -> dict[str, str]:
-    """Figures of a row by heading."""
+    """Return figures of a row by heading."""
     found = {"MB": f"{row['weight_bytes'] / 1e6:.1f}"}
     found["bits/weight"] = f"{row['bits']:.2f}" if row["bits"] else ""
     for text in texts:
@@ -81,7 +81,7 @@ def cells(row: Row, texts: list[str]) -> dict[str, str]:
 
 
 def whole_table(rows: list[Row], texts: list[str]) -> str:
-    """Markdown of all rows; ratio: the KL divergence to that of the best other tool in the format."""
+    """Return Markdown of all rows; ratio: to the KL divergence of the best other tool in the format."""
     lines, heads = [], []
     for row in rows:
         peer = best_peer(rows, row["width"], texts[0])
@@ -93,7 +93,7 @@ def whole_table(rows: list[Row], texts: list[str]) -> str:
 
 
 def short_table(rows: list[Row], text: str) -> str:
-    """Markdown of the README's rows."""
+    """Return Markdown of the README's rows."""
     short = SHORT.get(text, text)
     figures = ["MB", f"perplexity, {short}", f"KL, {short}", f"top-1, {short}", "CPU s", "peak MB"]
     lines = []
@@ -105,7 +105,7 @@ def short_table(rows: list[Row], text: str) -> str:
 
 
 def short_protocol(how: dict, text: str) -> str:
-    """Markdown: the same for the README."""
+    """Return Markdown: how the README's rows were measured."""
     size = " × ".join(map(str, how["calibration_size"]))
     return (
         f"\n{SHORT.get(text, text)}: {how['limit']:,} tokens, context {how['context']}. All tools: the same "
@@ -114,7 +114,7 @@ def short_protocol(how: dict, text: str) -> str:
 
 
 def protocol(stored: dict) -> str:
-    """Markdown: how all rows were measured, and by which versions."""
+    """Return Markdown: how all rows were measured, and by which versions."""
     rows, how = stored["rows"], stored["protocol"]
     found = {f"{row['tool']} {row['versions'][row['tool']]}" for row in rows if row["tool"]}
     texts = ", ".join(f"{SHORT.get(text, text)} (sha256 {sha[:12]})" for text, sha in how["texts"].items())
@@ -129,7 +129,7 @@ def protocol(stored: dict) -> str:
 
 
 def headline(rows: list[Row], text: str) -> str:
-    """Markdown: what quantkit and the best other tool lose in the two formats that most people use."""
+    """Return Markdown: the loss of quantkit and of the best other tool in the two usual formats."""
     lines = []
     for width, usual, best in ((4, "gptq", "yaqa, asymmetric"), ("Q4_K_M", "gguf", "gguf, yaqa")):
         peer = best_peer(rows, width, text)
@@ -146,7 +146,7 @@ def headline(rows: list[Row], text: str) -> str:
 
 
 def bundled() -> str:
-    """Markdown: one line for the bundled model, from the table of its page."""
+    """Return Markdown: a line for the bundled model, from the table of its page."""
     page = (ROOT / "docs/measurements/quality.md").read_text(encoding="utf-8")
     values = [re.search(rf"^\| {row} 4 bit \|.*\| ([\d.]+) \|$", page, re.M)[1] for row in ("rtn", "gptq")]
     return (
@@ -216,8 +216,8 @@ def plot(path: Path) -> None:
             style["lw"] = 0  # seconds do not follow from bits
     axes[0].set(yscale="log", ylabel="KL divergence", xlabel="MB of the whole model")
     axes[1].set(xscale="log", xlabel="CPU seconds of the job, one thread")
-    for one in axes:
-        one.grid(alpha=0.3, which="both", lw=0.5)
+    for axis in axes:
+        axis.grid(alpha=0.3, which="both", lw=0.5)
     handles = axes[0].get_legend_handles_labels()
     figure.legend(*handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     figure.savefig(ROOT / "docs/loss.svg", metadata={"Date": None}, facecolor="white")

@@ -53,23 +53,12 @@ MODELS = {
         "cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     ),
 }
-LEVELS = {
-    "Q4_0": 15,
-    "Q4_1": 15,
-    "Q4_K": 15,
-    "Q5_0": 31,
-    "Q5_K": 31,
-    "Q6_K": 63,
-    "Q8_0": 255,
-}  # steps of a type
-LINEARS = {
-    "q_proj": "attn_q",
-    "k_proj": "attn_k",
-    "v_proj": "attn_v",
+# Steps of a type
+LEVELS = {"Q4_0": 15, "Q4_1": 15, "Q4_K": 15, "Q5_0": 31, "Q5_K": 31, "Q6_K": 63, "Q8_0": 255}
+LINEARS = {  # transformers' name of a linear -> llama.cpp's
+    **{f"{name}_proj": f"attn_{name}" for name in ("q", "k", "v")},
     "o_proj": "attn_output",
-    "gate_proj": "ffn_gate",
-    "up_proj": "ffn_up",
-    "down_proj": "ffn_down",
+    **{f"{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
 }
 
 

@@ -1,9 +1,9 @@
-"""Whether two checkouts write the same bytes: every method and layout, on the demo model.
+"""Compare the bytes that two checkouts write: every method and layout, on the demo model.
 
     git worktree add ../before v0.2
     python scripts/same_bytes.py ../before .
 
-Prints every file that differs, and exits with 1 if one does. Seconds and what people read are not compared.
+Prints every file that differs, and exits with 1 if one does. Seconds and model cards are not compared.
 """
 
 import argparse
@@ -14,10 +14,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from common import DEMO
 from gguf import GGUFReader
 
-ROOT = Path(__file__).parent.parent
-MODEL = ROOT / "tests/data/demo-llama-6m"
 UNPROMISED = {"quantkit-timings.json", "README.md"}
 GONE = {"options", "exact"}  # rows of manifests that come and go with options of a version
 SMALL = "--samples 8 --seqlen 128"
@@ -56,7 +55,7 @@ for argv in json.load(sys.stdin):
 
 
 def commands(only: str) -> dict[str, list[str]]:
-    """Folder -> what is run in it."""
+    """Return the command of every folder."""
     found = {}
     for method, lines in CALIBRATED.items():
         for options in (part.strip() for line in lines.splitlines() for part in line.split("|")):
@@ -64,27 +63,27 @@ def commands(only: str) -> dict[str, list[str]]:
                 place = f"{method} {options}".replace(" ", "_").replace("/", "")
                 small = "" if method in ("nf4", "int8") and "gptq" not in options else SMALL
                 output = "out.gguf" if method == "gguf" and options.count("-t ") == 1 else "out"
-                argv = [method, str(MODEL), "-q", *options.split(), *small.split()]
+                argv = [method, str(DEMO), "-q", *options.split(), *small.split()]
                 found[place] = [*argv, "-o", f"{place}/{output}"]
     return found
 
 
 def content(path: Path) -> bytes:
-    """What is compared of a file: of a GGUF file's manifest all but GONE."""
+    """Return the compared bytes of a file: of a GGUF file's manifest all but GONE."""
     if path.suffix != ".gguf":
         return path.read_bytes()
     reader = GGUFReader(path)
-    told = {name: field.contents() for name, field in reader.fields.items()}
+    metadata = {name: field.contents() for name, field in reader.fields.items()}
     manifest = json.loads(
-        told["quantkit.manifest"], object_hook=lambda row: {k: v for k, v in row.items() if k not in GONE}
+        metadata["quantkit.manifest"], object_hook=lambda row: {k: v for k, v in row.items() if k not in GONE}
     )
-    held = [(tensor.name, tensor.tensor_type.name, tensor.shape.tolist()) for tensor in reader.tensors]
+    tensors = [(tensor.name, tensor.tensor_type.name, tensor.shape.tolist()) for tensor in reader.tensors]
     data = b"".join(tensor.data.tobytes() for tensor in reader.tensors)
-    return repr((told | {"quantkit.manifest": manifest}, held)).encode() + data
+    return repr((metadata | {"quantkit.manifest": manifest}, tensors)).encode() + data
 
 
 def hashes(checkout: Path, wanted: dict[str, list[str]]) -> dict[str, str]:
-    """Hash of every file that a checkout writes."""
+    """Return the hash of every file that a checkout writes."""
     with tempfile.TemporaryDirectory() as folder:
         for place in wanted:
             (Path(folder) / place).mkdir()

@@ -11,7 +11,6 @@ and seed give the same weights on one machine with the same number of threads.
 
 import argparse
 import json
-import lzma
 import math
 import os
 import re
@@ -37,7 +36,9 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from quantkit.errors import QuantkitError
 from quantkit.models.machine import processor
+from quantkit.models.machine.device import choose_device
 
 END = "<|endoftext|>"  # comes before every document; also the bos, eos and padding token
 
@@ -52,13 +53,12 @@ class UserError(Exception):
 
 
 def read_documents(paths: list[Path]) -> list[str]:
-    """The documents of plain or .xz UTF-8 files, split at NUL or END, without blank ones."""
+    """Return the documents of UTF-8 files, split at NUL or END, without blank ones."""
     documents: list[str] = []
     for path in paths:
         try:
-            with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
-                text = file.read().decode("utf-8")
-        except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+            text = path.read_bytes().decode("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"cannot read {path}: {error}") from error
         documents += [part for part in re.split(f"\0|{re.escape(END)}", text) if part.strip()]
     if not documents:
@@ -235,16 +235,6 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) 
         folder.rename(out)
 
 
-def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the accelerator if there is one, else the CPU."""
-    if name == "auto":
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"cannot use --device {name}: {str(error).splitlines()[0]}") from error
-
-
 def check(args: argparse.Namespace) -> None:
     """Refuse, before any work, what could only fail later."""
     folder, tokenizer = args.out.parent, args.tokenizer
@@ -268,7 +258,7 @@ def check(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> dict[str, float]:
     """Train and write args.out, unless something is wrong; returns what to report."""
     check(args)
-    device = pick_device(args.device)
+    device = choose_device(args.device)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for the next line, on CUDA
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(args.seed)
@@ -315,7 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     about, style = __doc__.split("\n")[0], argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=style)
     add = parser.add_argument
-    add("text", nargs="+", type=Path, help="UTF-8 or .xz; NUL parts documents")
+    add("text", nargs="+", type=Path, help="in UTF-8; NUL parts documents")
     add("-o", "--out", type=Path, required=True, help="model folder to make")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=positive, help="batches to train on; replaces --epochs")
@@ -342,7 +332,7 @@ def main() -> int:
     """Exit code 0 with one JSON line on stdout, or 2 with one line on stderr."""
     try:
         print(json.dumps(run(parse_arguments())))
-    except UserError as error:
+    except (UserError, QuantkitError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

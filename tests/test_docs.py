@@ -28,7 +28,7 @@ PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 TEXTS = ("", ".sh", ".py", ".c", ".md", ".ipynb", ".yaml", ".yml")
 # Flags of other programs, and of scripts.
 OTHERS = {
-    "--as-is", "--no-write", "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
+    "--repo-type", "--max-model-len", "--max-num-seqs", "--gpu-memory-utilization",
     "--nnodes", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint",
     "--ctx-size", "--speculative-config", "--model-draft",
     "--continuous-batching", "--cb-max-memory-percent", "--cb-num-blocks",

@@ -109,7 +109,7 @@ def test_what_is_missing_is_said_at_once():
         [sys.executable, "-S", ROOT / "scripts/gpu_day.py"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 2 and done.stderr.startswith("missing:\n  packages: torch>=")
-    assert "pip install 'torch>=" in done.stderr and "pip download -d wheels 'torch>=" in done.stderr
+    assert "pip install 'torch>=" in done.stderr
 
 
 def test_a_device_that_is_not_there_is_said_at_once(capsys, tmp_path):
@@ -137,12 +137,16 @@ def test_weights_of_another_order_are_told_from_another_last_place(tmp_path):
 def test_a_page_of_a_device():
     rows = {"torch": {"device": "H100", "memory_bytes": 80e9, "torch": "2.13"}, "doctor": {"error": "a|b"}}
     about = {"stage": "device", "summary": "", "state": "done", "rows": rows}
-    jobs = {"gptq": {"seconds": 2.5, "phases": {"solve": 1.25}, "peak_bytes": 3e9, "planned_bytes": 4e9}}
-    blocks = {"stage": "blocks", "summary": "", "state": "done", "rows": jobs | {"awq": {"error": "a|b"}}}
+    job = {"seconds": 2.5, "phases": {"solve": 1.25, "pack": 0.1}, "peak_bytes": 3e9, "versions": {"a": "1"}}
+    other = {"seconds": 3, "phases": {"solve": 1.5}, "peak_bytes": 4e9}
+    jobs = {"gptq": job, "rtn": other, "awq": {"error": "a|b"}}
+    blocks = {"stage": "blocks", "summary": "", "state": "done", "rows": jobs}
     text = page.section([about, {}, blocks])
     assert text.startswith("Measured on one H100 (80 GB) with torch 2.13.") and page.NOTHING not in text
-    assert "| gptq | 2.5 | – | – | – | 1.25 | – | – | – | 3 of 4 |" in text
-    assert "| awq | error: a\\|b |" in text
+    assert "| row | seconds | solve s | pack s | peak bytes |" in text
+    assert "| gptq | 2.5 | 1.25 | 0.1 | 3 GB |" in text and "| rtn | 3 | 1.5 | – | 4 GB |" in text
+    assert "| awq | error: a\\|b |" in text and "Measured with a 1." in text
+    assert "- doctor: error: a\\|b" in page.rows_of(rows | {"rates": {"flops_float32": 2e12}})
     assert page.section([]) == page.NOTHING
 
 
@@ -171,7 +175,7 @@ def test_a_rehearsal_has_a_result_of_every_stage(tmp_path, monkeypatch):
     monkeypatch.setattr(on_device, "LARGE", ("nf4",))
     kept = ("GPTQModel gptq", "quantkit gptq unscaled")
     monkeypatch.setattr(others, "PEERS", {name: others.PEERS[name] for name in kept})
-    monkeypatch.setattr(others, "decode", lambda run: {"models": {}})
+    monkeypatch.setattr(others, "decode", lambda run: {})
     found = rehearsed(tmp_path, 0, "--environments", str(tmp_path), start=gpu_day.forked)
     states = {name: result["state"] for name, result in found.items()}
     assert states == dict.fromkeys(states, "done") | {"vllm": "skipped", "ranks": "skipped"}

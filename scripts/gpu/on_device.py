@@ -30,7 +30,7 @@ def seconds(run: Run, work: Callable[[], object], repeats: int = 1) -> float:
 
 
 def device(run: Run) -> None:
-    """What is there, and how fast it does what jobs consist of."""
+    """The device, and rates of the operations that jobs consist of."""
     run.row("doctor", lambda: {"checks": command("doctor")["checks"]["machine"]})
     run.row("torch", torch_of, run)
     run.row("rates", rates, run)
@@ -40,43 +40,38 @@ def device(run: Run) -> None:
 
 
 def torch_of(run: Run) -> dict:
-    found = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": run.device}
+    row = {"torch": torch.__version__, "cuda": torch.version.cuda, "device": run.device}
     if run.device != "cpu":
         about = torch.cuda.get_device_properties(0)
-        found |= {"device": about.name, "capability": f"{about.major}.{about.minor}"}
-        found |= {"memory_bytes": about.total_memory, "devices": torch.cuda.device_count()}
-    return found
+        row |= {"device": about.name, "capability": f"{about.major}.{about.minor}"}
+        row |= {"memory_bytes": about.total_memory, "devices": torch.cuda.device_count()}
+    return row
 
 
 def rates(run: Run) -> dict:
-    """Seconds of a small kernel in a long row of them, FLOPS of products, bytes a second of copies."""
+    """Return seconds of a launch among many, FLOPS of products, bytes a second of copies."""
     size, device = (128, run.device) if run.rehearse else (8192, run.device)
-    small = torch.ones(1024, device=device)
-    many = 100 if run.rehearse else 10_000
+    small, count = torch.ones(1024, device=device), 100 if run.rehearse else 10_000
 
     def launches() -> None:
-        for _ in range(many):
+        for _ in range(count):
             small.add_(1)
 
-    found = {"launch_seconds": seconds(run, launches) / many}
+    rates = {"launch_seconds": seconds(run, launches) / count}
     for dtype in (torch.float32, torch.bfloat16):
-        one = torch.randn(size, size, device=device).to(dtype)
-        took = seconds(run, lambda one=one: one @ one, 3)
-        found[f"flops_{str(dtype).removeprefix('torch.')}"] = 2 * size**3 / took
-    try:  # what second moments could be summed by
-        took = seconds(run, lambda: torch.mm(one, one, out_dtype=torch.float32), 3)
-        found["flops_bfloat16_into_float32"] = 2 * size**3 / took
-    except (RuntimeError, TypeError) as error:
-        found["bfloat16_into_float32"] = str(error).splitlines()[0]
-    there, host = torch.empty(size, size, device=device), torch.empty(size, size)
-    found["copy_bytes_per_second"] = there.nbytes / seconds(run, lambda: torch.empty_like(there).copy_(there))
+        matrix = torch.randn(size, size, device=device).to(dtype)
+        took = seconds(run, lambda matrix=matrix: matrix @ matrix, 3)
+        rates[f"flops_{str(dtype).removeprefix('torch.')}"] = 2 * size**3 / took
+    target, host = torch.empty(size, size, device=device), torch.empty(size, size)
     host = host.pin_memory() if device != "cpu" else host
-    found["to_device_bytes_per_second"] = host.nbytes / seconds(run, lambda: there.copy_(host))
-    return found
+    copied = seconds(run, lambda: torch.empty_like(target).copy_(target))
+    rates["copy_bytes_per_second"] = target.nbytes / copied
+    rates["to_device_bytes_per_second"] = host.nbytes / seconds(run, lambda: target.copy_(host))
+    return rates
 
 
 def factor(run: Run, columns: int) -> dict:
-    """Seconds of the Cholesky factor of a Hessian."""
+    """Return seconds of the Cholesky factor of a Hessian."""
     from quantkit.quantize.solvers.hessian import factorize
 
     _, hessian = problem(run, 1, columns)
@@ -116,30 +111,29 @@ def few(run: Run, line: str, samples: str = "", seqlen: str = "") -> list[str]:
     method = line.split()[0]
     if (method in ("nf4", "int8") and "gptq" not in line) or not (run.rehearse or samples):
         return []
-    return (
-        ["--samples", "4", "--seqlen", "32"] if run.rehearse else ["--samples", samples, "--seqlen", seqlen]
-    )
+    samples, seqlen = ("4", "32") if run.rehearse else (samples, seqlen)
+    return ["--samples", samples, "--seqlen", seqlen]
 
 
 def both(run: Run, model: Path, line: str) -> dict:
     method, *options = line.split() + few(run, line, "16", "128")
     options += ["--dtype", "float32", "--overwrite"]
     end = ".gguf" if method == "gguf" else ""
-    places, took = [], []
-    for place, device in (("cpu", "cpu"), ("device", NAME)):
-        places.append(run.work / "methods" / f"{line.replace(' ', '')}-{place}{end}")
+    copies, took = [], []
+    for name, device in (("cpu", "cpu"), ("device", NAME)):
+        copies.append(run.work / "methods" / f"{line.replace(' ', '')}-{name}{end}")
         began = time.monotonic()
         with present():
-            command(method, model, *options, "-o", places[-1], "--device", device)
+            command(method, model, *options, "-o", copies[-1], "--device", device)
         took.append(time.monotonic() - began)
-    stored = [path if end else path / "model.safetensors" for path in places]
+    stored = [path if end else path / "model.safetensors" for path in copies]
     limit = 256 if run.rehearse else 4096
-    asked = ["--text", HELDOUT, "--ctx", 64 if run.rehearse else 256, "--limit", limit, "--metrics", "kld"]
-    found = command("eval", model, *places, *asked, "--dtype", "float32", "--device", run.device)
-    kl = [one["metrics"]["kld"]["mean"] for one in found["models"][1:]]
+    options = ["--text", HELDOUT, "--ctx", 64 if run.rehearse else 256, "--limit", limit, "--metrics", "kld"]
+    record = command("eval", model, *copies, *options, "--dtype", "float32", "--device", run.device)
+    kl = [copy["metrics"]["kld"]["mean"] for copy in record["models"][1:]]
     return {
         "same_bytes": not end and stored[0].read_bytes() == stored[1].read_bytes(),
-        "other_weights": far_apart(*places),
+        "other_weights": far_apart(*copies),
         "kl_cpu": kl[0], "kl_device": kl[1], "seconds_cpu": took[0], "seconds_device": took[1],
     }  # fmt: skip
 
@@ -190,7 +184,7 @@ def made(run: Run, model: str, name: str) -> Path:
 
 
 def job(run: Run, model: str, name: str) -> dict:
-    """Seconds by phase, peak and planned memory, loss; the double counts launches, too."""
+    """Return seconds by phase, peak and planned memory, loss, and the launches that the double counts."""
     method, *options = JOBS[name].split()
     if name == "gptq 2048":  # the shipped text is shorter; what random weights compute does not depend on it
         text = run.work / "long.txt"
@@ -198,16 +192,8 @@ def job(run: Run, model: str, name: str) -> dict:
         text.write_text("\n".join(shipped) * 5)
         options += ["--calibration", text]
     options += few(run, JOBS[name])
-    line = [
-        method,
-        shape(run, model),
-        *options,
-        "-o",
-        made(run, model, name),
-        "--overwrite",
-        "--device",
-        NAME,
-    ]
+    output = made(run, model, name)
+    line = [method, shape(run, model), *options, "-o", output, "--overwrite", "--device", NAME]
     with present():
         planned = command(*line, "--dry-run")["plan"]
     with present() as device:
@@ -215,7 +201,7 @@ def job(run: Run, model: str, name: str) -> dict:
         done = command(*line)
         took = time.monotonic() - began
         peak, launches = device.peak, device.launches.total()
-    found = {"seconds": took, "phases": done["seconds"], "peak_bytes": peak}
-    found |= {"planned_bytes": planned["memory_bytes"], "execution": planned["execution"]}
-    found |= {"loss": done["error"], "rtn_loss": done["rtn_error"]}
-    return found | {"steps_down": done["steps_down"], "launches": launches if run.rehearse else None}
+    row = {"seconds": took, "phases": done["seconds"], "peak_bytes": peak}
+    row |= {"planned_bytes": planned["memory_bytes"], "execution": planned["execution"]}
+    row |= {"loss": done["error"], "rtn_loss": done["rtn_error"]}
+    return row | {"steps_down": done["steps_down"], "launches": launches if run.rehearse else None}

@@ -142,24 +142,25 @@ def bench(run: Run) -> None:
 
 
 def attention(run: Run) -> dict:
-    """Return seconds and memory of a prefill, by implementation and length."""
+    """Return seconds of a prefill, or the refusal, by implementation and length."""
     flash = importlib.util.find_spec("flash_attn") is not None and run.device != "cpu"
     options = flags(run, "--prompt-tokens 1024,2048,4096,8000", "--prompt-tokens 16,32 -n 2 --repeats 1")
     options += ["--implementations", "eager,sdpa" + (",flash_attention_2" if flash else "")]
-    rows = []
-    for row in command("bench", "attention", shape(run, MODEL), *options)["rows"]:
-        rows.append({key: row[key] for key in ("attention", "length", "kernel", "prefill_bytes", "refused")})
-        if row["seconds"]:
-            rows[-1]["seconds"] = statistics.median(row["seconds"])
-    return {"measured": rows, "flash_attn": "measured" if flash else "not installed"}
+    return {
+        f"{row['attention']}, {row['length']} tokens": statistics.median(row["seconds"])
+        if row["seconds"]
+        else f"refused: {row['refused']}"
+        for row in command("bench", "attention", shape(run, MODEL), *options)["rows"]
+    }
 
 
 def batching(run: Run) -> dict:
-    """Return tokens a second of the three ways to batch."""
+    """Return tokens a second of the three ways to batch, or the refusal."""
     options = flags(run, "", f"{FEW} --requests 2 --rate 100")
-    outcomes = command("bench", "batching", shape(run, MODEL), *options)["outcomes"]
-    rates = {row["strategy"]: (row["figures"] or {}).get("tokens_per_second") for row in outcomes}
-    return {"tokens_per_second": rates, "refused": [row["refused"] for row in outcomes if row["refused"]]}
+    return {
+        row["strategy"]: row["figures"]["tokens_per_second"] if row["figures"] else row["refused"]
+        for row in command("bench", "batching", shape(run, MODEL), *options)["outcomes"]
+    }
 
 
 def specdec(run: Run) -> dict:
@@ -167,24 +168,25 @@ def specdec(run: Run) -> dict:
     target, draft = shape(run, MODEL) if run.rehearse else DEMO, run.work / "made/demo-gptq"
     command("gptq", target, *few(run, "gptq"), "-o", draft, "--overwrite", "--device", run.device)
     options = flags(run, "", f"{FEW} --prompts 1 --k 2")
-    rows = []
-    for row in command("specdec", target, draft, "prompt-lookup", *options)["drafts"]:
-        rows.append({key: row[key] for key in ("draft", "alpha", "cost", "measured")})
-        rows[-1]["alike"] = row["proof"]["alike"]
-    return {"drafts": rows}
+    return {
+        f"speed-up, {Path(row['draft']).name}": (row["measured"] or {}).get("speedup")
+        for row in command("specdec", target, draft, "prompt-lookup", *options)["drafts"]
+    }
 
 
 def decode(run: Run) -> dict:
-    """Return tokens a second in transformers, a process a model."""
+    """Return tokens a second in transformers, or the error, by model and batch."""
     names = ("nf4",) if run.rehearse else ("nf4", "gptq", "fp8")
     options = flags(run, "--batch 1,16", f"{FEW} --rounds 1 --warmup 0")
     models = [shape(run, MODEL), *(written(run, name) for name in names)]
-    rows = {}
+    rates = {}
     for model in command("bench", *models, *options)["models"]:
-        points = {str(at["batch"]): at["decode"] and at["decode"]["median"] for at in model["points"]}
-        rows[model["label"]] = {"engine": model["engine"], "tokens_per_second": points}
-        rows[model["label"]]["error"] = model["error"]
-    return {"models": rows}
+        if model["error"]:
+            rates[model["label"]] = model["error"]
+        for point in model["points"]:
+            rate = point["decode"] and point["decode"]["median"]
+            rates[f"tokens/s, {model['label']}, batch {point['batch']}"] = rate
+    return rates
 
 
 # ranks

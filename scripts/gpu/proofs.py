@@ -18,7 +18,7 @@ from gpu.run import Run, Skipped
 
 # sweep
 
-WAYS = {  # what is switched off
+WAYS = {  # name -> the parts that are switched off
     "plain": ("replays", "kernel"), "replayed": ("kernel",), "kernel": ("replays",), "both": (),
 }  # fmt: skip
 
@@ -33,7 +33,7 @@ def sweep(run: Run) -> None:
 
 @contextmanager
 def without(parts: tuple[str, ...]) -> Iterator[None]:
-    """The solver does without these parts."""
+    """Run the solver without these parts."""
     from quantkit.quantize.solvers import columns
     from quantkit.quantize.solvers.gptq import GptqSolver
 
@@ -49,21 +49,21 @@ def one_way(run: Run, way: str, size: tuple[int, int], plain: dict) -> dict:
     from quantkit.grids.affine import AffineGrid
     from quantkit.quantize.solvers.gptq import GptqSolver
 
-    grid, found = AffineGrid(4, 128), {}
+    grid, row = AffineGrid(4, 128), {}
     weight, hessian = problem(run, *size)
     with without(WAYS[way]), torch.inference_mode():
         for refine in (0, 2):
             solver = GptqSolver(refine=refine, target="own")
             solve = partial(solver.solve, [weight], [grid], hessian)
-            solve()  # records what is replayed
-            found[f"seconds_refine_{refine}"] = seconds(run, solve)
+            solve()  # records the graph that is replayed
+            row[f"seconds_refine_{refine}"] = seconds(run, solve)
         (last,) = solve()
         if run.device != "cpu":
-            found["launches_per_column"] = launched(solve) / size[1]
+            row["launches_per_column"] = launched(solve) / size[1]
     if not plain:
         plain |= {"codes": last.weight.codes, "error": last.error}
     same = (plain["codes"] == last.weight.codes).float().mean().item()
-    return found | {"same_codes": same, "loss_ratio": last.error / plain["error"]}
+    return row | {"same_codes": same, "loss_ratio": last.error / plain["error"]}
 
 
 def launched(work: Callable[[], object]) -> int:
@@ -102,11 +102,10 @@ def tested(run: Run, name: str) -> dict:
         line += ["-n", str(min(8, os.cpu_count() or 1))]
     pytest.main([*line, "-k", only, f"--rootdir={ROOT}", str(ROOT / "tests" / name)])
     cases = list(xml.parse(report).iter("testcase"))
-    failed = [
-        case.get("name")
-        for case in cases
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
-    skipped = [case.get("name") for case in cases if case.find("skipped") is not None]
+    names = {
+        kind: [case.get("name") for case in cases if case.find(kind) is not None]
+        for kind in ("failure", "error", "skipped")
+    }
+    failed, skipped = names["failure"] + names["error"], names["skipped"]
     passed = len(cases) - len(failed) - len(skipped)
     return {"device": NAME, "passed": passed, "left_out": len(skipped), "failed": failed}

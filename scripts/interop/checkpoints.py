@@ -9,22 +9,10 @@ from pathlib import Path
 from common import DEMO, quantkit_logged
 
 IDS = [0] + [(7 * i * i + 13 * i + 5) % 4000 + 4 for i in range(31)]  # the prompt
-SHAPE = {
-    "vocab_size": 4096,  # the demo model's, whose tokenizer the random models borrow
-    "hidden_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
-MIXTURE = {
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256,
-    "norm_topk_prob": True,
-}
+SHAPE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+# The random models borrow the demo model's tokenizer
+SHAPE |= {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ def as_vllm_rounds() -> None:
     activations._ends, kv_rounding._fp8_scaled = symmetric, cut_off
 
 
-def request(jobs: list[dict], as_is: bool = False) -> dict:
-    """Return what run_vllm.py is asked."""
-    return {"ids": IDS, "new_tokens": NEW_TOKENS, "top": TOP, "as_is": as_is, "jobs": jobs}
+def request(jobs: list[dict]) -> dict:
+    """Return the request to run_vllm.py."""
+    return {"ids": IDS, "new_tokens": NEW_TOKENS, "top": TOP, "jobs": jobs}
 
 
 def compare(folder: Path, source: Path, result: dict, share: float) -> list[str]:
@@ -127,8 +127,8 @@ def generate(
     """Return folders and vLLM's results by cell name; `error` where quantkit or vLLM refused."""
     folders, results, paths, jobs = {}, {}, {}, []
     for cell in cells:
-        ending, dtype = "as-is.json" if args.as_is else "json", dtype_of(cell)
-        path = root / "vllm" / f"{cell.name.replace(' ', '_')}.{dtype}.{ending}"
+        dtype = dtype_of(cell)
+        path = root / "vllm" / f"{cell.name.replace(' ', '_')}.{dtype}.json"
         try:
             folders[cell.name] = make(cell, root)
         except Failed as error:
@@ -139,7 +139,7 @@ def generate(
             jobs.append({"folder": str(folders[cell.name]), "dtype": dtype, "result": str(path)})
     if jobs:
         python, script = args.python or python_of("vllm"), ROOT / "scripts/interop/run_vllm.py"
-        run_script(python, script, request(jobs, args.as_is), root / "vllm/jobs.json")
+        run_script(python, script, request(jobs), root / "vllm/jobs.json")
     crashed = {"error": "its process ended without a word"}
     for name, path in paths.items():
         results[name] = json.loads(path.read_text()) if path.exists() else crashed
@@ -166,13 +166,4 @@ def section(all_cells: list[Cell], args: argparse.Namespace, root: Path) -> str:
         f"of {len(IDS) - 1} positions. OK: a mean difference of at most {SIXTEEN_BIT:g}, or of at most "
         f"{share:.0%} of *compression changed*. Measured with {versions(results)}, in float16"
     )
-    text += " (rows with rounded activations: in float32).\n" if rounded else ".\n"
-    ran = [result for result in results.values() if "own_product" in result]
-    if not args.as_is and not all(result["own_product"] for result in ran):
-        text += "vLLM's int4 product needs AVX-512. This machine has none, so a literal product in torch "
-        text += "replaced it. Reading and repacking are vLLM's own.\n"
-    experts = any(cell in EXPERTS for cell in cells)
-    if not args.as_is and experts and not all(result["tiles"] for result in ran):
-        text += "This machine has no AMX, so vLLM refuses int4 experts. The script removed this check. "
-        text += "Reading, repacking and the product are vLLM's own; the product needs only AVX-512.\n"
-    return text
+    return text + (" (rows with rounded activations: in float32).\n" if rounded else ".\n")

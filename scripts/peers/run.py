@@ -45,7 +45,7 @@ class Job:
 
     @property
     def dtype(self):
-        """That of the weights, in which every tool is to compute: some take 16 bit unasked."""
+        """The dtype of the weights, in which every tool computes: some take 16 bit unasked."""
         import torch
 
         config = json.loads((Path(self.model) / "config.json").read_text())
@@ -56,12 +56,12 @@ class Job:
         return json.loads(Path(self.tokens).read_text())
 
     def masked_rows(self) -> list[dict[str, list[int]]]:
-        """The same as some tools take them."""
+        """Calibration sequences with masks, as some tools take them."""
         return [{"input_ids": row, "attention_mask": [1] * len(row)} for row in self.rows()]
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of the children it waited for."""
+    """Return user and system time of this process and of the children it waited for."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(each.ru_utime + each.ru_stime for each in usage)
 
