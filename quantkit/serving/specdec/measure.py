@@ -277,11 +277,11 @@ def _prove(pair: _Pair, texts: Mapping[int, Repeats]) -> dict[str, Any]:
     """Compare drafted texts with the target's own; return the numbers of texts, equal texts and equal tokens.
     partings: first difference of each other text. `alike`: whether rounding explains all differences."""
     partings, compared, tokens = [], 0, 0
-    for k, (prompt, own) in itertools.product([k for k in texts if k], enumerate(texts[0][0])):
+    for k, (prompt, alone) in itertools.product([k for k in texts if k], enumerate(texts[0][0])):
         for ids in dict.fromkeys(tuple(repeat[prompt].ids) for repeat in texts[k]):
             compared += 1  # usually one per prompt and k
-            parted = assisted.parting(pair.target, pair.prompts[prompt, None], own.ids, ids)
-            tokens += len(own.ids) if parted is None else parted["index"]
+            parted = assisted.parting(pair.target, pair.prompts[prompt, None], alone.ids, ids)
+            tokens += len(alone.ids) if parted is None else parted["index"]
             partings += [] if parted is None else [{"prompt": prompt, "k": k} | parted]
     counts = {"texts": compared, "equal": compared - len(partings), "tokens": tokens, "partings": partings}
     return counts | {"alike": all(parted["tie"] for parted in partings)}

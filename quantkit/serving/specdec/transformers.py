@@ -73,10 +73,10 @@ def generate(
     finally:
         hook.remove()
     begun, (_, *chosen) = recorder.begun, recorder.chosen
-    known = [prompt.shape[1], *[1] * (len(begun) - 1)]  # the first pass also reads the prompt
+    read = [prompt.shape[1], *[1] * (len(begun) - 1)]  # the first pass also reads the prompt
     steps = [
-        draft_step(given[read:], kept)
-        for read, (given, _), (kept, _) in zip(known, begun, chosen, strict=True)
+        draft_step(given[count:], kept)
+        for count, (given, _), (kept, _) in zip(read, begun, chosen, strict=True)
     ]
     made = DraftedText(
         ids=out[0, prompt.shape[1] :].tolist(),
@@ -119,7 +119,7 @@ def draft_step(drafted: Sequence[int], kept: Sequence[int]) -> DraftStep:
 
 @torch.no_grad()
 def parting(
-    target: nn.Module, prompt: Tensor, own: Sequence[int], drafted: Sequence[int]
+    target: nn.Module, prompt: Tensor, alone_ids: Sequence[int], drafted_ids: Sequence[int]
 ) -> dict[str, Any] | None:
     """Return the first difference between a drafted greedy text and the target's own, or None.
 
@@ -127,23 +127,24 @@ def parting(
     where two tokens have nearly equal logits. The difference of these logits is compared with the change that
     the length of a pass causes in the target's logits.
 
-    prompt: int64 `[1, tokens]`. own, drafted: new token ids. index: position of the first difference among
-    the new tokens. token, expected: ids of the drafted and the own text there; None if one text ends there.
-    margin: logit of `expected` minus logit of `token`, computed token by token. noise: largest difference of
-    the target's logits at that position between token by token and one pass. tie: margin <= 2 · noise.
+    prompt: int64 `[1, tokens]`. alone_ids, drafted_ids: new tokens of the target alone and with the draft.
+    index: position of the first difference. token, expected: ids at this position with the draft and alone;
+    None if one text ends there. margin: logit of `expected` minus logit of `token`, computed token by token.
+    noise: largest difference of the target's logits at this position between token by token and one pass.
+    tie: margin <= 2 · noise.
     """
-    index = first_difference(own, drafted)
+    index = first_difference(alone_ids, drafted_ids)
     if index is None:
         return None
-    position = min(index, len(own) - 1)
+    position = min(index, len(alone_ids) - 1)
     options = {"output_logits": True, "return_dict_in_generate": True}
-    alone = sampling.generate(target, prompt, Sampling(position + 1), [], **options)
-    single = alone.logits[position][0].to("cpu").float()
-    whole = torch.cat([prompt, torch.tensor([list(own)], device=prompt.device)], 1)
+    made = sampling.generate(target, prompt, Sampling(position + 1), [], **options)
+    single = made.logits[position][0].to("cpu").float()
+    whole = torch.cat([prompt, torch.tensor([list(alone_ids)], device=prompt.device)], 1)
     at_once = target(input_ids=whole, use_cache=False).logits[0, prompt.shape[1] - 1 + position]
     noise = (at_once.to("cpu").float() - single).abs().max().item()
-    ended = index >= min(len(own), len(drafted))  # rounding cannot explain that
-    token, expected = (None, None) if ended else (drafted[index], own[index])
+    ended = index >= min(len(alone_ids), len(drafted_ids))  # rounding cannot explain that
+    token, expected = (None, None) if ended else (drafted_ids[index], alone_ids[index])
     margin = None if ended else (single[expected] - single[token]).item()
     tie = margin is not None and margin <= 2 * noise
     return {
