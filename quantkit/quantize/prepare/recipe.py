@@ -210,7 +210,7 @@ def template(method: str) -> str:
     import yaml
 
     lines = [
-        f"# {methods.summary(method)}",
+        f"# {methods.load(method).__doc__}",
         "# Run it: quantkit run FILE MODEL. Flags win over --set, --set wins over this file.",
         "# A line left out means its default; relative paths start where quantkit runs.",
         f"method: {method}",
