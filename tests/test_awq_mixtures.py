@@ -153,9 +153,9 @@ def test_a_search_looks_at_an_even_sample_of_rows(bench, monkeypatch):
     (fold,) = [fold for fold in folds_of(made) if fold.producer.name == NORM]
     view = made.view(lambda name: AffineGrid(4, 32), made.statistics())
     sites, entering = list(fold.sites), scaling._entering(view, fold.sites)
-    (whole,) = scaling._sampled(view, sites, entering)
+    (whole,) = scaling._sampled(view, sites, entering, plain=True)
     monkeypatch.setattr(scaling, "SEARCHED", 256)
-    (part,) = scaling._sampled(view, sites, entering)
+    (part,) = scaling._sampled(view, sites, entering, plain=True)
     assert len(whole.weight) == 4 * 2 * 128 and torch.equal(part.weight, whole.weight[::4])
     tokens = [view.statistics[site].tokens for site in sites]
     assert whole.share.view(4, -1)[:, 0].tolist() == pytest.approx([count / 96 for count in tokens])

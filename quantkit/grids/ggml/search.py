@@ -174,11 +174,12 @@ def refitted(
     """Return the scale `[groups]` refitted to the codes l of the best of `factors`, and that factor. sums:
     computes `Σ weights x l` and `Σ weights l²` of a factor's codes. The best has the largest
     `(Σ weights x l)² / Σ weights l²`; of equal ones the first."""
-    used, *others = factors
+    factors = iter(factors)
+    used = next(factors)
     sum_lx, sum_l2 = sums(used)
     scale = torch.where(sum_l2 > 0, sum_lx / sum_l2, 0.0)
     best = scale * sum_lx
-    for factor in others:
+    for factor in factors:
         sum_lx, sum_l2 = sums(factor)
         better = (sum_l2 > 0) & (sum_lx * sum_lx > best * sum_l2)
         fitted = sum_lx / sum_l2
@@ -203,7 +204,7 @@ def make_qx(x: Tensor, weights: Tensor, nmax: int, codes: bool) -> tuple[Tensor,
         return sum_lx, total(torch.mul(weights, code, out=product).mul_(code))
 
     tried = (nmax, *(single(nmax, times(0.1, k)) for k in range(-9, 10) if k))
-    scale, used = refitted(sums, [over(-size, largest) for size in tried])
+    scale, used = refitted(sums, (over(-size, largest) for size in tried))
     scale.masked_fill_(zero, 0)
     if not codes:
         return scale, None
