@@ -183,10 +183,11 @@ def done(tmp_path_factory):
         ["imatrix", "model", *CALIBRATION, "-o", "m.gguf"],
         ["awq", "model", "--candidates", "4", *CALIBRATION, "-o", "awq"],
         ["gptq", "mixture", *PLAIN, *CALIBRATION, "-o", "experts"],
+        ["gguf", "model", "-t", "Q4_0", *CALIBRATION, "-o", "model.gguf"],
     ]
     one, two = make_folder(top / "one"), make_folder(top / "two")
-    assert run(one, 1, *commands) == [[0]] * 5
-    assert run(two, 2, *commands, [*GPTQ, "-o", "again"]) == [[0, 0]] * 6
+    assert run(one, 1, *commands) == [[0]] * 6
+    assert run(two, 2, *commands, [*GPTQ, "-o", "again"]) == [[0, 0]] * 7
     return one, two
 
 
@@ -210,6 +211,13 @@ def test_two_processes_write_a_sample_of_the_quality_of_one(done, name):
     one, two = ([row["error"] for row in linears(folder / name)] for folder in done)
     assert one[0] == pytest.approx(two[0], rel=1e-3), "in the first linear few weights tip"
     assert sum(one) == pytest.approx(sum(two), rel=0.05)
+
+
+def test_the_loss_of_a_file_with_an_encoded_head_is_measured(done):
+    """Rank 0 measures it alone, with the encoded head in the baseline, too."""
+    one, two = (card.read_text() for card in (folder / "model.gguf.md" for folder in done))
+    assert "KL divergence" in one and one.count("|") == two.count("|")
+    assert (done[0] / "model.gguf").stat().st_size == (done[1] / "model.gguf").stat().st_size
 
 
 def test_an_evaluation_by_two_processes_is_that_of_one(done):

@@ -52,6 +52,7 @@ class _Group:
 
 
 _group: _Group | None = None
+_alone = False  # this is rank 0, and the others wait for the result of its work
 
 
 def _number(name: str, default: int) -> int:
@@ -204,10 +205,18 @@ def least(value: int) -> int:
 
 
 def broadcast(work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result on all ranks."""
-    if count() == 1:
+    """Run `work` on rank 0 and return its result on all ranks. Inside `work` the other ranks wait for the
+    result, so a broadcast there only runs its own work."""
+    global _alone
+    if count() == 1 or _alone:
         return work()
-    box = [work() if rank() == 0 else None]
+    box = [None]
+    if rank() == 0:
+        _alone = True
+        try:
+            box = [work()]
+        finally:
+            _alone = False
     _together(_distributed().broadcast_object_list, box, 0)
     return box[0]
 
