@@ -1,7 +1,8 @@
 """Quantize linears once their inputs are measured: solve ▶ encode ▶ install ▶ stage ▶ report.
 
-`solve` and `install` are the two halves, which `eval --as`, `auto` and the matrices outside the blocks use as
-well. Ranks share the linears and experts: each rank solves some, then all get all results.
+`solve` and `install` are the two halves. `auto` and the matrices outside the blocks use `solve` as well, and
+`eval --as` uses `install`. Ranks share the linears and experts: each rank solves some, then all get all
+results.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 *Resuming a generator means that the sites of its last visit are installed.* Later sites are measured on the
 outputs of installed ones. After the last visit a generator passes the block's outputs to `advance`.
 
-`transforms/expert_by_expert.py` has another generator, for a transform of streamed experts.
+`transforms/expert_by_expert.py` has another generator, for a transform that sees all tokens of a block, such
+as AWQ's: it measures before anything is installed.
 """
 
 from __future__ import annotations
