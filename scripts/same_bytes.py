@@ -23,8 +23,9 @@ SMALL = "--samples 8 --seqlen 128"
 # Old spellings of flags stay as long as a checkout that knows nothing else may be compared.
 CALIBRATED = {
     "gptq": """
-        --bits 4 | --bits 2 | --bits 3 --act-order full | --bits 8 --act-order none | --no-search-scale --refine 0
-        --no-sym --checkpoint-format gptq_v2 | --group-size -1 | --group-size 32 --sequential repeat
+        --bits 4 | --bits 2 | --bits 3 --act-order full | --bits 8 --act-order none
+        --no-search-scale --refine 0 | --no-sym --checkpoint-format gptq_v2 | --group-size -1
+        --group-size 32 --sequential repeat
         --solver rtn | --override down_proj=8,64 --exclude layers.0.mlp | --layout compressed-tensors
         --layout compressed-tensors --no-sym --bits 8 | --dtype float32 --max-shard-gb 0.001
         --layout compressed-tensors --override o_proj=8 --solver rtn""",
