@@ -153,15 +153,14 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
         _clear(folder)
     progress.phase("hashing the source")
     paths = (auto.table, request.options.sensitivities)
-    saved = next((path for path in paths if path and path.exists()), None)
-    table = saved and sensitivities.load(saved, auto.identity, auto.units)
+    path = next((path for path in paths if path and path.exists()), None)
+    table = path and sensitivities.load(path, auto.identity, auto.units)
     folder.mkdir(parents=True, exist_ok=True)
     return table
 
 
 def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) -> Sensitivities:
-    """Measure the units missing in `saved`; return the whole table, saved after each walk through the
-    model."""
+    """Measure the units missing in `saved`; return the table, saved after each walk through the model."""
     try:
         table = saved
         if not saved or saved.missing(auto.units):
@@ -187,8 +186,8 @@ class _Search:
         self._progress.step(self._steps, max(self._steps, self._most_steps))
 
     def with_cache(self) -> tuple[Auto, list[dict[str, Any]]]:
-        """Choose the type of the KV cache with which weights and cache together lose least. Return the search
-        with this type, and the rows of `rooms` that suffice, with both divergences."""
+        """Choose the type of the KV cache with the least divergence of weights and cache together. Return the
+        search with this type, and the `rooms` that hold the smallest weights, each with both divergences."""
         auto, losses = self._auto, self._losses
         results = self._evaluated([auto.job.checkpoint], auto.space.caches)
         measured, rooms = {result.kv.dtype: result.metrics.kld.mean for result in results[1:]}, []

@@ -22,10 +22,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 
 SCHEMA = "quantkit.verify/2"
-ERRORS = {
-    "weight_error": weight_error,
-    "weight_error_up_to_scales": error_up_to_scales,
-}  # by name in manifests
+ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to_scales}  # names in manifests
 ERROR_TOLERANCE = 1e-4  # relative: other processors change errors by 2e-6, one code of 4 bits by up to 1e-3
 LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
 WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # files written after the checksums

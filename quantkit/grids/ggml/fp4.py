@@ -25,7 +25,7 @@ from quantkit.grids.levels import usable
 HALF = 0.5
 LEAST_NORMAL = 2.0**-6  # e4m3
 LEAST_HALF = -128  # exponent of half of MXFP4's smallest scale, byte 0; ggml's overflows to byte 255
-MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between values in halves; ggml rounds them down
+MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between values, in halves; ggml rounds ties down
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ class FileType:
     The other fields hold types for tensors. values: attention v, or fused q, k and v. queries, keys:
     attention q and k. attention: the output projection; eight_experts: the output projection with eight
     experts. down: the MLP's down; wide: gate and up. embedding: a token embedding that is not the output
-    matrix. output: the output matrix. experts: experts' matrices. sparing: eight experts do not mean Q8_0,
-    and MLP matrices are numbered by a counter instead of their blocks.
+    matrix. output: the output matrix. experts: experts' matrices. sparing: eight experts do not raise types
+    to Q8_0, and MLP matrices are numbered by a counter instead of their blocks.
     """
 
     base: str

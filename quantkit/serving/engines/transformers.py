@@ -96,7 +96,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Drop what clients print, log and warn of while they load: stdout is for answers and JSON."""
+    """Drop the output, logs and warnings of clients while they load: stdout is for answers and JSON."""
     nothing = io.StringIO()
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
