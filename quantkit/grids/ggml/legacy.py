@@ -23,8 +23,8 @@ def row_weights(blocks: Blocks) -> Tensor:
 
 
 def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
-    """Return `x * (1 / d)` as in C. If the inverse is infinite, return `overflow`, which makes the codes 0
-    as in C on x86."""
+    """Return `x * (1 / d)` as in C. If the inverse is infinite, return `overflow`, which gives the code
+    that C computes on x86, 0."""
     factor = inverse(d)
     product = x * factor
     if factor.isinf().any():
