@@ -33,7 +33,7 @@ SCHEMA = "quantkit.auto/1"
 SEARCHED, UNIFORM = "searched", "uniform"
 METRICS = frozenset({"ppl", "dppl", "kld", "top1"})
 FEW_TOKENS = 1000  # with fewer tokens, the better result may be chance
-SIZES_TRIED = 6  # maximum of results to make with --max-size: small files matter in tiny models
+SIZES_TRIED = 6  # limit of results with --max-size; several are needed where small files weigh much
 CLOSE = 0.9  # a result above this share of --max-kld is good enough
 
 
@@ -62,12 +62,12 @@ def run(auto: Auto, progress: Progress) -> dict[str, Any]:
             f"results are compared on only {measured_on} tokens, so the better may be chance; give {more}"
         )
     check_disk(auto.folder.absolute(), auto.needs()["disk_bytes"])
-    known = _open(auto, progress)
+    saved = _open(auto, progress)
     if note := cost.note(auto):
         progress.warn(note)
     progress.step(1, cost.most_steps(auto))
     with disk_errors(auto.folder, "run the same command with --resume"):
-        table = _sensitivities(auto, known, progress)
+        table = _sensitivities(auto, saved, progress)
         losses = table.losses(auto.units)
         search, rooms = _Search(auto, losses, progress), []
         if auto.request.options.gpu:
@@ -133,7 +133,7 @@ def kept(auto: Auto) -> str:
     left = len(sensitivities.read(auto.table).missing(auto.units))
     if left:
         return f"sensitivities of {len(auto.units) - left} of {count(len(auto.units), 'unit')} are"
-    return "the table of sensitivities and what was made of it are"
+    return "the table of sensitivities and the finished outputs are"
 
 
 def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
@@ -153,22 +153,22 @@ def _open(auto: Auto, progress: Progress) -> Sensitivities | None:
         _clear(folder)
     progress.phase("hashing the source")
     paths = (auto.table, request.options.sensitivities)
-    saved = next((path for path in paths if path and path.exists()), None)
-    table = saved and sensitivities.load(saved, auto.identity, auto.units)
+    path = next((path for path in paths if path and path.exists()), None)
+    table = path and sensitivities.load(path, auto.identity, auto.units)
     folder.mkdir(parents=True, exist_ok=True)
     return table
 
 
-def _sensitivities(auto: Auto, known: Sensitivities | None, progress: Progress) -> Sensitivities:
-    """Measure the units missing in `known`; return the table, saved after each walk through the model."""
+def _sensitivities(auto: Auto, saved: Sensitivities | None, progress: Progress) -> Sensitivities:
+    """Measure the units missing in `saved`; return the table, saved after each walk through the model."""
     try:
-        if not known or known.missing(auto.units):
-            for table in measure(auto, progress, known):
+        table = saved
+        if not saved or saved.missing(auto.units):
+            for table in measure(auto, progress, saved):
                 table.save(auto.table)
-            known = table
         for path in filter(None, (auto.table, auto.request.options.sensitivities)):
-            known.save(path)
-        return known
+            table.save(path)
+        return table
     finally:
         if not auto.table.exists():  # nothing is kept, so the next run begins anew
             shutil.rmtree(auto.folder)
@@ -186,8 +186,8 @@ class _Search:
         self._progress.step(self._steps, max(self._steps, self._most_steps))
 
     def with_cache(self) -> tuple[Auto, list[dict[str, Any]]]:
-        """Choose the type of the KV cache with which weights and cache together lose least. Return the search
-        with this type, and the rows of `rooms` that suffice, with both divergences."""
+        """Choose the type of the KV cache with the least divergence of weights and cache together. Return the
+        search with this type, and the `rooms` that hold the smallest weights, each with both divergences."""
         auto, losses = self._auto, self._losses
         results = self._evaluated([auto.job.checkpoint], auto.space.caches)
         measured, rooms = {result.kv.dtype: result.metrics.kld.mean for result in results[1:]}, []
@@ -202,7 +202,7 @@ class _Search:
         return self._auto, rooms
 
     def within_bytes(self, budget: int) -> Made:
-        """Make the best choice within `budget` bytes; a smaller one if its files exceed --max-size."""
+        """Make the best choice within `budget` bytes, and smaller choices while files exceed --max-size."""
         auto, limit = self._auto, None
         if auto.request.options.max_size is not None:
             limit = budget + auto.fixed_bytes
@@ -211,12 +211,12 @@ class _Search:
             taken = made.record["disk_bytes"]
             if limit is None or taken <= limit:
                 return made
-            budget -= (taken - limit) << attempt  # each choice's recipe has another size
+            budget -= (taken - limit) << attempt  # the recipe's size changes with the choice
         raise QuantkitError(f"the files take {megabytes(taken)} or more", "raise --max-size", USAGE)
 
     def within_divergence(self) -> list[Made]:
         """Make choices until the measured divergence is within --max-kld; return all, the best last. After
-        each, the bound for the predicted divergence is corrected by the error of the prediction."""
+        each result, the bound for the predicted divergence is corrected by the error of the prediction."""
         most = bound = self._auto.request.options.max_kld
         tried: list[Made] = []
         for _ in range(cost.CHOICES_TRIED):
@@ -240,8 +240,8 @@ class _Search:
         return tried
 
     def uniform(self, searched: Made) -> Made | None:
-        """Make the best preset within the budget; return None if all are larger. With --max-size or --max-kld
-        the budget is the size of `searched`."""
+        """Make the best preset within the budget; return None if all presets are larger. With --max-size or
+        --max-kld the budget is the size of `searched`."""
         auto, allowed = self._auto, searched.record["chosen_bytes"]
         if auto.request.options.bpw is not None:
             allowed = auto.budget_bytes()

@@ -1,4 +1,4 @@
-"""Prints a search."""
+"""Prints the plan or the result of `quantkit auto`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quantkit.inspection import names
 from quantkit.tables import make_table, megabytes, print_facts, print_table, ranges
 
 MEASURED = {  # rows of the table that compares the searched model with a uniform one
-    "size": lambda row: megabytes(row["output_bytes"]),
-    "size of files": lambda row: megabytes(row["disk_bytes"]),
-    "bits/weight": lambda row: f"{row['bits_per_weight']:.2f}",
-    "predicted KL divergence": lambda row: f"{row['predicted_kld']:.5f}",
-    "measured KL divergence": lambda row: f"{row['kld']:.5f} ± {row['kld_stderr']:.5f}",
-    "perplexity": lambda row: f"{row['ppl']:.2f}",
+    "size": lambda result: megabytes(result["output_bytes"]),
+    "size of files": lambda result: megabytes(result["disk_bytes"]),
+    "bits/weight": lambda result: f"{result['bits_per_weight']:.2f}",
+    "predicted KL divergence": lambda result: f"{result['predicted_kld']:.5f}",
+    "measured KL divergence": lambda result: f"{result['kld']:.5f} ± {result['kld_stderr']:.5f}",
+    "perplexity": lambda result: f"{result['ppl']:.2f}",
 }
 
 
@@ -81,9 +81,9 @@ def _time(seconds: tuple[float, float] | None) -> str:
 def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:
     """Print how many bits fit with each type of the KV cache and with half of the context."""
     table = make_table("KV cache", "tokens", "bits/weight", "KL of weights", "KL of cache")
-    for row in rooms:
-        lost = (f"{row[name]:.5f}" if name in row else "–" for name in ("predicted_kld", "cache_kld"))
-        table.add_row(row["cache"], f"{row['ctx']:,}", f"{row['bits']:.2f}", *lost)
+    for room in rooms:
+        lost = (f"{room[name]:.5f}" if name in room else "–" for name in ("predicted_kld", "cache_kld"))
+        table.add_row(room["cache"], f"{room['ctx']:,}", f"{room['bits']:.2f}", *lost)
     if rooms:
         console.print(table)
 

@@ -43,14 +43,14 @@ def _version(requested: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print it and exit."
+        False, "--version", callback=_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     ranks.refuse_letters()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Idle threads sleep instead of spinning: five times faster where another job shares the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Large tensors on large pages, where Linux has them: a fifth of a data-free job went into page faults.
+    # Put large tensors on large pages where Linux has them: page faults took a fifth of a data-free job.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler prints its start and stop
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")

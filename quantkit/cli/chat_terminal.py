@@ -18,7 +18,7 @@ from quantkit.serving.chat.session import Answer, ChatSession
 from quantkit.tables import megabytes, print_line, size
 
 PROMPT, MORE = "> ", "… "
-STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # others have a note or need none
+STOPS = {"length": ", stopped by -n", "interrupted": ", interrupted"}  # other stops have a note or need none
 
 
 class Terminal:
@@ -30,7 +30,7 @@ class Terminal:
         self.console = Console(stderr=True, highlight=False, markup=False)
         self._edits = self.typed and sys.stdout.isatty() and not as_json
         if self._edits:
-            with suppress(ImportError):  # there is none on Windows, which edits by itself
+            with suppress(ImportError):  # Windows has no readline: its console edits lines
                 import readline  # noqa: F401  (input() edits lines with it)
 
     def read(self, more: bool = False) -> str:
@@ -115,7 +115,7 @@ def _turn(
         session.stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    if terminal.typed and before not in (signal.SIG_IGN, None):  # unless it is ignored
+    if terminal.typed and before not in (signal.SIG_IGN, None):  # unless SIGINT is ignored
         signal.signal(signal.SIGINT, stop)
     try:
         made = answer(terminal.write)

@@ -30,7 +30,7 @@ def _imatrix(context: typer.Context, **values: Any) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first output, because torch takes seconds
             from quantkit.cli import job_report
             from quantkit.quantize import job
             from quantkit.quantize.prepare import imatrix_job

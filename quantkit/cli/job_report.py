@@ -89,9 +89,9 @@ def print_plans(jobs: Sequence[Job]) -> None:
     where = f"about {megabytes(memory)} on {execution.device}, {megabytes(host)} on the host"
     if execution.device == "cpu":
         where = f"about {megabytes(memory)} on the CPU, and Python itself"
-    several = plans[0].ranks
-    if several > 1:
-        where += f", for each of {several} processes"
+    ranks = plans[0].ranks
+    if ranks > 1:
+        where += f", for each of {ranks} processes"
     facts |= {
         "memory": where,
         "disk": f"{megabytes(sum(plan.disk_bytes for plan in plans))} while it runs",
@@ -155,7 +155,7 @@ def _reached(seen: ExpertTokens) -> str:
 
 def _scaled(linears: Mapping[str, dict]) -> str:
     """Return a text such as `30 linears, columns by up to 38×; 18 linears unchanged: …`."""
-    spreads = [row["spread"] for row in linears.values() if row["into"]]
+    spreads = [scaling["spread"] for scaling in linears.values() if scaling["into"]]
     parts = [f"{count(len(spreads), 'linear')}, columns by up to {max(spreads):.1f}×"] if spreads else []
     if left := len(linears) - len(spreads):
         parts.append(f"{count(left, 'linear')} unchanged: no layer before absorbs scales")
@@ -196,7 +196,7 @@ def calibration(made: dict | None) -> str:
 
 
 def print_result(result: Result, as_json: bool) -> None:
-    """Print what a command made, or that `--resume` found it finished."""
+    """Print the results of a command, or that its outputs were finished before `--resume`."""
     if as_json:
         return print(json.dumps(result.record(), indent=2))
     for summary in result.summaries:
@@ -251,9 +251,9 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 
 def print_load(console: Console, output: str) -> None:
     """Print a line for each client known to load the result: the command or the call that loads it."""
-    made, _ = look.at(output)
-    needs = clients.packages(made["clients"])
-    for index, (client, line) in enumerate(clients.load_lines(made["clients"], output).items()):
+    record, _ = look.at(output)
+    needs = clients.packages(record["clients"])
+    for index, (client, line) in enumerate(clients.load_lines(record["clients"], output).items()):
         after = f"  (pip install {needs[client]})" if client in needs else ""
         console.print(f"{'or' if index else 'load':12s} {line}{after}", markup=False, soft_wrap=True)
 

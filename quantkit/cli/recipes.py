@@ -45,9 +45,9 @@ FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write
 @app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
 def list_command(as_json: AS_JSON = False) -> None:
     """List the recipes that come with quantkit."""
-    rows = [recipe.load(name) for name in recipe.shipped()]
+    recipes = [recipe.load(name) for name in recipe.shipped()]
     if as_json:
-        records = [{"name": r.name, "method": r.method, "description": r.description} for r in rows]
+        records = [{"name": r.name, "method": r.method, "description": r.description} for r in recipes]
         print(json.dumps({"schema": "quantkit.recipes/1", "recipes": records}, indent=2))
         return
     from rich import box
@@ -57,8 +57,8 @@ def list_command(as_json: AS_JSON = False) -> None:
     table = Table("recipe", "method", "description", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in table.columns[:2]:
         column.no_wrap = True
-    for row in rows:
-        table.add_row(row.name, row.method, row.description)
+    for shipped in recipes:
+        table.add_row(shipped.name, shipped.method, shipped.description)
     Console(highlight=False, markup=False).print(table)
 
 

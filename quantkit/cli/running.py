@@ -74,10 +74,10 @@ def with_verbose(function: Callable[..., None]) -> Callable[..., None]:
     def invoke(verbose: bool, **values: Any) -> None:
         function(**{name: decoded(value) for name, value in values.items()})
 
-    rows = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = inspect.signature(function, eval_str=True).parameters.values()
     added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
-    invoke.__signature__ = inspect.Signature([*rows, added])
-    invoke.__annotations__ = {row.name: row.annotation for row in (*rows, added)}
+    invoke.__signature__ = inspect.Signature([*parameters, added])
+    invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, added)}
     return invoke
 
 
@@ -99,7 +99,7 @@ def run(app: typer.Typer) -> NoReturn:
     """Run the command line and exit; every error is printed as `error:` and `hint:` on stderr."""
     streams.prepare()
     state = SimpleNamespace(verbose=False)
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # if its retries fail, quantkit prints an error
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # quantkit prints the error of failed retries
     try:  # standalone, Typer would print the parser's errors its own way
         with _handled([signal.SIGTERM], _terminate):
             code = app(prog_name="quantkit", standalone_mode=False, obj=state)
@@ -138,8 +138,9 @@ def _terminate(number: int, frame: Any) -> NoReturn:
 
 @functools.cache
 def _release_forks() -> None:
-    """Let SIGTERM end forked processes, in spite of a handler of this module: multiprocessing sends it to its
-    workers. The signal is blocked while a process starts, because Python drops earlier signals."""
+    """Let SIGTERM end forked processes, in spite of a handler of this module: multiprocessing stops its
+    workers with SIGTERM. The signal is blocked while a process starts, because Python drops earlier
+    signals."""
 
     def reset() -> None:
         if getattr(signal.getsignal(signal.SIGTERM), "__module__", "") == __name__:
@@ -160,13 +161,13 @@ def _handled(numbers: Iterable[int], handler: Callable[[int, Any], None]) -> Ite
     if hasattr(os, "register_at_fork"):  # not on Windows
         _release_forks()
     before = {number: signal.getsignal(number) for number in numbers}
-    heard = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
-    for number in heard:
+    handled = [number for number, old in before.items() if old not in (signal.SIG_IGN, None)]
+    for number in handled:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in heard:
+        for number in handled:
             signal.signal(number, before[number])
 
 
@@ -195,28 +196,28 @@ def resumable(
 ) -> Iterator[None]:
     """Turn an interrupt into an error whose hint is the command that continues.
 
-    folders: the staging folder of each output. kept: words for their content. made: returns the outputs that
-    are finished. begun: returns whether nothing has been staged yet.
+    folders: the staging folder of each output. kept: returns words for the folders' content. made: returns
+    the outputs that are finished. begun: returns whether nothing has been staged yet.
     """
-    with stopping() as asked:
+    with stopping() as codes:
         try:
             yield
         except BaseException as error:
-            if not asked and isinstance(error, KeyboardInterrupt):
-                asked.append(INTERRUPTED)
-            if not asked:
+            if not codes and isinstance(error, KeyboardInterrupt):
+                codes.append(INTERRUPTED)
+            if not codes:
                 if ranks.process_count() > 1 and isinstance(error, QuantkitError) and not error.hint:
                     again = f"continue, with any number of processes, with: {_again()}"
                     error.hint = f"{kept()} kept in {folders[0]}; {again}"
                 raise
-            finished, word = made(), EXIT_CODES[asked[0]]
+            finished, word = made(), EXIT_CODES[codes[0]]
             if len(finished) == len(folders):
                 message = f"{word}; {' and '.join(map(str, finished))} finished"
-                raise QuantkitError(message, "measure with: quantkit eval", asked[0]) from error
-            there = [folder for folder in folders if folder.exists()]
-            what = f"{word}; {'no ' * begun()}{kept()} kept in {there[0]}" if there else word
-            hint = f"continue with: {_again()}" if there or finished else f"begin again with: {_typed()}"
-            raise QuantkitError(what, hint, asked[0]) from error
+                raise QuantkitError(message, "measure with: quantkit eval", codes[0]) from error
+            existing = [folder for folder in folders if folder.exists()]
+            what = f"{word}; {'no ' * begun()}{kept()} kept in {existing[0]}" if existing else word
+            hint = f"continue with: {_again()}" if existing or finished else f"begin again with: {_typed()}"
+            raise QuantkitError(what, hint, codes[0]) from error
 
 
 @contextmanager
@@ -246,11 +247,11 @@ def _typed() -> str:
 
 
 def _give_up_unread() -> None:
-    """Redirect streams that cannot be flushed to /dev/null, so that Python exits with our exit code."""
+    """Redirect to /dev/null the streams that cannot be flushed, so that Python exits with our exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # its reader went away, or its disk is full
+        except OSError:  # the reader went away, or the disk is full
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
@@ -278,7 +279,7 @@ def print_error(error: QuantkitError) -> None:
 
 
 def _unexpected(error: Exception) -> QuantkitError:
-    """Return the QuantkitError for an exception that is not one: memory, disk, a file, or a bug."""
+    """Return the QuantkitError for another exception: no memory, a full disk, a file, or a bug."""
     if memory_ran_out(error):
         hint = "close other programs, or choose options that need less memory"
         return QuantkitError(f"memory ran out: {first_line(error)}", hint, RESOURCES)

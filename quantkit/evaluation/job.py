@@ -27,7 +27,7 @@ def measure(
 ) -> dict:  # fmt: skip
     """Compare checkpoints with the first; return the JSON of `quantkit eval`, failed gates included.
 
-    revision: of the first model. described: the model whose card gets its results.
+    revision: revision of the first model. described: folder of the model whose card gets the results.
     """
     asked.check()
     chosen, most = metrics.select(asked.metrics), asked.max_memory
@@ -53,8 +53,8 @@ def measure(
         checkpoints, text, precision, device, progress.evaluating, asked.trials, chosen, harness, caches,
         asked.weights_only, memory,
     )  # fmt: skip
-    given = harness.record() if harness else None
-    made = record(text.protocol, precision, device, measured, chosen, limits, given)
+    task_settings = harness.record() if harness else None
+    made = record(text.protocol, precision, device, measured, chosen, limits, task_settings)
     if described and distributed.rank() == 0:
         card.add(made, described)
     return made

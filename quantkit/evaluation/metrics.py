@@ -1,4 +1,4 @@
-"""From scores of single tokens to the metrics of a model, with standard errors.
+"""Computes the metrics of a model, with standard errors, from scores of single tokens.
 
 Metrics are means over scored tokens, in nats, or functions of such means; the delta method gives the standard
 errors of functions. Standard errors treat tokens as independent. Differences to the base are paired by token:
@@ -34,11 +34,11 @@ class Scores:
 
     def of_all_ranks(self) -> Scores:
         """Gather the scores of all ranks, in the order of the windows."""
-        parts = distributed.all_gather(self)
-        if len(parts) == 1:
+        gathered = distributed.all_gather(self)
+        if len(gathered) == 1:
             return self
         names = [name for name, values in vars(self).items() if values is not None]
-        return Scores(**{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+        return Scores(**{name: torch.cat([getattr(scores, name) for scores in gathered]) for name in names})
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def write(
     tokens = texts = 0
     more = replace(settings, samples=settings.samples + settings.samples // SPARE + 1)
     try:
-        with atomic.replacing(output) as part, open(part, "w", encoding="utf-8") as file:
+        with atomic.replacing(output) as temporary, open(temporary, "w", encoding="utf-8") as file:
             for batch in sequences(checkpoint, more, dtype, device, listen):
                 for ids in batch[:, 1:].tolist():
                     text = checkpoint.tokenizer.decode(ids, skip_special_tokens=True)
@@ -93,7 +93,7 @@ def write(
                 tokens, texts = tokens + batch.numel(), texts + len(batch)
     except OSError as error:
         what = f"{output} cannot be written: {error.strerror}"
-        raise QuantkitError(what, "give another place with -o", RESOURCES) from error
+        raise QuantkitError(what, "choose another file with -o", RESOURCES) from error
     return {
         "schema": SCHEMA,
         "source": checkpoint.source,

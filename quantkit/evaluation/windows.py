@@ -1,4 +1,4 @@
-"""Cuts a text into windows of tokens; records the protocol, on which perplexities depend."""
+"""Cuts a text into windows of tokens, and records the protocol on which perplexities depend."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ def load(
     limit: int | None = None, offline: bool = False, column: str = CalibrationOptions.text_column,
 ) -> Windows:  # fmt: skip
     """Cut a text into windows. text: a file, a dataset of the hub, or None for the shipped held-out text.
-    limit: use only the first `limit` tokens. column: with the text, of a file or dataset with columns.
+    limit: use only the first `limit` tokens. column: name of the text column, for a file or dataset with
+    columns.
 
     Raises QuantkitError if the text is missing or shorter than one window, or if `ctx` exceeds the
     model's context.
@@ -107,7 +108,7 @@ def load(
     if bos:
         ids = torch.cat([torch.full((len(ids), 1), tokenizer.bos_token_id), ids], 1)
     checkpoint.check_ids(ids.unique().tolist())
-    overlap = ctx - step - bos  # text tokens a window shares with the one before
+    overlap = ctx - step - bos  # text tokens that a window shares with the previous window
     first = [0] + [max(0, overlap + bos - 1)] * (len(starts) - 1) if overlap > 0 else [0] * len(starts)
     scored = sum(ctx - 1 - start for start in first)
     protocol = Protocol(

@@ -18,9 +18,9 @@ from quantkit.grids.levels import TableLevels, constant, usable
 
 BLOCK = 64
 NESTED_BLOCK = 256
-UNITS = 8192  # steps in absmax: intervals between integers are looked up
-UPPER = 20  # bits of a float32 that nearly always tell its code
-DOUBT = 1 << 14
+UNITS = 8192  # steps per absmax; TableLevels looks up the nearest level of each step
+UPPER = 20  # upper bits of a float32, which nearly always determine its code
+DOUBT = 1 << 14  # flag of upper bits that do not
 TABLE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
@@ -40,8 +40,8 @@ class Nf4Params:
 class NestedParams:
     """Double-quantized absmax: `absmax = dynamic_map[code] * nested + offset`.
 
-    code: uint8. nested: float32, the largest |absmax - offset| in each absmax's block of 256. offset:
-    float32, mean absmax of the matrix. All three have the shape of absmax.
+    code: uint8. nested: float32, the largest |absmax - offset| of the block of 256 to which an absmax
+    belongs. offset: float32, mean absmax of the matrix. All three have the shape of absmax.
     """
 
     code: Tensor
@@ -101,7 +101,8 @@ class Nf4Grid(TableLevels):
         return unpack(pack(codes), params.absmax)
 
     def scaled(self, params: Nf4Params | NestedParams, factor: Tensor) -> Nf4Params | NestedParams:
-        """Return absmax times `factor [rows]`; if double-quantized, the nearest that its block can store."""
+        """Return absmax times `factor [rows]`; if double-quantized, the nearest value that its block
+        stores."""
         if not self.double_quant:
             return Nf4Params(params.absmax * factor)
         exact = (params.absmax * factor - params.offset) * _inverse(params.nested)
@@ -131,7 +132,7 @@ def pack(codes: Tensor) -> Tensor:
     """Pack codes `[rows, columns]` to uint8 `[rows, columns / 2]`, two in a byte, the first in the high
     nibble."""
     packed = torch.empty(len(codes), codes.shape[1] // 2, dtype=torch.uint8, device=codes.device)
-    pairs = codes.contiguous().view(torch.int16)  # little-endian: the first is the low byte
+    pairs = codes.contiguous().view(torch.int16)  # little-endian: the first code is the low byte
     return by_rows(lambda rows: (rows << 4).bitwise_or_(rows >> 8), packed, pairs)
 
 
@@ -162,7 +163,7 @@ def dynamic_map(device: torch.device | None = None) -> Tensor:
     """Return the 256 values of bitsandbytes' signed dynamic 8-bit type, float32, ascending.
 
     Dettmers 2015, arXiv:1511.04561, section 2.1: a decimal exponent of 0 to 6 in unary; the remaining bits
-    divide [0.1, 1] evenly and stand for the middles. The two codes that remain are 0 and 1.
+    number equal parts of [0.1, 1], and the value is the middle of a part. Two more codes are 0 and 1.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
@@ -182,14 +183,14 @@ def _inverse(absmax: Tensor) -> Tensor:
     return torch.where(absmax > 0, 1 / absmax, 0.0)
 
 
-# ---- rounding to at most 256 ascending float32 values, and back, by look-up: a thirtieth of a search's time
+# ---- rounding to at most 256 ascending float32 values and decoding, by look-up: 30 times as fast as search
 
 
 def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
     """Return codes, uint8, of the values nearest to `scaled` of any shape; ties go to the lower value.
 
-    On a CPU most are found by the upper bits of the number. The few that these leave open, and all on an
-    accelerator, are found by a binary search.
+    On a CPU, the upper bits of a number nearly always determine its code. Other codes, and all codes on an
+    accelerator, come from a binary search.
     """
     midpoints = _midpoints(values, scaled.device)
     if scaled.device.type != "cpu":
@@ -199,24 +200,24 @@ def nearest(scaled: Tensor, values: tuple[float, ...]) -> Tensor:
     index = (flat.view(torch.int32) >> (32 - UPPER)).bitwise_and_((1 << UPPER) - 1)
     codes = table.index_select(0, index)
     width, word = (4, torch.int64) if len(codes) % 4 == 0 else (1, torch.int16)
-    doubtful = (codes.view(word) & sum(DOUBT << 16 * place for place in range(width))).nonzero()[:, 0]
+    doubtful = (codes.view(word) & sum(DOUBT << 16 * lane for lane in range(width))).nonzero()[:, 0]
     if len(doubtful):
-        again = torch.bucketize(flat.view(-1, width)[doubtful], midpoints, out_int32=True)
-        codes.view(-1, width)[doubtful] = again.to(torch.int16)
+        searched = torch.bucketize(flat.view(-1, width)[doubtful], midpoints, out_int32=True)
+        codes.view(-1, width)[doubtful] = searched.to(torch.int16)
     return codes.to(torch.uint8).view(scaled.shape)
 
 
 @cache
 def _midpoints(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return the means of neighbours."""
+    """Return the midpoints between neighbouring values."""
     ascending = torch.tensor(values)
     return ((ascending[1:] + ascending[:-1]) / 2).to(device)
 
 
 @cache
 def _by_upper_bits(values: tuple[float, ...]) -> Tensor:
-    """Return the code of all float32 with the same upper UPPER bits, int16 `[2 ** UPPER]`, plus DOUBT if they
-    have several codes."""
+    """Return the code of the float32 values that share their upper UPPER bits, int16 `[2 ** UPPER]`. DOUBT is
+    added where these values have several codes."""
     midpoints = _midpoints(values, torch.device("cpu"))
     lower = 32 - UPPER
     start = torch.arange(1 << UPPER, dtype=torch.int64) << lower

@@ -1,4 +1,4 @@
-"""One checkpoint, or two and their differences: the JSON of `quantkit inspect`."""
+"""The JSON of `quantkit inspect`: one checkpoint, or two and their differences."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from quantkit.models.files.head import EMBEDDING
 
-PARTS = {  # the first that matches a name counts
+PARTS = {  # the first pattern that matches a name counts
     "head": r"^(model\.)?(lm_head|embed_out|output)\.|\.lm_head\.",
     "norms": r"norm|(^|[._])ln(_|\d|\.)",
     "embeddings": r"^(?!.*\.\d+\.).*(embed|wte\.|wpe\.|token_embd|position_embd)",
@@ -21,7 +21,7 @@ EXPERT = re.compile(r"\bexperts\.\d+\.")
 
 def part_of(name: str) -> str:
     """Return the part of the model that a parameter belongs to: a key of PARTS, such as `head`."""
-    return next(part for part, pattern in PARTS.items() if re.search(pattern, name))
+    return next(key for key, pattern in PARTS.items() if re.search(pattern, name))
 
 
 def split(name: str) -> tuple[int | None, str]:
@@ -55,7 +55,7 @@ def parent(name: str) -> str:
 
 def language_stack(names: Iterable[str]) -> str | None:
     """Return the stack of blocks of the language model: the only stack, or the only one whose prefix also has
-    input embeddings. None if that is unclear."""
+    input embeddings. None if several or none are left."""
     names = list(names)
     stacks = {stack for name in names if (stack := stack_of(name)) is not None}
     if len(stacks) > 1:

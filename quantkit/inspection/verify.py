@@ -25,7 +25,7 @@ SCHEMA = "quantkit.verify/2"
 ERRORS = {"weight_error": weight_error, "weight_error_up_to_scales": error_up_to_scales}  # names in manifests
 ERROR_TOLERANCE = 1e-4  # relative: other processors change errors by 2e-6, one code of 4 bits by up to 1e-3
 LEAST_ERROR = 1e-9  # errors smaller than this are rounding of float32
-WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # than the checksums
+WRITTEN_LATER = {MANIFEST, "README.md", "quantkit-timings.json"}  # files written after the checksums
 CPU = torch.device("cpu")
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}  # dtypes of jobs, besides float32
 
@@ -53,12 +53,12 @@ def verify(
     made = record.describe(contents)
     result["made"] = made["provenance"]
     result["files"] = list(_files(contents, manifest, result, listen))
-    odd = [row for row in result["files"] if row["state"] != "same"]
-    result["problems"] += [f"{row['name']} {row['state']}" for row in odd]
+    different = [file for file in result["files"] if file["state"] != "same"]
+    result["problems"] += [f"{file['name']} {file['state']}" for file in different]
     result["problems"] += [
         problem
         for problem in made["integrity"]["problems"]
-        if not any(row["name"] in problem for row in odd)  # consequences of a file reported already
+        if not any(file["name"] in problem for file in different)  # without consequences of these files
     ]
     if result["problems"]:  # do not decode damaged files
         result["notes"].append("values were not read" + ", and errors not measured" * (base is not None))
@@ -72,9 +72,10 @@ def verify(
         original = open_checkpoint(base, trust_remote_code=trust_remote_code)
         result["linears"] = list(_linears(checkpoint, original, manifest, result, listen))
         result["problems"] += [
-            f"{row['name']} is {row['error']:.4g} from its source, the manifest says {row['recorded']:.4g}"
-            for row in result["linears"]
-            if not row["agrees"]
+            f"{linear['name']} is {linear['error']:.4g} from its source, "
+            f"the manifest says {linear['recorded']:.4g}"
+            for linear in result["linears"]
+            if not linear["agrees"]
         ]
     return result
 
@@ -86,7 +87,7 @@ def _files(
     root, read, whole = contents.path, 0, sum(contents.files.values())
     assert root is not None
 
-    def heard(nbytes: int) -> None:
+    def advance(nbytes: int) -> None:
         nonlocal read
         read += nbytes
         listen("hashing", min(read, whole), whole)
@@ -98,7 +99,7 @@ def _files(
         for path in gguf_shards.of(root):
             recorded = gguf_file.read_whole_header(path).metadata.get(key)
             if isinstance(recorded, str):
-                changed = checksums.of_tensors(path, heard) != recorded
+                changed = checksums.of_tensors(path, advance) != recorded
                 yield {"name": path.name, "state": "was changed" if changed else "same"}
             else:
                 result["notes"].append(f"{path.name} holds no sum of its tensors: quantkit 0.3 writes one")
@@ -112,7 +113,7 @@ def _files(
         if name not in contents.files:  # a manifest must not name other folders
             yield {"name": name, "state": "is absent"}
         else:
-            state = "same" if checksums.of_file(root / name, listen=heard) == digest else "was changed"
+            state = "same" if checksums.of_file(root / name, listen=advance) == digest else "was changed"
             yield {"name": name, "state": state}
     added = sorted(contents.files.keys() - recorded.keys() - WRITTEN_LATER)
     if added:
@@ -128,8 +129,8 @@ def _linears(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for every linear: its error, measured again, and the error in the manifest."""
     job = manifest.get("job", {})
-    rows = {row["name"]: row for row in manifest.get("linears", ()) if _measure(row)}
-    if not rows:
+    entries = {entry["name"]: entry for entry in manifest.get("linears", ()) if _measure(entry)}
+    if not entries:
         result["notes"].append("errors were not measured: the manifest records no errors to compare with")
         return
     source = (manifest.get("source") or {}).get("sha256")
@@ -142,23 +143,23 @@ def _linears(
     sides = [Skeleton(made, dtype, CPU) for made in (checkpoint, base)]
     stored = [_stored(side) for side in sides]
     shapes = [{name: tensor.shape for name, (_, tensor) in side.items()} for side in stored]
-    lost = sorted(name for name in rows if shapes[0].get(name) != shapes[1].get(name, ()))
-    of = f"{count(len(lost), 'linear')} of the manifest: {name_all(lost, 3)}"
-    what = f"{base.source} and {checkpoint.source} do not share {of}"
-    require(not lost, what, "give the checkpoint that it was made of", UNSUPPORTED)
-    for done, (name, row) in enumerate(rows.items(), start=1):
+    lost = sorted(name for name in entries if shapes[0].get(name) != shapes[1].get(name, ()))
+    linears = f"{count(len(lost), 'linear')} of the manifest: {name_all(lost, 3)}"
+    what = f"{base.source} and {checkpoint.source} do not share {linears}"
+    require(not lost, what, "give the model that was quantized", UNSUPPORTED)
+    for done, (name, entry) in enumerate(entries.items(), start=1):
         values, weight = (side.read(*names[name]) for side, names in zip(sides, stored, strict=True))
-        kind = _measure(row)
-        error, recorded = ERRORS[kind](weight.float(), values), float(row[kind])
+        kind = _measure(entry)
+        error, recorded = ERRORS[kind](weight.float(), values), float(entry[kind])
         agrees = abs(error - recorded) <= ERROR_TOLERANCE * recorded + LEAST_ERROR
         yield {"name": name, "measure": kind, "error": error, "recorded": recorded, "agrees": agrees}
-        listen("measuring errors again", done, len(rows))
+        listen("measuring errors again", done, len(entries))
 
 
-def _measure(row: Mapping[str, Any]) -> str | None:
-    """Return the name of the error that a row of the manifest contains, or None."""
-    errors = [kind for kind in ERRORS if isinstance(row.get(kind), (int, float))]
-    return errors[0] if errors and isinstance(row.get("name"), str) else None
+def _measure(entry: Mapping[str, Any]) -> str | None:
+    """Return the name of the error that a linear's entry in the manifest contains, or None."""
+    errors = [kind for kind in ERRORS if isinstance(entry.get(kind), (int, float))]
+    return errors[0] if errors and isinstance(entry.get("name"), str) else None
 
 
 def _stored(skeleton: Skeleton) -> dict[str, tuple[str, torch.Tensor]]:

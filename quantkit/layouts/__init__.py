@@ -1,4 +1,4 @@
-"""Layouts: the tensors of one quantized linear for a client. One file each, found by name.
+"""Layouts: the tensors of one quantized linear for a client. One file per layout, found by its name.
 
 A file holds the class of a layout; NAME, its name in configurations; and `detect(config)`, which returns the
 layout of a stored configuration. inspection/clients.yaml lists the clients. torch is imported only where
@@ -39,7 +39,7 @@ DTYPES = {  # by torch's names
     **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0"},
 }
 Numbers = tuple[int, int | None]  # bits, and columns of a group: None for whole rows
-FLOATS = {"F64", "F32", "F16", "BF16", "F8_E8M0"}  # a scale may be stored as any of them
+FLOATS = {"F64", "F32", "F16", "BF16", "F8_E8M0"}  # dtypes in which a scale may be stored
 Table = dict[str, tuple[str, tuple[int, ...]]]  # suffix -> dtype and shape of a linear's tensor
 
 # Linears that serving engines fuse, by the name of the fused linear.
@@ -50,7 +50,7 @@ class Statistic(Enum):
     """A statistic of calibration text that a solver, a transform, a layout or an output needs."""
 
     HESSIAN = "2 XᵀX / tokens of a site's inputs X"
-    DRIFT = "what the site's inputs and its hidden states miss of the original model's"
+    DRIFT = "original model's inputs and hidden states at a site, minus the quantized model's"
     CURVATURE = "second moments of the gradients at a linear's outputs"
     MAGNITUDE = "mean |x| of each channel"
     PEAK = "largest |x| of each channel"
@@ -110,14 +110,14 @@ class OutOfReach(LookupError):
 class Layout(ABC):
     """The storage of a quantized linear for a client. `encode` and `decode` are exact inverses.
 
-    A linear X is packed if the tensor `X.<marker>` is stored. suffixes: all tensors of X; code_part: the one
-    with the codes. label: the name of these codes in `inspect`. fused: engines merge several linears into
-    one. experts_note: a note for models with experts. takes_matrices: engines treat other matrices of a
+    A linear X is packed if the tensor `X.<marker>` is stored. suffixes: all tensors of X; code_part: the
+    tensor with the codes. label: the name of these codes in `inspect`. fused: engines merge several linears
+    into one. experts_note: a note for models with experts. takes_matrices: engines treat other matrices of a
     block, such as routers, as linears unless `outside` names them. floats: suffixes with floating-point
-    parameters. needs: statistics that the layout stores. rounds_inputs:
-    `module` quantizes inputs of some linears. optional: suffixes that may be absent. texts: suffixes whose
-    length `tensors` estimates. outside: matrices outside the blocks that clients read packed. cache_scales:
-    names in an attention of the scales of keys and values.
+    parameters. needs: statistics that the layout stores. rounds_inputs: `module` quantizes inputs of some
+    linears. optional: suffixes that may be absent. texts: suffixes whose length `tensors` estimates. outside:
+    matrices outside the blocks that clients read packed. cache_scales: names of the scales of keys and values
+    in an attention module.
     """
 
     marker: str
@@ -140,7 +140,7 @@ class Layout(ABC):
         return self
 
     def unstacked(self, infos: dict[str, Any]) -> dict[str, Any]:
-        """Return a file's tensors, by name, with one for each expert."""
+        """Return a file's tensors, by name, with one tensor per expert."""
         return infos
 
     def stacks(self, names: Iterable[str]) -> dict[str, list[str]]:
@@ -148,11 +148,11 @@ class Layout(ABC):
         return {}
 
     def of_job(self, specs: Sequence[LinearSpec]) -> Layout:
-        """Return the layout for the linears of a job, if their tensors alone do not tell their bits."""
+        """Return the layout for the linears of a job; overridden where tensors do not show the bits."""
         return self
 
     def grid(self, grid: Grid, dtype: torch.dtype | None) -> Grid:
-        """Return the grid of what the layout stores in place of a method's grid. dtype: of the model."""
+        """Return the grid that the layout stores: a method's grid, or a replacement. dtype: the model's."""
         return grid
 
     def check(self, spec: LinearSpec) -> str | None:
@@ -178,7 +178,7 @@ class Layout(ABC):
 
     @property
     def numbers(self) -> Numbers | None:
-        """Return bits and group size (None: one group per row) in a stored configuration, if it has them."""
+        """Return bits and group size (None: one group per row) in a stored configuration, or None."""
         return None
 
     def checked_spec(self, tensors: Mapping[str, Any]) -> LinearSpec:
@@ -186,7 +186,7 @@ class Layout(ABC):
         return checked_spec(tensors, self)
 
     def nbytes(self, spec: LinearSpec) -> int:
-        """Return bytes that one quantized linear takes on disk."""
+        """Return the bytes that one quantized linear takes on disk."""
         return sum(DTYPE_BYTES[dtype] * math.prod(shape) for dtype, shape in self.tensors(spec).values())
 
     @abstractmethod
@@ -379,14 +379,14 @@ def kept_names(specs: Sequence[LinearSpec]) -> list[str]:
 
 
 def not_converted(specs: Sequence[LinearSpec], outside: Sequence[str]) -> list[str] | None:
-    """Return the modules that transformers must not convert. None leaves the head alone, too; a list must
-    name the head, or transformers converts it (4.49 to 4.51 in awq)."""
+    """Return the modules that transformers must not convert. None also keeps the head as it is; a list must
+    name the head, or transformers (4.49 to 4.51, awq) converts it."""
     kept = [*outside, *kept_names(specs)]
     return [*kept, "lm_head"] if kept else None
 
 
 def fusions(specs: Sequence[LinearSpec]) -> dict[str, list[LinearSpec]]:
-    """Return the linears that engines fuse, by engine name:
+    """Return the linears that engines fuse, by fused name:
     `{"model.layers.0.mlp.gate_up_proj": [gate, up]}`."""
     by_name = {spec.name: spec for spec in specs}
     fused_linears = {}

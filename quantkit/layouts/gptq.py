@@ -4,8 +4,9 @@ Per linear, `W[o, i] = scales[g_idx[i], o] * (q[i, o] - z[g_idx[i], o])`:
 `qweight` int32 `[in * bits / 32, out]`, a little-endian bit stream down the in dimension;
 `qzeros` int32 `[groups, out * bits / 32]`, the same stream along out, with z - 1 in `checkpoint_format`
 "gptq" and z in "gptq_v2"; `scales` float16 `[groups, out]`; `g_idx` int32 `[in]`.
-Codes of 5, 6 and 7 bits are split into planes of 4, 2 and 1 bits: every 32 codes store the words of one plane
-after those of another. Format "gptq_p", which only GPTQModel reads, holds z and also splits codes of 3 bits.
+Codes of 5, 6 and 7 bits are split into planes of 4, 2 and 1 bits. For every 32 codes, the words of one plane
+follow those of another. `checkpoint_format` "gptq_p", which only GPTQModel reads, holds z and also splits
+codes of 3 bits.
 Format: AutoGPTQ `qlinear_cuda_old.pack`, GPTQModel 7.6 `BaseQuantLinear.pack_original` and
 `utils/planar_packing.py`.
 """
@@ -40,7 +41,7 @@ class GptqLayout(Layout):
     other bits or groups get a rule there.
 
     rules: `(pattern, bits and group size)` of single linears in a stored configuration; None for a new
-    layout. version: of `FORMATS`; 1 loads in every client, 2 is needed for zero points of 0, 3 for 5 to 7
+    layout. version: key of `FORMATS`; 1 loads in every client, 2 is needed for zero points of 0, 3 for 5 to 7
     bits.
     """
 
@@ -153,7 +154,7 @@ class GptqLayout(Layout):
             "meta": {"quantizer": [f"quantkit:{__version__}"]},
         }
         rules = {name: rule for spec in specs if (rule := self._rule(spec)) for name in spec.spellings}
-        for name, members in fusions(specs).items():  # by which vLLM looks for a rule
+        for name, members in fusions(specs).items():  # vLLM looks up rules by fused names
             if members[0].name in rules and all(
                 self._rule(spec) == self._rule(members[0]) for spec in members
             ):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from quantkit.evaluation.windows import Protocol
 
 SCHEMA = "quantkit.eval/3"
-LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # for the Pareto front: the first one that was measured
+LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # loss of the Pareto front: the first that was measured
 
 
 def record(
@@ -89,7 +89,7 @@ def _beats(point: tuple, other: tuple) -> bool:
 
 
 def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
-    """Return the chosen metrics as JSON; those that compare with a base are null for the base."""
+    """Return the chosen metrics as JSON; metrics that compare with a base are null for the base."""
     values = asdict(metrics)
     return {name: values[name] for name in values if name in chosen | {"nll", "ppl"}}
 

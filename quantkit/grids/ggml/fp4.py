@@ -2,9 +2,9 @@
 32 with a power of two, or of 64 with four e4m3 scales.
 
 ggml counts in halves: values are 0, 1, 2, 3, 4, 6, 8 and 12 times half a scale. Its own encoders fit the
-largest weight and ignore importance; `grids/fp4.py` searches. Scales of NVFP4 are those of the matrix times a
-divisor, whose reciprocal is stored in a separate tensor, `NAME.scale`: without a divisor most scales of a
-language model would be too small for e4m3.
+largest weight and ignore importance; `grids/fp4.py` searches. NVFP4 stores the scales of a matrix times a
+divisor. The tensor `NAME.scale` holds the divisor's reciprocal. Without a divisor most scales of a language
+model would be too small for e4m3.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quantkit.grids.levels import usable
 
 HALF = 0.5
 LEAST_NORMAL = 2.0**-6  # e4m3
-LEAST_HALF = -128  # exponent of half the smallest scale of MXFP4, byte 0; ggml's own overflows to byte 255
-MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between values in halves; ggml rounds them down
+LEAST_HALF = -128  # exponent of half of MXFP4's smallest scale, byte 0; ggml's overflows to byte 255
+MIDPOINTS = (0.5, 1.5, 2.5, 3.5, 5.0, 7.0, 10.0)  # between values, in halves; ggml rounds ties down
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Mxfp4Blocks(Fp4Blocks):
         """Raise QuantkitError: powers of two are too far apart to be trained."""
         raise QuantkitError(
             f"{self.describe()}: its scales are powers of two, too far apart to be trained",
-            "choose another type for what is to be distilled",
+            "choose another type for the tensors to distill",
             UNSUPPORTED,
         )
 
@@ -77,7 +77,7 @@ class Mxfp4Blocks(Fp4Blocks):
         return Scale(scaled.scale * HALF)
 
     def _encode(self, blocks: Blocks) -> Encoded:
-        largest = blocks.x.abs().amax(0)  # C rounds the logarithm before it takes the whole number below
+        largest = blocks.x.abs().amax(0)  # C rounds the logarithm to float32 before the floor
         wide = largest.double() if largest.device.type == "cpu" else largest
         exponent = wide.log2().float().floor().clamp_(min=LEAST_HALF + 3).to(torch.int32) - 3
         d = torch.ldexp(torch.ones_like(largest), exponent)
@@ -92,7 +92,7 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
     divisor: float | None = None
 
     def fit(self, weight: Tensor, importance: Tensor | None = None) -> E4m3Scales:
-        """Return for every 16 weights the best of the scales around the one that fits the largest weight."""
+        """Return, for every 16 weights, the best scale near the scale that fits the largest weight."""
         grid = NvFp4Grid(divisor=self.together([weight]).divisor)
         weights = [None] * 4 if importance is None else importance.split(self.sub_size, -1)
         sub_blocks = zip(weight.split(self.sub_size, 1), weights, strict=True)
@@ -130,8 +130,8 @@ class Nvfp4Blocks(fp4.Divided, Fp4Blocks):
 
 
 def _codes(x: Tensor, d: Tensor) -> Tensor:
-    """Return the codes (float32) of the values nearest to `x` in units of `d`, compared exactly: the same as
-    by all sixteen distances, of which the first of equals counts."""
+    """Return the codes (float32) of the values nearest to `x` in units of `d`. Comparisons are exact: the
+    result is the first code with the smallest of all sixteen distances."""
     codes, size = torch.zeros_like(x), x.abs()
     for midpoint in MIDPOINTS:
         codes += size > midpoint * d
@@ -139,7 +139,7 @@ def _codes(x: Tensor, d: Tensor) -> Tensor:
 
 
 def _ue4m3(scale: Tensor) -> Tensor:
-    """Return the nearest unsigned e4m3, ties up; 0 below half of the smallest."""
+    """Return the nearest unsigned e4m3, ties up; 0 below half of the smallest value."""
     _, exponent = torch.frexp(scale)
     unit = torch.ldexp(torch.ones_like(scale), (exponent - 4).clamp(min=-9))
     rounded = (scale / unit + 0.5).floor_().mul_(unit)

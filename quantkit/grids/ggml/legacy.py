@@ -12,19 +12,19 @@ from quantkit.grids.ggml.params import Scale, ScaleAndMin, half
 from quantkit.grids.ggml.search import WITH_IMPORTANCE, extreme, inverse, lowest, make_qkx, make_qx, total
 
 BLOCK = 32
-BELOW_HALF = 0.5 - 2.0**-25  # the float32 before 0.5: with that itself, the one before 0.5 would reach 1
+BELOW_HALF = 0.5 - 2.0**-25  # the largest float32 below 0.5; adding 0.5 to it would give 1
 
 
 def row_weights(blocks: Blocks) -> Tensor:
-    """Return error weights with importance; they use the mean square of each block's whole row."""
+    """Return error weights from importance and the mean square of each block's whole row."""
     rows = (blocks.x * blocks.x).unflatten(1, (-1, blocks.per_row)).permute(2, 0, 1).flatten(0, 1)
     power = total(rows.contiguous()) / len(rows)
     return error_weights(blocks.x, blocks.importance, power.repeat_interleave(blocks.per_row))
 
 
 def scaled(x: Tensor, d: Tensor, overflow: float) -> Tensor:
-    """Return `x * (1 / d)` as in C. If the inverse is infinite, the result is `overflow`: C's codes are then
-    0 (x86)."""
+    """Return `x * (1 / d)` as in C. If the inverse is infinite, return `overflow`, which gives the code
+    that C computes on x86, 0."""
     factor = inverse(d)
     product = x * factor
     if factor.isinf().any():

@@ -3,7 +3,7 @@
 Inputs are rounded and scaled back in the precision of the model ("fake quantization"), then multiplied with
 the decoded weight. Source: compressed-tensors 0.20 `quantization/utils/helpers.py: calculate_qparams`,
 `lifecycle/forward_helpers.py: _quantize_dequantize`. Integer engines sum products of integers instead
-(vLLM: with int8 scales of absmax / 127), which differs in the last places.
+(vLLM: with int8 scales of absmax / 127). The results differ in the last places.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quantkit.grids.fp4 import mx_scale
 from quantkit.layouts.compressed_tensors.forms import Numbers
 
 FP4_MAX = 6.0  # largest e2m1
-FP4_EPS = 0.125  # an e4m3 scale of 0 becomes that
+FP4_EPS = 0.125  # replaces an e4m3 scale of 0
 
 
 class QuantizedInputLinear(nn.Module):
@@ -39,7 +39,7 @@ class QuantizedInputLinear(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
-        if self.weight.dtype != hidden.dtype:  # once: the precision is known from the first input only
+        if self.weight.dtype != hidden.dtype:  # once: only an input tells the precision
             self.weight = self.weight.to(hidden.dtype)
         inputs = rounded(hidden.float() if self.exact else hidden, self.numbers, self.scale)
         return linear(inputs.to(hidden.dtype), self.weight, self.bias)
@@ -81,7 +81,7 @@ def _rounded_fp4(groups: Tensor, divisor: Tensor | None) -> Tensor:
     """Return `[..., groups, group_size]` rounded to 4-bit floats. divisor: `[1]`, NVFP4's divisor of the e4m3
     scales; None for MXFP4."""
     largest = groups.abs().amax(-1, keepdim=True)
-    if divisor is None:  # a power of two by which the largest becomes 3.5 to 7, which is cut off at 6
+    if divisor is None:  # scale the largest value to 3.5 to 7 by a power of two, then clip at 6
         step = mx_scale(largest, 2)
     else:
         scale = nearest(largest / FP4_MAX * divisor)

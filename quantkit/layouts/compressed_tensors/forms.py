@@ -23,9 +23,10 @@ Tensors = Mapping[str, "Tensor"]
 class Numbers:
     """A number format of weights or activations. kind: `int`, or `float` (e4m3 or e2m1).
 
-    strategy: what shares a scale. group_size: columns per group, for the strategies `group` and
+    strategy: which values share a scale. group_size: columns per group, for the strategies `group` and
     `tensor_group` (which adds a scale of the tensor). block: rows and columns, for the strategy `block`.
-    dynamic: scales are computed from the values at run time instead of being stored. power_of_two: as MX has.
+    dynamic: scales are computed from the values at run time instead of being stored. power_of_two: scales are
+    powers of two, as in MX.
     """
 
     bits: int
@@ -61,8 +62,8 @@ class Form:
 
     NAME: `format` of the config group. LABEL: name in `inspect`. SUFFIXES: all tensors it may store. CODES:
     the tensor with the codes, and its dtype. optional: suffixes that may be absent. floats: suffixes with
-    floating-point parameters. needs: statistics of inputs that are stored; the peak
-    arrives as `QuantizedWeight.input_peak`.
+    floating-point parameters. needs: statistics of inputs that the form stores; the peak arrives as
+    `QuantizedWeight.input_peak`.
     """
 
     NAME: str
@@ -72,7 +73,7 @@ class Form:
     optional: tuple[str, ...] = ()
     floats: tuple[str, ...] = ("weight_scale",)
     needs: frozenset[Statistic] = frozenset()
-    no_experts: str | None = None  # why no client reads experts in it
+    no_experts: str | None = None  # why no client reads experts in this form
 
     def of(self, spec: LinearSpec) -> Form:
         """Return the form of one linear, with its own bits and groups."""

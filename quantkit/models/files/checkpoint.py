@@ -23,7 +23,7 @@ from quantkit.models.files import checksums, reading, safetensors_folder, tokeni
 from quantkit.models.files.headers import COMPANIONS, MANIFEST, TOKENIZERS
 from quantkit.models.files.safetensors_folder import CONFIG, INDEX, TensorInfo
 
-if "TRANSFORMERS_VERBOSITY" not in os.environ:  # its warnings are for developers of models
+if "TRANSFORMERS_VERBOSITY" not in os.environ:  # the library's warnings are for developers
     transformers.logging.set_verbosity_error()
 State = tuple[int, int, int, int]  # a file's device, inode, bytes and modification time (ns)
 
@@ -33,9 +33,9 @@ class Checkpoint:
     """An open checkpoint folder: headers are read and checked, but no tensor is loaded.
 
     infos: file and offset (TensorInfo) by tensor name. config: the model's configuration without
-    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: what a job should
-    say of the files. seen: state of each file, recorded before reading. A head that is the embedding has no
-    tensor, see `head`.
+    quantization. layout: decodes quantized linears; None for a plain checkpoint. notes: remarks on the
+    files, which a job prints. seen: state of each file, recorded before reading. A head tied to the embedding
+    has no tensor (see `head.py`).
     """
 
     source: str
@@ -98,8 +98,7 @@ class Checkpoint:
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     def coded_bytes(self) -> dict[str, int]:
-        """Return the bytes of every weight that is stored as codes, by `X.weight`. Scales and other parts of
-        the weight count."""
+        """Return the stored bytes of each quantized weight, scales included: {`X.weight`: bytes}."""
         return {
             f"{linear}.weight": sum(self.infos[stored].nbytes for stored in parts.values())
             for linear, parts in self._quantized.items()
@@ -136,7 +135,8 @@ class Checkpoint:
     def parts(self, name: str) -> dict[str, torch.Tensor]:
         """Return the stored tensors of a packed linear (`X.weight`), by suffix."""
         linear = name.removesuffix(".weight")
-        return _Parts(linear, {part: self.load(stored) for part, stored in self._quantized[linear].items()})
+        names = self._quantized[linear]
+        return _Parts(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
 
     def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return one stored or computed tensor, in `dtype` if given."""
@@ -159,12 +159,12 @@ class Checkpoint:
         return safetensors_folder.raw(info)
 
     def check_ids(self, ids: Iterable[int]) -> None:
-        """Raise QuantkitError naming a token of a text that has no row in the embedding."""
+        """Raise QuantkitError if a token of a text has no row in the embedding; the message names it."""
         rows, largest = getattr(self.text_config, "vocab_size", None), max(ids, default=0)
         if rows and largest >= rows:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             what = f"the text holds {token!r}, id {largest}: the embedding of {self.source} has {rows} rows"
-            hint = "take it out of the text, or add its row: model.resize_token_embeddings(len(tokenizer))"
+            hint = "remove it from the text, or add its row: model.resize_token_embeddings(len(tokenizer))"
             raise QuantkitError(what, hint, UNSUPPORTED)
 
     @cached_property
@@ -195,7 +195,8 @@ class Checkpoint:
         self.copy(self.companions(), target)
 
     def copy(self, paths: Iterable[Path], target: Path) -> None:
-        """Copy files of the folder into the folder `target`, named chat templates into their own."""
+        """Copy files of the checkpoint into the folder `target`. Named chat templates keep their
+        subfolder."""
         for path in paths:
             copied = target / path.relative_to(self.folder)
             copied.parent.mkdir(exist_ok=True)
@@ -243,6 +244,6 @@ class _Parts(dict[str, torch.Tensor]):
         super().__init__(parts)
         self.linear = linear
 
-    def __missing__(self, part: str) -> torch.Tensor:
-        what = f"{self.linear} is quantized, but {self.linear}.{part} is absent"
+    def __missing__(self, suffix: str) -> torch.Tensor:
+        what = f"{self.linear} is quantized, but {self.linear}.{suffix} is absent"
         raise QuantkitError(what, "download it again")

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-# llama.cpp's, for NAME.gguf: NAME-00001-of-00003.gguf
+# llama.cpp's name of a shard of NAME.gguf, such as NAME-00001-of-00003.gguf
 NAME = re.compile(r"\A(.+)-([0-9]{5})-of-(?!0000[01])([0-9]{5})\.gguf\Z", re.DOTALL)
 
 
@@ -29,7 +29,7 @@ def of(path: Path) -> list[Path]:
 
 
 def existing(output: Path) -> list[Path]:
-    """Return the files that count as the output `NAME.gguf`: itself, and its shards, however many."""
+    """Return the files that count as the output `NAME.gguf`: itself, and any number of shards."""
     files = [output] if os.path.lexists(output) else []
     if output.suffix == ".gguf" and output.parent.is_dir():
         files += sorted(path for path in output.parent.iterdir() if output == whole(path) != path)

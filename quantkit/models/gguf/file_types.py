@@ -17,7 +17,7 @@ from quantkit.errors import one_of
 _stored = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 BLOCKS = {type: tuple(block) for type, block in _stored["blocks"].items()}  # weights and bytes of a block
 FALLBACKS: dict[str, str] = _stored["fallbacks"]  # used if blocks of a type do not divide the columns
-NEED_IMPORTANCE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # except for embedding and output
+NEED_IMPORTANCE = {"IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS"}  # embedding and output need none
 SCALED = {"NVFP4"}  # types with one float32 scale per matrix: `NAME.scale` for `NAME.weight`
 NO_FEEDBACK = {"TQ1_0", "TQ2_0"}  # types without error feedback
 ALIASES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}
@@ -87,11 +87,11 @@ class FileType:
     """A file type. base: type of all tensors without a rule. A rule maps conditions to types; the first true
     one counts.
 
-    values: of attention v, or of fused q, k and v. queries, keys: of attention q and k. attention: of the
-    output projection; eight_experts: the same with eight experts. down, wide: of the MLP's down, and of gate
-    and up. embedding: of a token embedding that is not the output matrix. output: of the output matrix.
-    experts: of experts' matrices. sparing: eight experts do not mean Q8_0, and MLP matrices are numbered by a
-    counter instead of their blocks.
+    The other fields hold types for tensors. values: attention v, or fused q, k and v. queries, keys:
+    attention q and k. attention: the output projection; eight_experts: the output projection with eight
+    experts. down: the MLP's down; wide: gate and up. embedding: a token embedding that is not the output
+    matrix. output: the output matrix. experts: experts' matrices. sparing: eight experts do not raise types
+    to Q8_0, and MLP matrices are numbered by a counter instead of their blocks.
     """
 
     base: str
@@ -113,7 +113,7 @@ class FileType:
         return next((type for condition, type in rule.items() if at.holds(condition)), None)
 
 
-FILE_TYPES = {name: FileType(**row) for name, row in _stored["file_types"].items()}
+FILE_TYPES = {name: FileType(**fields) for name, fields in _stored["file_types"].items()}
 
 
 def number(file_type: str) -> int:

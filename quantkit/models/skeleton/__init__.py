@@ -1,4 +1,4 @@
-"""The model without its blocks' weights: embeddings, final norm and head are loaded, blocks come and go.
+"""The model without its blocks' weights: embeddings, final norm and head stay loaded, blocks are swapped.
 
 transformers builds the model on the meta device. Stubs then replace the decoder blocks and record the
 arguments they are called with (`recording`). Later a block runs alone with these arguments, so masks and
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Head(nn.Linear):
-    """A model's head as a last block. Only its inputs are looked at, so it computes no logits."""
+    """A model's head as a last block. Only its inputs are measured, so it computes no logits."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return no logits `[..., 0]`."""
@@ -64,7 +64,7 @@ class Skeleton:
         self._recorder = Recorder(self.model, container, dtype, device)
         self._reader = Reader(self.names, self.checkpoint, dtype, device)
         self._installer = Installer(dtype, device)
-        self._keepers: dict[int, Keeper] = {}  # by loaded block whose experts are streamed
+        self._keepers: dict[int, Keeper] = {}  # by index of a loaded block with streamed experts
         self.streams = streaming.pays(self.blocks, dtype.itemsize, device)
 
     def add_head(self) -> str:

@@ -22,7 +22,7 @@ from quantkit.models.skeleton.flow import Flow, Part
 from quantkit.models.skeleton.names import StandIn
 
 RETURNS = (None, (), (None,), (None, None))  # a block returns a tensor, or a tuple that ends with these
-UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # if a block returns another type
+UNFIT = (TypeError, ValueError, AttributeError, RuntimeError, IndexError)  # errors of a wrong return type
 MIXED = re.compile("same dtype|expected scalar type")  # torch's errors for a product of two precisions
 SHAPES = 8  # size of the LRU cache of arguments: a job has three shapes, tasks one per length of text
 Call = tuple[tuple, dict]  # args and kwargs of a block, without the hidden states
@@ -31,7 +31,7 @@ Record = Callable[[Tensor, Call], None]
 
 @dataclass(frozen=True)
 class Calls:
-    """The arguments of every block, for all ids of one shape, or only for `ids` if they depend on them.
+    """The arguments of every block, for all ids of one shape, or only for `ids` if arguments depend on ids.
     stores: mappings that are empty before the first block and that blocks fill for later blocks."""
 
     calls: list[Call]
@@ -108,7 +108,7 @@ class Recorder:
         try:
             return self._flow.pack(index + 1, hidden, ids, left)
         except ValueError as error:
-            raise _unsupported(f"blocks of {self._kind} leave others a tensor of shape {error}") from error
+            raise _unsupported(f"blocks of {self._kind} pass on a tensor of shape {error}") from error
 
     def logits(self, flow: Tensor, values: Mapping[str, Tensor] | None = None) -> Tensor:
         """Return the logits `[tokens, vocabulary]` of the last block's output `flow [tokens, width]`. values:
@@ -180,8 +180,7 @@ class Recorder:
         return entry[0], Calls(calls, list({id(leaf): leaf for leaf in leaves}.values()), ids)
 
     def _learn_return_type(self) -> None:
-        """Learn whether blocks return a tensor or a tuple: the kind that passes hidden states on
-        unchanged."""
+        """Learn whether blocks return a tensor or a tuple: try each until hidden states pass unchanged."""
         wrong = None
         for returns in RETURNS:
             try:
@@ -196,7 +195,7 @@ class Recorder:
         raise _unsupported(f"{self._kind} passes its hidden states from block to block in an unknown way")
 
     def _learn_passed(self, returns: tuple | None) -> None:
-        """Learn which further outputs of a block the next one gets: stubs return marks to find out."""
+        """Learn which extra outputs of a block the next block gets, by marks that stubs return."""
         self._passed = []
         marks = tuple(_Passed(index) for index in range(len(returns or ())))
         with suppress(*UNFIT):  # an error: the model inspects this output, so it is not merely forwarded
@@ -226,7 +225,7 @@ class _Passed:
 
 
 class _Recorded(Exception):
-    """Raised to end a forward pass when everything wanted is recorded."""
+    """Raised to end a forward pass once all requested values are recorded."""
 
 
 class _Stub(StandIn):

@@ -1,12 +1,12 @@
 """Run a block on the calibration text and sum the statistics of its sites."""
 
-LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # float32 logits that gradients are made of at a time
-LOSS_BYTES = 1 << 24  # float32 logits at a time where the loss of an output is measured
+LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # limits of float32 logits per backward pass
+LOSS_BYTES = 1 << 24  # limit of float32 logits at a time when an output's loss is measured
 
 ENOUGH = 24  # tokens that the original model sees for each input of the widest linear
 
 
 def original_every(tokens: int, widest: int) -> int:
-    """Return n: the original model runs on every n-th batch, at most on every second. tokens: of the
-    calibration text. widest: number of inputs of the widest linear."""
+    """Return n: the original model runs on every n-th batch, at most on every second. tokens: length of
+    the calibration text. widest: number of inputs of the widest linear."""
     return max(2, tokens // (ENOUGH * widest))

@@ -15,14 +15,14 @@ from quantkit.models.machine.device import widens
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.statistics import TINY, Drift, SiteStatistics
 
-KEPT_INPUTS = 512  # inputs of a site that are kept as they are, at most
+KEPT_INPUTS = 512  # limit of the rows of X that `Inputs` keeps
 
 
 @dataclass(frozen=True)
 class Counterpart:
-    """A batch in the original model. inputs: of the site, `[..., in]`. weight: of the site's only linear,
-    `[out, in]`. missing: hidden states to which that linear adds its output, original minus quantized model,
-    float32 `[..., out]`."""
+    """A batch at a site of the original model. inputs: the site's inputs, `[..., in]`. weight: weight of the
+    site's only linear, `[out, in]`. missing: the hidden states to which this linear adds its output, original
+    minus quantized model, float32 `[..., out]`."""
 
     inputs: Tensor
     weight: Tensor | None = None
@@ -38,14 +38,14 @@ class Hessian:
         self.sums = torch.zeros(in_features, in_features, device=device)
 
     def add(self, rows: Tensor) -> None:
-        """Add inputs `[tokens, in]`, in float32 or, where products are exact in float32, in 16 bit."""
+        """Add inputs `[tokens, in]`: float32, or 16 bit if the device sums products in float32."""
         for start in range(0, len(self.sums), self.width):
             panel = slice(start, min(start + self.width, len(self.sums)))
-            part, factors = self.sums[panel, : panel.stop], (rows[:, panel].t(), rows[:, : panel.stop])
+            tile, factors = self.sums[panel, : panel.stop], (rows[:, panel].t(), rows[:, : panel.stop])
             if rows.itemsize == 2:
-                part += torch.mm(*factors, out_dtype=torch.float32)
+                tile += torch.mm(*factors, out_dtype=torch.float32)
             else:
-                part.addmm_(*factors)
+                tile.addmm_(*factors)
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -137,9 +137,9 @@ class Inputs:
         self._thin()
 
     def gather(self) -> None:
-        parts = distributed.all_gather((self.rows, self.every))
-        self.every = max(every for _, every in parts)
-        self.rows = torch.cat([rows[:: self.every // every] for rows, every in parts])
+        gathered = distributed.all_gather((self.rows, self.every))
+        self.every = max(stride for _, stride in gathered)
+        self.rows = torch.cat([rows[:: self.every // stride] for rows, stride in gathered])
         self._thin()
 
     def _thin(self) -> None:
@@ -151,18 +151,19 @@ class Inputs:
 
 
 class Drifting:
-    """Sums for a `Drift`: over the batches with a counterpart in the original model. width: rows of a part of
-    `Drift.halves`; outputs: see there."""
+    """Sums for a `Drift`, over the batches with a counterpart in the original model. width: number of rows of
+    each of `Drift.halves`. outputs: see `Drift`."""
 
     def __init__(self, in_features: int, device: torch.device, width: int, outputs: bool):
         self.hessian, self.tokens, self.outputs = Hessian(in_features, device), 0, outputs
         self.halves = torch.zeros(2, width, in_features, device=device)
 
     def add(self, rows: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
-        """Add a batch. factor: the batch in the type in which it is multiplied."""
+        """Add a batch. factor: the same batch in the dtype of matrix products."""
         self.tokens += len(rows)
         self.hessian.add(factor)
-        factor = rows if factor.dtype == torch.float16 else factor  # too few exponents for differences
+        if factor.dtype == torch.float16:  # differences need more exponents
+            factor = rows
         missing = counterpart.inputs.reshape(rows.shape).float() - rows
         if self.outputs:
             weight = counterpart.weight.t()
@@ -171,11 +172,11 @@ class Drifting:
             if counterpart.missing is not None:
                 missing += counterpart.missing.view_as(missing)
         half = len(rows) // 2
-        for sums, part in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
+        for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
             if factor.itemsize == 2:
-                sums += _product(missing[part].t(), factor[part])
+                sums += _product(missing[span].t(), factor[span])
             else:
-                sums.addmm_(missing[part].t(), factor[part])
+                sums.addmm_(missing[span].t(), factor[span])
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -185,8 +186,8 @@ class Drifting:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left right` in float32 for a float32 and a bfloat16 matrix: `left` becomes a sum of two
-    bfloat16 matrices, which leaves 2^-17 of it, so that tensor cores multiply."""
+    """Return `left right` in float32 for a float32 and a bfloat16 matrix: `left` is split into two
+    bfloat16 matrices with a relative error of 2^-17, so that tensor cores multiply."""
     high = left.bfloat16()
     product = torch.mm(high, right, out_dtype=torch.float32)
     return product.add_(torch.mm((left - high).bfloat16(), right, out_dtype=torch.float32))
@@ -211,7 +212,7 @@ class Statistics:
         self.in_features, self.device = in_features, device
         self.tokens = 0
         self.sums = {kind: make(in_features, device) for kind, make in KINDS.items() if kind in needs}
-        self.drifting: Drifting | None = None  # once a batch has a counterpart
+        self.drifting: Drifting | None = None  # set by the first batch with a counterpart
 
     def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
         """Add a batch of inputs `[..., in]`, in float32."""
@@ -247,22 +248,22 @@ class Statistics:
             {kind: sums.mean(tokens) for kind, sums in self.sums.items()}, self.tokens
         )
         if drifting is not None:
-            every = drifting.tokens == self.tokens
-            hessian = statistics.hessian if every else drifting.hessian.mean(drifting.tokens)
+            complete = drifting.tokens == self.tokens
+            hessian = statistics.hessian if complete else drifting.hessian.mean(drifting.tokens)
             halves = drifting.halves.mul_(2 / drifting.tokens)
             statistics[Statistic.DRIFT] = Drift(hessian, halves, drifting.outputs)
         return statistics
 
     def _gather(self) -> None:
-        """Add the sums of the other ranks, of which some may have had no counterpart."""
+        """Add the sums of the other ranks. Some ranks may have seen no counterpart."""
         self.tokens = sum(distributed.all_gather(self.tokens))
         for sums in self.sums.values():
             sums.gather()
-        own = self.drifting
-        shapes = distributed.all_gather(own and (own.halves.shape[1], own.outputs))
+        drifting = self.drifting
+        shapes = distributed.all_gather(drifting and (drifting.halves.shape[1], drifting.outputs))
         shape = next(filter(None, shapes), None)
         if shape:
-            if own is None:
+            if drifting is None:
                 self._drift(*shape)
             self.drifting.gather()
 

@@ -73,7 +73,8 @@ def _unlike(request: Request) -> list[str] | None:
 
 
 def _compared(request: Request, manifest: dict, job: dict) -> tuple[dict, dict]:
-    """Return the options of the finished job and the requested ones; options left open take old values."""
+    """Return the options of the finished job and the requested ones; options that the request
+    leaves open take the finished job's values."""
     run, execution = request.run, job.get("execution") or {}
     made = {"model": (manifest.get("source") or {}).get("name"), "method": manifest.get("method")}
     made |= {key: job.get(key) for key in ("options", "exclude", "override")}

@@ -1,7 +1,7 @@
 """Peak memory of a quantization job, estimated from shapes, for jobs and for `quantkit plan`.
 
-The peak is what lies outside the blocks, plus the sum of what each stage takes while a block is quantized
-(`Stages`). Every stage states its own bytes and names the code that allocates them. Batches, statistics and
+The peak is the bytes of everything outside the blocks, plus the bytes of all stages of quantizing a block
+(`Stages`). Every stage computes its own bytes and names the code that allocates them. Batches, statistics and
 solver never reach their peaks together, so the sum is an upper limit, less than twice the true peak. torch is
 not imported.
 """
@@ -17,24 +17,24 @@ from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES,
 from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
 
 MIB = 1 << 20
-COMFORT = 0.8  # share of the free memory that a job may take if there is another way
+COMFORT = 0.8  # share of the free memory that the faster of two ways may take
 BATCH_TOKENS = 4096  # tokens of a forward pass: matrix products run at full rate, activations stay small
-LOADED_LATER_BYTES = 80 * MIB  # Python with torch for CPUs and transformers after a job has begun; measured
+LOADED_LATER_BYTES = 80 * MIB  # growth of Python, torch (CPU build) and transformers in a job; measured
 PREDICTED_BYTES = 1 << 28  # limit for log-probabilities of the original model
 LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
 KEPT_BYTES = 192 * MIB  # freed pages that a data-free job keeps for its next linears; measured
 SEARCH_VALUES = 1 << 26  # limit for temporaries of a range search on an accelerator (grids/parallel.py)
 SEARCH = 11  # temporaries of a range search per weight
-ROUNDED = 18  # bytes per weight of a linear that is solved: in float32, its candidates and codes
+ROUNDED = 18  # bytes per weight of the linear being solved: float32 values, candidates and codes
 MARGIN = 1.1  # an accelerator's allocator rounds up and leaves holes
-LOGITS = 5  # copies of the logits at a time: as computed, in float32, their softmax and its sums, gradients
-TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, activations and products among them
-REPLAYED = 2 * 128 * 24  # bytes per row that stay of two groups for each shape, see solvers/replay.py
+LOGITS = 5  # copies of the logits at a time: computed, float32, softmax, its sums, gradients
+TRACED = 2  # copies of a linear's inputs and outputs that autograd keeps, with activations and products
+REPLAYED = 2 * 128 * 24  # bytes per row of two groups that each shape's graphs keep, see solvers/replay.py
 
 
 @dataclass(frozen=True)
 class Peak:
-    """Peak bytes. device: of an accelerator, 0 for the CPU. host: in addition to the interpreter."""
+    """Peak bytes. device: on an accelerator, 0 for a job on the CPU. host: in host memory, without Python."""
 
     device: int
     host: int
@@ -47,10 +47,11 @@ class Peak:
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of quantizing a block. A property is the bytes that the code named in its text takes.
+    """The stages of quantizing a block. A property is the bytes that the code named in its docstring
+    allocates.
 
-    needs: statistics of calibration text; empty if data-free. sample: share of the tokens whose statistics a
-    transform uses, for all sites at once; 0 without a transform; below 1 the solver needs its own statistics.
+    needs: statistics of calibration text; empty if data-free. sample: share of the tokens on which a
+    transform measures all sites at once; 0 without a transform; below 1, the solver measures again on all.
     outside: embedding and head are encoded before the first block. suspend: every batch waits at a site until
     the site is solved, unless a transform sees all tokens. states: where hidden states are kept: `device`,
     `host` or `disk`. at_once: how many sites of experts one repeated forward pass measures.
@@ -66,7 +67,7 @@ class Stages:
     at_once: int = 1
 
     def computing(self) -> dict[str, int]:
-        """Return the bytes of each stage on the device that computes. A job without calibration has the
+        """Return the bytes of each stage on the device that computes. A job without calibration needs the
         stored and the decoded block, batches that wait for experts, a linear that is rounded, and freed pages
         that a CPU keeps for the next linears (machine/memory.py)."""
         shapes = self.shapes
@@ -87,8 +88,9 @@ class Stages:
         return stages if self.offloads else stages | {"original": self.original, "experts": self.experts}
 
     def waiting(self) -> int:
-        """Return the bytes that the host keeps for an accelerator: hidden states, twice because the allocator
-        of pinned memory hands out powers of two, and what is kept where the states are."""
+        """Return the bytes that the host keeps for an accelerator: hidden states, activations of the
+        original model and inputs of streamed experts. States count twice, because the allocator of pinned
+        memory rounds up to powers of two."""
         states = 2 * self.shapes.states if self.states == "host" else 0
         return states + self.original + self.experts if self.needs and self.offloads else 0
 
@@ -161,14 +163,14 @@ class Stages:
 
     @property
     def error_feedback(self) -> int:
-        """solvers/gptq.py: the factor of H, or a permuted copy, and for yaqa both; errors and codes of two
-        linears, which are converted to float32."""
+        """solvers/gptq.py: the factor of H or a permuted copy, for yaqa both; errors and codes of two
+        linears, in float32."""
         factors = self.shapes.hessian * (1 + (Statistic.CURVATURE in self.needs))
         return factors + (9 + 2 * self.shapes.narrow) * FLOAT32 * self.shapes.largest_linear
 
     @property
     def retarget(self) -> int:
-        """solvers/gptq.py: H, its factor, workspace and drift, of which --target original makes weights."""
+        """solvers/gptq.py: peak while --target original computes weights: H, its factor, workspace, drift."""
         shapes, largest = self.shapes, self.shapes.largest_linear
         return shapes.hessian * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
 
@@ -183,7 +185,7 @@ class Stages:
         values = sum(out + width for _, out, width in shapes.linears)
         values += shapes.active * routed // experts - routed
         traced = shapes.batch_tokens * (TRACED * values * shapes.element + 8 * shapes.hidden * FLOAT32)
-        vocabulary = shapes.rest // shapes.hidden  # at most
+        vocabulary = shapes.rest // shapes.hidden  # upper limit
         logits = LOGITS * min(LOGITS_BYTES, FLOAT32 * LOGITS_TOKENS * vocabulary)
         return FLOAT32 * (sum(out**2 for out in outs) + 5 * max(outs) ** 2) + max(traced, logits)
 
@@ -201,8 +203,8 @@ class Stages:
 
 
 def peak_memory(stages: Stages) -> Peak:
-    """Return the peak bytes of a job: all outside the blocks, and the sum of the stages of a block, unless
-    reading the largest tensor or measuring the loss takes more."""
+    """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
+    largest tensor, and measuring the loss."""
     shapes, accelerated = stages.shapes, stages.accelerated
     later = max(shapes.largest, loss_memory(shapes, accelerated))
     computing = shapes.rest * shapes.element + max(sum(stages.computing().values()), later)
@@ -214,7 +216,8 @@ def peak_memory(stages: Stages) -> Peak:
 
 
 def forward_memory(shapes: Shapes, spilled: bool = False) -> int:
-    """Return the peak bytes of running the blocks while the next is read. spilled: states are in a file."""
+    """Return the peak bytes of running the blocks, each while the next is read. spilled: hidden states are in
+    a file."""
     states = shapes.moving if spilled else shapes.states
     return (shapes.rest + 2 * shapes.block) * shapes.element + states + shapes.batch
 
@@ -226,8 +229,8 @@ def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
 
 
 def loss_memory(shapes: Shapes, away: bool = False) -> int:
-    """Return the peak bytes of measuring the loss of an output, besides all outside the blocks: a block, of
-    which one linear is rounded to nearest, and predictions. away: predictions are on the host."""
+    """Return the peak bytes of measuring the loss of an output, without the tensors outside the blocks: a
+    block, the rounding of one of its linears, and predictions. away: predictions are on the host."""
     if not shapes.predicted:
         return 0
     block = shapes.block * shapes.element + ROUNDED * shapes.largest_linear
@@ -241,8 +244,8 @@ def scratch_bytes(depth: int, shapes: Shapes) -> int:
 
 
 def sites_at_once(shapes: Shapes, free: int, need: Peak) -> int:
-    """Return how many sites, of a layer and its experts, fit in memory at once. need: of a job that measures
-    one site at a time."""
+    """Return how many sites, of a layer and its experts, fit in memory at once. need: peak of a job that
+    measures one site at a time."""
     experts = len(set(map(expert_share.expert_of, shapes.experts)))
     spare = max(0, int(COMFORT * free) - need.computing)
     return 1 + min(experts, spare // shapes.expert_site(need.device > 0)) if experts else 1

@@ -46,7 +46,7 @@ def _kernel(device: torch.device) -> Callable[..., None] | None:
 
     try:
         chain(*torch.zeros(3, 1, 16, 16, device=device), AffineGrid(4, 16))
-    except Exception as error:  # no C compiler, most often
+    except Exception as error:  # usually there is no C compiler
         warnings.warn(f"Triton cannot compile, error feedback will take longer: {error}", stacklevel=2)
         return None
     return chain
@@ -56,8 +56,8 @@ def _kernel(device: torch.device) -> Callable[..., None] | None:
 class Chosen:
     """The choice for the columns of a site, or of several in turn, in the solver's order.
 
-    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`. params: of each group. lost: `e H eᵀ` of every row with
-    the damped H, `[out]`.
+    codes: uint8 `[in, out]`. E: `W - Ŵ`, `[in, out]`. params: parameters of each group. lost: `e H eᵀ` of
+    every row with the damped H, `[out]`.
     """
 
     codes: Tensor
@@ -76,7 +76,7 @@ class Columns:
     def __init__(self, Wt: Tensor, U: Tensor, grid: Grid):
         self.grid, self.chain, size = grid, chain_for(Wt.device, grid), grid.group_size
         self.span = max(size, BATCH // size * size)  # whole groups
-        rows = by_matrix(Wt, U).shape[-1]  # so that the results of a matrix do not depend on the others
+        rows = by_matrix(Wt, U).shape[-1]  # per matrix: results must not depend on other matrices
         self.width = min(max(rows_at_once(Wt.device, rows, RUN_TEMPORARIES), RUN), LONG_RUN)
         self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
         self.feed = Wt.new_empty(*U.shape[:-2], self.width, self.width)
@@ -93,9 +93,10 @@ class Columns:
     ) -> list:
         """Choose the columns of a span, `Wt [columns, (matrices *) out]`; return its groups' parameters.
 
-        E: `Σ E_k U_kj` over all earlier spans, becomes the errors. codes: uint8, are written. lost: `[out]`,
-        grows by the span's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`. fixed: the
-        groups' parameters if `grid.spans_matrix`; others are fitted when the sweep reaches the group.
+        E: on entry `Σ E_k U_kj` over all earlier spans, on return the errors. codes: uint8 output. lost:
+        `[out]`, grows by the span's loss. U `[(matrices,) columns, columns]`, D `[(matrices,) columns]`.
+        fixed: the groups' parameters if `grid.spans_matrix`; otherwise the sweep fits parameters when it
+        reaches a group.
         """
         self.E, self.codes, self.lost, self.Wt, self.U, self.D = E, codes, lost, Wt, U, D
         self.counted = [0] * len(Wt)  # by column: how many earlier columns' errors E includes
@@ -159,7 +160,7 @@ class Columns:
             add_product(self.lost[None], self.D[..., None, run], squares)
 
     def _one_by_one(self, U: Tensor) -> None:
-        """Choose the levels of a run's columns, given their ideals before any other column moved."""
+        """Choose the levels of a run column by column, from ideals that lack the run's earlier levels."""
         size, snap = U.shape[-1], self.grid.snap
         self.feed[..., :size, :size].copy_(U.mT)
         for k, column, level, (add, *factors) in self.views[:size]:

@@ -31,7 +31,7 @@ class StagedBlocks:
     def __init__(self, folder: Path):
         self.folder = folder
         self._sums: dict[Path, str] = {}  # sha256 of the parts of a block in progress
-        self._whole: set[int] = set()  # blocks known to be as they were written
+        self._whole: set[int] = set()  # blocks whose files match their sha256
 
     def path(self, index: int) -> Path:
         """Return the path of a block's main file, which is written last."""
@@ -135,7 +135,7 @@ def _record(path: Path) -> dict | None:
 
 
 def _files(record: dict | None) -> dict[str, str]:
-    """Return the sha256 of every file of a block; {} if the record is missing or names a path outside."""
+    """Return the sha256 of every file of a block; {} if the record is missing or names other folders."""
     files = (record or {}).get("files")
     named = isinstance(files, dict) and all(Path(name).name == name for name in files)
     return files if named else {}

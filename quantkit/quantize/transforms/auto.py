@@ -29,17 +29,18 @@ from quantkit.quantize.transforms.fold import Producer
 from quantkit.quantize.transforms.scaling import ColumnScaling, Losses, Reader, in_few_digits
 
 EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
-# A scale has to stay below this share of the loss: where a norm is divided (1), or rows of a linear (2). With
-# 0.98 for rows the KL divergence of the demo model is 2 percent higher in 3 bits and 5 in 2.
+# A scale is used if its loss is below this share of the unscaled loss: by number of dimensions of the divided
+# weight, 1 for a norm and 2 for a linear. With 0.98 for linears, the KL divergence of the demo model is 2
+# percent higher in 3 bits and 5 percent higher in 2 bits.
 ENOUGH = {1: 0.98, 2: 0.85}
-SAMPLED_ROWS = 1024  # rows of a fold that are searched
-TEMPORARIES = 8  # tensors of the size of the groups that are searched together
+SAMPLED_ROWS = 1024  # rows of a fold that the search uses
+TEMPORARIES = 8  # temporary tensors as large as the groups that are searched together
 FLOOR = 1e-3  # share of the mean column: smaller columns count as this large
 
 
 @dataclass(frozen=True)
 class FeedbackScaling(ColumnScaling):
-    """Scaling by the loss of error feedback. solver: the solver that has this loss."""
+    """Scaling by the loss of error feedback. solver: the GPTQ solver, which computes the pivots."""
 
     solver: GptqSolver
     needs = frozenset({Statistic.HESSIAN})
@@ -89,9 +90,9 @@ class FedReader(Reader):
         groups, costs = scaled.unflatten(1, (-1, size)).transpose(0, 1), pivots.view(-1, size)
         at_once = rows_at_once(scaled.device, rows * size, TEMPORARIES) if self.grid.many else 1
         total = scaled.new_zeros(rows)
-        for part, cost in zip(groups.split(at_once), costs.split(at_once), strict=True):
-            part = part.flatten(0, 1).contiguous()
-            missed = self.grid.nearest(part.clone(), self.grid.fit(part, cost.squeeze(0))).sub_(part)
+        for chunk, cost in zip(groups.split(at_once), costs.split(at_once), strict=True):
+            chunk = chunk.flatten(0, 1).contiguous()
+            missed = self.grid.nearest(chunk.clone(), self.grid.fit(chunk, cost.squeeze(0))).sub_(chunk)
             for squares, weights in zip(missed.square_().split(rows), cost, strict=True):
                 total.addmv_(squares, weights)
         return self.counted(total)

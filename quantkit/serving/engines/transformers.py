@@ -1,4 +1,4 @@
-"""transformers runs a checkpoint, with quantized weights and a client's kernels or with decoded weights."""
+"""Runs a checkpoint in transformers: quantized weights with a client's kernels, or decoded weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def load(
 ) -> tuple[nn.Module, EngineFacts]:
     """Load the model for `tokens` tokens of context. Weights stay quantized if their client is installed.
 
-    decoded: decode them anyway. Raises QuantkitError (exit code 5) if the model does not fit the memory.
+    decoded: decode the weights anyway. Raises QuantkitError (exit code 5) if the model does not fit the
+    memory.
     """
     model, note = None, ""
     if checkpoint.quantized and not decoded:
@@ -62,11 +63,11 @@ def load(
 
 
 def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module | None, str]:
-    """Return the model as transformers loads it, and ""; or None and the reason why it does not load."""
+    """Return the model as transformers loads it, and ""; or None and why it loads no packed weights."""
     if not checkpoint.folder.is_dir():
         return None, "transformers decodes GGUF files"
     client = client_of(checkpoint)
-    if client["loads"] is False:  # it may load the model and compute nonsense
+    if client["loads"] is False:  # the client may load the model and compute nonsense
         return None, f"{REFUSED}: {client['note']}"
     if missing := [package for package in client["needs"] if not installed(package)]:
         return None, f"{REFUSED}: it needs {' and '.join(missing)} (pip install {' '.join(missing)})"
@@ -95,7 +96,7 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
 
 @contextmanager
 def _silenced() -> Iterator[None]:
-    """Drop what clients print, log and warn of while they load: stdout is for answers and JSON."""
+    """Drop the output, logs and warnings of clients while they load: stdout is for answers and JSON."""
     nothing = io.StringIO()
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -108,7 +109,8 @@ def _silenced() -> Iterator[None]:
 
 
 def client_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return what `inspect` says of transformers and this checkpoint: loads, note, needs (packages)."""
+    """Return transformers' entry among the checkpoint's clients in `inspect`: loads, note, needs
+    (packages)."""
     clients = record.describe(headers.open_contents(str(checkpoint.folder)))["clients"]
     return next(client for client in clients if client["client"] == "transformers")
 

@@ -23,8 +23,8 @@ SHORT, SHORTEST = 2048, 512
 @dataclass(frozen=True)
 class ServerSize:
     """Lengths and memory of a server. ctx: tokens per sequence. parallel: sequences at once. cache_bytes: for
-    the cache of all sequences, None if unknown; cache_tokens: tokens that fit in it. memory_bytes: usable
-    memory of the device, for weights and cache. on_cpu: whether the device is the CPU."""
+    the cache of all sequences, None if unknown; cache_tokens: tokens that fit in the cache. memory_bytes:
+    usable memory of the device, for weights and cache. on_cpu: whether the device is the CPU."""
 
     ctx: int
     parallel: int
@@ -49,7 +49,7 @@ def fit(
 
     usable: bytes for weights and cache. parallel: the engine's default number of sequences. reserves: whether
     the engine allocates the full length of all sequences in advance. Appends notes for the user to `notes`.
-    Raises QuantkitError (exit code 5) if even the least does not fit.
+    Raises QuantkitError (exit code 5) if not even the shortest length fits.
     """
     model, requested = source and source.settings, settings.ctx
     limit = model.context if model else None
@@ -68,11 +68,11 @@ def fit(
     dtype = settings.cache or ("float32" if settings.dtype == "float32" else "bfloat16")
     left = usable - weight_bytes
     for ctx, count in _candidates(most, sequences, settings):
-        each = kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
-        if each * (count if reserves else 1) <= left:
+        per_sequence = kv_cache.sequence_bytes(caches, ctx, kv_types.TYPES[dtype].nbytes, kv_cache.PAGE)
+        if per_sequence * (count if reserves else 1) <= left:
             break
     else:
-        cache = size(each * (settings.parallel or 1))
+        cache = size(per_sequence * (settings.parallel or 1))
         raise QuantkitError(
             f"weights of {size(weight_bytes)} and a cache of {cache} do not fit the {size(usable)} of "
             "memory that may be used",
@@ -81,14 +81,15 @@ def fit(
         )
     if (ctx, count) != (most, sequences):
         notes.append(f"of {most:,} tokens × {sequences}, {ctx:,} × {count} fit in {size(usable)}")
-    cache = left if paged else min(each * count, left)
-    tokens = cache * ctx // each if each else ctx * count  # 0 without attention
+    cache = left if paged else min(per_sequence * count, left)
+    tokens = cache * ctx // per_sequence if per_sequence else ctx * count  # 0: no attention
     return ServerSize(ctx, count, cache, tokens, weight_bytes, usable, on_cpu)
 
 
 def _candidates(most: int, sequences: int, settings: ServeSettings) -> Iterator[tuple[int, int]]:
-    """Yield lengths and numbers of sequences, the largest first. Requested numbers stay. Defaults are halved:
-    first the length down to SHORT, then the number of sequences, then the length down to SHORTEST."""
+    """Yield lengths and numbers of sequences, the largest first. Requested numbers stay unchanged. Defaults
+    are halved: first the length down to SHORT, then the number of sequences, then the length down to
+    SHORTEST."""
     ctx, count = most, sequences
     yield ctx, count
     while not settings.ctx and ctx // 2 >= min(most, SHORT):

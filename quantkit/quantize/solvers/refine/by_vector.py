@@ -1,6 +1,6 @@
-"""Refine columns of a code book, a vector at a time: the nearest to `ŵ_v + H_vv⁻¹ R_v` in the metric H_vv.
-Then the scale of the sub-block is chosen again, and at the end that of the group. No step raises a row's
-loss."""
+"""Refine columns of a code book, a vector at a time: choose the code vector nearest to `ŵ_v + H_vv⁻¹ R_v` in
+the metric H_vv. Each sub-block's scale is chosen after its vectors, the group's scale last. No step raises a
+row's loss."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Visit:
         return best_factor((self.residual[columns] * values).sum(0), power)
 
     def _rescale(self, columns: slice, params: Any, better: Any) -> Any:
-        """Return `params`, or `better` in the rows where the same levels have a lower loss with it."""
+        """Return `better` in the rows where it lowers the loss of the same levels, else `params`."""
         moved = self.levels[columns] * (self._steps(better) - self._steps(params))[columns]
         keep = self._change(columns, moved) < 0
         self._move(columns, moved.mul_(keep))
