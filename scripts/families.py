@@ -193,9 +193,9 @@ def decoded(folder: Path, model):
     fused = {}  # an expert's tensor by its name -> the part of the parameter of all experts
     for layer in fused_layers(model):
         for parameter, part, outputs in layer.parts():
-            for expert, matrix in enumerate(state[f"{layer.place}.{parameter}"]):
+            for expert, matrix in enumerate(state[f"{layer.path}.{parameter}"]):
                 turned = matrix.t() if layer.form.transposed and matrix.ndim == 2 else matrix
-                fused[f"{layer.place}.{expert}.{part}"] = turned[outputs]
+                fused[f"{layer.path}.{expert}.{part}"] = turned[outputs]
     for name in names.shapes:
         if not names.in_tower(name) and (name in names.stored or name in names.joined):
             place = fused[name] if name in fused else state[name]

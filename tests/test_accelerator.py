@@ -651,7 +651,7 @@ def test_a_solver_holds_three_matrices_of_the_hessians_size():
         ("gptq --transform none", 9),
         ("gptq", 11),
         *nightly(("nf4 --solver gptq", 10), ("gptq --refine 0, none", 4)),
-        ("awq: scales", 2),
+        ("awq: scales", 2.1),
         ("awq: clipping", 3),
     ],
 )

@@ -55,7 +55,7 @@ def test_a_card_declares_its_origin_and_how_to_load_it(make, original, tmp_path)
     (block,) = re.findall(r"```yaml\n(.*?)```", found.text, re.DOTALL)
     again = recipe.merge(recipe.parse("card", "card", block), [], {"model": "m"})
     job = json.loads((tmp_path / "out" / "quantkit.json").read_text())["job"]
-    assert vars(again.options) == job["options"] and again.run.exclude == ("mlp",)
+    assert vars(again.method.options) == job["options"] and again.run.exclude == ("mlp",)
     assert (again.calibration.samples, again.calibration.seqlen) == (6, 32)
 
 

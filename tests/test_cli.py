@@ -32,6 +32,7 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
 from quantkit.quantize.methods.gptq import Options
 from quantkit.quantize.prepare import plan
+from quantkit.quantize.solvers.hessian import Indefinite
 from quantkit.quantize.staging import blocks as staged_blocks
 from quantkit.quantize.staging import folder as staging
 
@@ -292,10 +293,11 @@ def test_a_terminal_gets_a_bar_and_no_color_no_colour(quantkit, model, small, mo
 
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatch, quiet):
-    monkeypatch.setattr(
-        "quantkit.quantize.solvers.gptq.factorize",
-        lambda hessian, damp, order: (None, None, "made to fail"),
-    )
+    def factorize(hessian, damp, order):
+        raise Indefinite("made to fail")
+
+    for user in ("solvers.gptq", "calibrate.statistics"):
+        monkeypatch.setattr(f"quantkit.quantize.{user}.factorize", factorize)
     done = quantkit("gptq", model, *small, *quiet)
     assert re.search("^fallbacks +14 linears", done.out, re.MULTILINE)
     manifest = json.loads(Path("tiny-gptq-w4g128/quantkit.json").read_text())

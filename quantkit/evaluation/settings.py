@@ -94,7 +94,7 @@ class EvalSettings:
                 near = did_you_mean(nearest(name, methods.available()))
                 hint = f"{near}choose {' or '.join(data_free())}"
                 raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
-            methods.check(name, recipe.options(name, settings, "--as"))
+            recipe.method_with(name, settings, "--as").check()
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from quantkit.models.files import card, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint, watched
+from quantkit.models.gguf.checkpoint import GgmlTensor
 from quantkit.models.gguf.file_types import number
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
@@ -259,7 +260,9 @@ def _describe(material: Material, to: str, path: Path) -> None:
 
 def _compare(material: Material, output: Output, written: Checkpoint, progress: Progress) -> None:
     """Raise QuantkitError (exit code 6) unless the linears read back are the source's."""
-    parameters = {target.name: target.parameters for target in getattr(written, "targets", {}).values()}
+    tensors = [info for info in written.infos.values() if isinstance(info, GgmlTensor)]
+    pieces = (piece for tensor in tensors for piece in tensor.pieces or (tensor,))
+    parameters = {piece.target.name: piece.target.parameters for piece in pieces}
     targets = [target for target in getattr(output, "targets", ()) if target.name in parameters]
     names = {a: b for t in targets for a, b in zip(t.stored, parameters[t.name], strict=False)}
     packed = [spec for spec in material.specs if spec.grid]
