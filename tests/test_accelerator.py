@@ -406,18 +406,7 @@ def test_distill_learns_what_it_learns_on_the_cpu(both, make, source, text, meth
     made = "made.gguf" if method == "gguf" else "made"
     command = ["gguf", "-t", "Q4_0", "--solver", "rtn"] if method == "gguf" else METHODS[method]
     make(command[0], source, *command[1:], "-o", made, *(["--imatrix", "none"] if method == "gguf" else []))
-    asked = [
-        "--calibration",
-        text,
-        "--samples",
-        "8",
-        "--seqlen",
-        "32",
-        "--epochs",
-        "1",
-        "--block-epochs",
-        "1",
-    ]
+    asked = ["--calibration", text, *"--samples 8 --seqlen 32 --epochs 1 --block-epochs 1".split()]
     on_cpu, on_far = both("distill", source, made, *asked)
     found, wanted = (Student(open_checkpoint(str(path)), torch.float32, CPU) for path in (on_far, on_cpu))
     with found.block(0) as ours, wanted.block(0) as theirs:
