@@ -312,12 +312,6 @@ def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
     (near if method == "int8" or REAL else close)(json.loads(far(*asked, "--json", "-q").out), make(*asked))
 
 
-@pytest.mark.nightly
-def test_eval_of_methods_that_are_tried(far, make, source, text):
-    asked = ["eval", source, "--as", "nf4", "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
-    near(json.loads(far(*asked, "--json", "-q").out), make(*asked))
-
-
 def test_eval_with_a_quantized_cache(far, make, demo_model, text):
     asked = ["eval", demo_model, "--text", text, "--ctx", 32, "--limit", 64, "--metrics", "kld"]
     asked += [part for name in ("q8_0", "fp8") for part in ("--kv-dtype", name)]

@@ -222,22 +222,6 @@ def test_encoded_files_compute_in_llama_cpp_what_they_decode_to(source, tmp_path
             assert torch.equal(checkpoint.read(model_name, torch.float32), values), model_name
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["qwen2moe"], indirect=True)
-def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
-    path, plain = tmp_path / "model.gguf", tmp_path / "plain.gguf"
-    summary = jobs.quantize(
-        "gguf", source, path, {"type": ("Q4_K_M",)} | PLAIN, calibration=jobs.calibration(tmp_path)
-    )
-    assert summary.error < summary.rtn_error
-    agrees_with_llama_cpp(path)
-    jobs.quantize("gguf", source, plain, {"type": ("Q4_K_M",), "solver": "rtn", "imatrix": "none"})
-    found, rounded = experts_of(path), experts_of(plain)
-    for name, bytes in found.items():
-        assert bytes.shape == rounded[name].shape
-        assert all((mine != theirs).any() for mine, theirs in zip(bytes, rounded[name], strict=True)), name
-
-
 @pytest.mark.parametrize(
     "name, solver",
     [("granitemoe", "rtn"), *nightly(("llama4", "rtn"), ("gpt-oss", "gptq"), ("deepseek-v2 lite", "gptq"))],
