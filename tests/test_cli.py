@@ -30,6 +30,7 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, methods
 from quantkit.quantize.methods.gptq import Options
 from quantkit.quantize.prepare import plan
+from quantkit.quantize.solvers.hessian import Indefinite
 from quantkit.quantize.staging import folder as staging
 
 LINEARS = {  # name inside a block -> shape, of the model that `model` makes
@@ -259,10 +260,11 @@ def test_a_terminal_gets_a_bar_and_no_color_no_colour(quantkit, model, small, mo
 
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_fallbacks_are_announced_and_recorded(quantkit, model, small, monkeypatch, quiet):
-    monkeypatch.setattr(
-        "quantkit.quantize.solvers.gptq.factorize",
-        lambda hessian, damp, order: (None, None, "made to fail"),
-    )
+
+    def fail(*arguments):
+        raise Indefinite("made to fail")
+
+    monkeypatch.setattr("quantkit.quantize.solvers.gptq.factorize", fail)
     done = quantkit("gptq", model, *small, *quiet)
     assert re.search("^fallbacks +14 linears", done.out, re.MULTILINE)
     manifest = json.loads(Path("tiny-gptq-w4g128/quantkit.json").read_text())
