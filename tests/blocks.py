@@ -11,6 +11,7 @@ from quantkit.grids.grid import Grid
 from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.capture import gather
 from quantkit.quantize.calibrate.sites import Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics
@@ -66,3 +67,13 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, index: int = 1, shape
     block = skeleton.load_block(index)
     sites = find_sites(block, lambda: skeleton.run_block(index, hidden))
     return Bench(skeleton, index, block, hidden, sites)
+
+
+@torch.no_grad()
+def logits(source: Path, ids: Tensor) -> Tensor:
+    """Logits `[tokens, vocabulary]` of one sequence, with one block in memory at a time."""
+    skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
+    skeleton.load_rest()
+    (hidden,) = walk.through(skeleton, [ids])
+    return skeleton.logits(hidden[0])

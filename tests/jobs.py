@@ -1,17 +1,23 @@
 """Whole jobs in this process: from options to a written folder, verified by the job itself."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import families
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.errors import QuantkitError
 from quantkit.models.files.reading import DTYPES
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize import job, loop, methods
 from quantkit.quantize.outputs import Summary
 from quantkit.quantize.progress import Progress
+from quantkit.quantize.staging.folder import Staging
 
 GPTQ = {
     "group_size": 32,
@@ -75,6 +81,42 @@ def rewrite(folder: Path, change) -> Path:
         found[name] = tensor if new is None else new
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def error_of(function, *arguments, **options) -> QuantkitError:
+    """What the call raises, with a way out."""
+    with pytest.raises(QuantkitError) as caught:
+        function(*arguments, **options)
+    assert caught.value.hint
+    return caught.value
+
+
+@contextmanager
+def edited(folder: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of a model, which are stored again as the block leaves them."""
+    stored = tensors(folder)
+    yield stored
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def configure(folder: Path, **changes) -> None:
+    """Set keys of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@contextmanager
+def interrupted(before: int) -> Iterator[None]:
+    """The job inside ends where it would stage the block of this index."""
+    write = Staging.write_block
+
+    def stop(self, index, *rest):
+        if index == before:
+            raise KeyboardInterrupt
+        write(self, index, *rest)
+
+    with mock.patch.object(Staging, "write_block", stop), pytest.raises(KeyboardInterrupt):
+        yield
 
 
 def manifest(folder: Path) -> dict:

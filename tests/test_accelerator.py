@@ -312,12 +312,6 @@ def test_eval_of_every_layout(far, make, source, blocks_of_256, text, method):
     (near if method == "int8" or REAL else close)(json.loads(far(*asked, "--json", "-q").out), make(*asked))
 
 
-@pytest.mark.nightly
-def test_eval_of_methods_that_are_tried(far, make, source, text):
-    asked = ["eval", source, "--as", "nf4", "--as", "int8", "--text", text, "--ctx", 32, "--limit", 640]
-    near(json.loads(far(*asked, "--json", "-q").out), make(*asked))
-
-
 def test_eval_with_a_quantized_cache(far, make, demo_model, text):
     asked = ["eval", demo_model, "--text", text, "--ctx", 32, "--limit", 64, "--metrics", "kld"]
     asked += [part for name in ("q8_0", "fp8") for part in ("--kv-dtype", name)]
@@ -406,18 +400,7 @@ def test_distill_learns_what_it_learns_on_the_cpu(both, make, source, text, meth
     made = "made.gguf" if method == "gguf" else "made"
     command = ["gguf", "-t", "Q4_0", "--solver", "rtn"] if method == "gguf" else METHODS[method]
     make(command[0], source, *command[1:], "-o", made, *(["--imatrix", "none"] if method == "gguf" else []))
-    asked = [
-        "--calibration",
-        text,
-        "--samples",
-        "8",
-        "--seqlen",
-        "32",
-        "--epochs",
-        "1",
-        "--block-epochs",
-        "1",
-    ]
+    asked = ["--calibration", text, *"--samples 8 --seqlen 32 --epochs 1 --block-epochs 1".split()]
     on_cpu, on_far = both("distill", source, made, *asked)
     found, wanted = (Student(open_checkpoint(str(path)), torch.float32, CPU) for path in (on_far, on_cpu))
     with found.block(0) as ours, wanted.block(0) as theirs:

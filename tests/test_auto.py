@@ -43,11 +43,6 @@ def auto(quantkit, source, tmp_path):
     return search
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """All but how long it took."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if "timings" not in path.name}
-
-
 def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit, tmp_path, monkeypatch):
     asked = ["-o", "found", "--recipe-out", "best.yaml", "--sensitivities", "table.json"]
     found = auto("--bpw", "4.2", *asked)
@@ -58,7 +53,7 @@ def test_a_recipe_repeats_the_bytes_and_a_table_saves_the_search(auto, quantkit,
     (tmp_path / "again").mkdir()
     done = quantkit("run", "best.yaml", "-o", "again/found", "-q")
     assert done.code == 0, done.err
-    assert files(tmp_path / "again" / "found") == files(tmp_path / "found")
+    assert jobs.contents(tmp_path / "again" / "found") == jobs.contents(tmp_path / "found")
     monkeypatch.setattr(run, "measure", None)  # the table says it all
     more = auto("--bpw", "6", "-o", "larger", "--sensitivities", "table.json")
     assert more["searched"]["predicted_kld"] < found["searched"]["predicted_kld"]
@@ -299,20 +294,8 @@ def table(auto, tmp_path, monkeypatch) -> dict:
     return json.loads((tmp_path / "u.json").read_text())
 
 
-def _deep(table: dict) -> str:
-    return "[" * 100_000
-
-
 def _without_units(table: dict) -> str:
     return json.dumps({key: value for key, value in table.items() if key != "units"})
-
-
-def _not_a_number(table: dict) -> str:
-    return json.dumps(table | {"seconds": float("nan")})
-
-
-def _huge(table: dict) -> str:
-    return json.dumps(table).replace('"seconds": 1.0', '"seconds": 1e400')
 
 
 def _words(table: dict) -> str:
@@ -328,10 +311,14 @@ def _other_candidates(table: dict) -> str:
 @pytest.mark.parametrize(
     "change, code, said",
     [
-        (_deep, 2, "is not a table of sensitivities"),
+        (lambda table: "[" * 100_000, 2, "is not a table of sensitivities"),
         (_without_units, 4, "'units' is a required property"),
-        (_not_a_number, 2, "is not a table of sensitivities"),
-        (_huge, 2, "is not a table of sensitivities"),
+        (lambda table: json.dumps(table | {"seconds": float("nan")}), 2, "is not a table of sensitivities"),
+        (
+            lambda table: json.dumps(table).replace('"seconds": 1.0', '"seconds": 1e400'),
+            2,
+            "is not a table of sensitivities",
+        ),
         (_words, 4, "'x' is not of type 'object'"),
         (_other_candidates, 2, "lacks candidates"),
     ],

@@ -26,22 +26,6 @@ CPU = torch.device("cpu")
 # ---- the paper's idea
 
 
-def literal(weight: list[float], scale: float = 1, salient: tuple[int, ...] = ()) -> list[int]:
-    """Codes of one group, absmax / 8 a step; the salient weights are multiplied by `scale` first."""
-    scaled = [w * scale if k in salient else w for k, w in enumerate(weight)]
-    step = max(map(abs, scaled)) / 8
-    return [max(-8, min(7, round(w / step))) for w in scaled]
-
-
-def test_a_scaled_weight_gets_more_levels_until_it_sets_the_range():
-    """With absmax 4 a step is 1/2: 1.5 and 1.7 are both 3 steps, doubled 6 and 7 of the same steps."""
-    weight, salient = [-4.0, 1.5, 1.7, 0.6, -2.4], (1, 2)
-    assert literal(weight) == [-8, 3, 3, 1, -5]
-    assert literal(weight, 2, salient) == [-8, 6, 7, 1, -5]
-    coarser = literal(weight, 4, salient)  # 6.8 is the largest now, a step 0.85
-    assert coarser == [-5, 7, 7, 1, -3]
-
-
 def test_on_the_affine_grid_too():
     """Its steps are 2 / 15 of the largest: 1.4 and 1.8 are 2.6 and 3.4 steps, doubled 5.25 and 6.75."""
     weight, salient = [-4.0, 1.4, 1.8, 0.6, -2.4], (1, 2)

@@ -10,8 +10,6 @@ import transformers
 
 from quantkit.layouts.awq import AwqLayout
 from quantkit.models.files.open import open_checkpoint
-from quantkit.quantize.staging import folder as staging
-from quantkit.quantize.staging.folder import Staging
 
 SMALL = {"group_size": 32, "candidates": 8}
 RUN = {"batch_size": 2, "dtype": "float32"}
@@ -137,19 +135,11 @@ def test_other_families_are_written_and_verified(outliers, tmp_path, family, unf
 
 
 @pytest.mark.processor
-def test_a_job_resumed_after_its_first_block_writes_the_same_bytes(outliers, tmp_path, monkeypatch):
+def test_a_job_resumed_after_its_first_block_writes_the_same_bytes(outliers, tmp_path):
     model, text = outliers("llama", dtype="bfloat16"), jobs.calibration(tmp_path)
     options = SMALL | {"solver": "gptq"}
     jobs.quantize("awq", model, tmp_path / "whole", options, calibration=text, **RUN)
-    write = Staging.write_block
-
-    def stop(self, index, *rest):
-        if index:
-            raise KeyboardInterrupt
-        write(self, index, *rest)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(staging.Staging, "write_block", stop)
+    with jobs.interrupted(before=1):
         jobs.quantize("awq", model, tmp_path / "out", options, calibration=text, **RUN)
     partial = tmp_path / "out.partial"
     staged = jobs.load_file(partial / "block-00000.safetensors")

@@ -4,10 +4,10 @@ import json
 import math
 
 import families
+import jobs
 import pytest
 import test_wrappers
 import torch
-from safetensors.torch import load_file, save_file
 
 WIDE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 EXPERT = "model.layers.1.block_sparse_moe.experts.2"
@@ -42,44 +42,40 @@ def place(tmp_path):
     return tmp_path / "model"
 
 
-def change(place, edit) -> None:
-    """Let `edit(tensors)` alter what is stored."""
-    tensors = load_file(place / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+def lose(place) -> None:
+    with jobs.edited(place) as tensors:
+        del tensors[f"{EXPERT}.w3.weight"]
 
 
-def spoil(tensors: dict) -> None:
-    tensors[f"{EXPERT}.w1.weight"][3, 5] = math.nan
+def spoil(place) -> None:
+    with jobs.edited(place) as tensors:
+        tensors[f"{EXPERT}.w1.weight"][3, 5] = math.nan
 
 
-def round_router(tensors: dict) -> None:
-    tensors[ROUTER] = (tensors[ROUTER] * 100).to(torch.int8)
-
-
-def experts(number: int):
-    def configure(place) -> None:
-        config = json.loads((place / "config.json").read_text())
-        (place / "config.json").write_text(json.dumps(config | {"num_local_experts": number}))
-
-    return configure
+def round_router(place) -> None:
+    with jobs.edited(place) as tensors:
+        tensors[ROUTER] = (tensors[ROUTER] * 100).to(torch.int8)
 
 
 DAMAGE = {  # what is done to a mixture; exit code and what the error says
     "an expert is absent": (
-        lambda place: change(place, lambda tensors: tensors.pop(f"{EXPERT}.w3.weight")),
+        lose,
         1,
         ("lacks 1 tensor", ".experts.2.w3.weight"),
     ),
-    "more experts are configured": (experts(8), 1, ("lacks ", ".experts.4.w1.weight")),
+    "more experts are configured": (
+        lambda place: jobs.configure(place, num_local_experts=8),
+        1,
+        ("lacks ", ".experts.4.w1.weight"),
+    ),
     "fewer experts are configured": (
-        experts(2),
+        lambda place: jobs.configure(place, num_local_experts=2),
         1,
         ("gate.weight is [4, 64], the configuration says [2, 64]",),
     ),
-    "NaN in one expert": (lambda place: change(place, spoil), 1, (f"{EXPERT}.w1.weight holds NaN",)),
+    "NaN in one expert": (spoil, 1, (f"{EXPERT}.w1.weight holds NaN",)),
     "a router that is quantized": (
-        lambda place: change(place, round_router),
+        round_router,
         4,
         ("weights are stored as codes", ROUTER),
     ),
@@ -101,12 +97,9 @@ def test_a_damaged_mixture_is_refused_in_one_line(refuse, place, damage, command
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrapper_without_its_language_model_is_refused(refuse, place, command):
     test_wrappers.save(place, "gemma3")
-
-    def strip(tensors: dict) -> None:
+    with jobs.edited(place) as tensors:
         for name in [name for name in tensors if name.startswith("language_model.")]:
             del tensors[name]
-
-    change(place, strip)
     before = sorted(place.parent.rglob("*"))
     error, _ = refuse(1, *COMMANDS[command])
     assert "lacks 41 tensors of the model: model.language_model." in error
@@ -133,14 +126,11 @@ def test_a_router_of_another_shape_among_packed_linears_is_refused(refuse, quant
     families.save_tokenizer(families.save_model(place.parent / "plain", "mixtral", **WIDE))
     rounded = ("gptq", "plain", "--group-size", 32, "--solver", "rtn", "-o", "model", "-q")
     assert quantkit(*rounded).code == 0
-
-    def pack(tensors: dict) -> None:
+    with jobs.edited(place) as tensors:
         like = f"{EXPERT}.w1."
         for name in [name for name in tensors if name.startswith(like)]:
             tensors[name.replace(like, ROUTER.removesuffix("weight"))] = tensors[name].clone()
         del tensors[ROUTER]
-
-    change(place, pack)
     allowed = ("--allow-requantize",) if command == "gptq" else ()
     error, _ = refuse(4 if command == "gptq" else 1, *COMMANDS[command], *allowed)
     assert ROUTER.removesuffix(".weight") in error

@@ -282,17 +282,8 @@ def test_the_whole_of_it(quantkit, tiny_model, tmp_path):
     """One that runs and one that does not: a record and plots."""
     folder = tiny_model("llama", num_hidden_layers=1)
     plot = tmp_path / "plot.svg"
-    asked = [
-        *QUICK,
-        "--engine",
-        "transformers,llama.cpp",
-        "--batch",
-        "1,2,3",
-        "--threads",
-        "1",
-        "--plot",
-        plot,
-    ]
+    engines = ["--engine", "transformers,llama.cpp", "--threads", "1"]
+    asked = [*QUICK, *engines, "--batch", "1,2,3", "--plot", plot]
     done = quantkit("bench", folder, *asked, "--json", "-q")
     assert done.code == 0, done.err
     made = checked(json.loads(done.out))

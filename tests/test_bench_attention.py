@@ -1,13 +1,10 @@
 """`bench attention`: the kernel that ran, allocations counted, refusals, the report."""
 
-import importlib.resources
-import json
-
 import far_device
-import jsonschema
 import numpy as np
 import pytest
 import torch
+from bench_runs import checked
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
@@ -150,11 +147,7 @@ def test_lengths_end_where_the_model_does():
 
 
 def test_the_record_is_what_its_schema_says(result):
-    place = importlib.resources.files("quantkit").joinpath("serving/bench/attention/bench-attention-2.json")
-    schema = json.loads(place.read_text(encoding="utf-8"))
-    made = json.loads(json.dumps(result, allow_nan=False))
-    jsonschema.Draft202012Validator.check_schema(schema)
-    jsonschema.validate(made, schema)
+    made = checked(result, "attention/bench-attention-2.json")
     assert made["rows"][2]["refused"] and made["rows"][0]["length"] == 256
 
 

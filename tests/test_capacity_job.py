@@ -18,7 +18,6 @@ from quantkit.quantize.prepare.shapes import Shapes
 from quantkit.quantize.progress import Progress
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-GIB = 1 << 30
 
 
 def forecast(folder):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 import transformers as hf
-from families import FAMILIES, GROUPED, KINDS, STREAMS, save_model
+from families import FAMILIES, FURTHER, GROUPED, KINDS, STREAMS, save_model
 from published import CONFIGS
 
 from quantkit.capacity import Unsupported, kv_cache, source
@@ -53,33 +53,20 @@ def test_precision_of_the_cache(dtype, factor):
 
 # ---- the tensors that transformers keeps
 
-HYBRID = {
-    **GROUPED,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
+KNOWN = FAMILIES | FURTHER | KINDS | STREAMS
+OTHERWISE = {  # numbers that are equal there
+    "bamba": {"mamba_n_groups": 2},
+    "deepseek_v3": {"qk_rope_head_dim": 8},
+    "gemma3n": {},
+    "gemma4": {},
+    "jamba": {},
+    "mamba2": {"n_groups": 2},
+    "mixtral": {},
+    "qwen3_next": {"linear_value_head_dim": 24},
+    "smollm3": {},
 }
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 16}
-LATENT = {
-    **{key: value for key, value in GROUPED.items() if key != "num_key_value_heads"},
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
+WITHOUT_LAYERS = {key: value for key, value in GROUPED.items() if key != "num_hidden_layers"}
 MORE = {
     "qwen2 sliding": (
         hf.Qwen2Config,
@@ -88,9 +75,6 @@ MORE = {
     "olmo3": (hf.Olmo3Config, {**GROUPED, "sliding_window": 16, "num_hidden_layers": 5}),
     "cohere2": (hf.Cohere2Config, {**GROUPED, "sliding_window": 16, "num_hidden_layers": 5}),
     "gpt_oss": (hf.GptOssConfig, {**GROUPED, "head_dim": 16, "sliding_window": 16, "num_local_experts": 4}),
-    "smollm3": (hf.SmolLM3Config, {**GROUPED, "pad_token_id": 0}),
-    "gemma4": STREAMS["gemma4"],
-    "gemma3n": STREAMS["gemma3n"],
     "gemma3n shared": (
         hf.Gemma3nTextConfig,
         STREAMS["gemma3n"][1]
@@ -103,11 +87,10 @@ MORE = {
             "sliding_window": 16,
         },
     ),
-    "mixtral": KINDS["mixtral"],
     "llama4": (
         hf.Llama4TextConfig,
         {
-            **{key: value for key, value in GROUPED.items() if key != "num_hidden_layers"},
+            **WITHOUT_LAYERS,
             "num_hidden_layers": 5,
             "head_dim": 16,
             "intermediate_size_mlp": 128,
@@ -116,13 +99,10 @@ MORE = {
             "no_rope_layers": [],
         },
     ),
-    "deepseek_v2": (hf.DeepseekV2Config, {**LATENT, "topk_method": "greedy"}),
-    "deepseek_v3": (hf.DeepseekV3Config, LATENT),
-    "qwen3_next": (
-        hf.Qwen3NextConfig,
-        {**HYBRID, "layer_types": ["linear_attention", "linear_attention", "full_attention"]},
+    "deepseek_v2": (
+        hf.DeepseekV2Config,
+        KINDS["deepseek_v3"][1] | {"qk_rope_head_dim": 8, "topk_method": "greedy"},
     ),
-    "bamba": (hf.BambaConfig, {**GROUPED, **MAMBA, "attn_layer_indices": [1]}),
     "granitemoehybrid": (
         hf.GraniteMoeHybridConfig,
         {
@@ -137,7 +117,7 @@ MORE = {
     "nemotron_h": (
         hf.NemotronHConfig,
         {
-            **{key: value for key, value in GROUPED.items() if key != "num_hidden_layers"},
+            **WITHOUT_LAYERS,
             "head_dim": 16,
             "layers_block_type": ["mamba", "mlp", "attention"],
             "mamba_num_heads": 8,
@@ -146,36 +126,13 @@ MORE = {
             "n_groups": 2,
         },
     ),
-    "jamba": (
-        hf.JambaConfig,
-        {
-            **GROUPED,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "num_experts": 1,
-            "num_experts_per_tok": 1,
-            "use_mamba_kernels": False,
-        },
-    ),
     "lfm2": (
         hf.Lfm2Config,
         {**GROUPED, "layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
     ),
     "mamba": (hf.MambaConfig, {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}),
-    "mamba2": (
-        hf.Mamba2Config,
-        {
-            "hidden_size": 64,
-            "num_hidden_layers": 2,
-            "vocab_size": 512,
-            "num_heads": 8,
-            "head_dim": 16,
-            "state_size": 16,
-            "n_groups": 2,
-        },
-    ),
 }
-CASES = FAMILIES | MORE
+CASES = FAMILIES | MORE | {name: (KNOWN[name][0], KNOWN[name][1] | more) for name, more in OTHERWISE.items()}
 
 
 def kept_by_transformers(config) -> list[int]:

@@ -3,30 +3,22 @@
 import json
 import math
 
+import jobs
 import pytest
 import torch
 import transformers as hf
-from families import FAMILIES, GROUPED, save_model
+from families import FAMILIES, GROUPED, KINDS, save_model
 from published import CONFIGS, PARAMETERS
-from safetensors.torch import load_file, save_file
 
 from quantkit.capacity import parameters, source
 from quantkit.capacity.settings import Settings
 from quantkit.errors import QuantkitError
 
 
-@pytest.mark.parametrize(
-    "make, arguments",
-    [
-        (hf.MixtralConfig, {**GROUPED, "num_local_experts": 4}),
-        (
-            hf.Qwen3MoeConfig,
-            {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-        ),
-    ],
-)
-def test_experts_are_counted(make, arguments):
+@pytest.mark.parametrize("family, blocks", [("mixtral", 3), ("qwen3_moe", 3), ("deepseek_v3", 2)])
+def test_experts_are_counted(family, blocks):
     """transformers fuses them as it loads; the hub's files hold them one by one."""
+    make, arguments = KINDS[family]
     config = make(**arguments)
     with torch.device("meta"):
         model = hf.AutoModelForCausalLM.from_config(config)
@@ -34,9 +26,9 @@ def test_experts_are_counted(make, arguments):
     assert found.count == sum(parameter.numel() for parameter in model.parameters())
     experts = [tensor for tensor in found.tensors if ".experts." in tensor.name]
     assert found.active(settings) == found.count - sum(tensor.size for tensor in experts) // 2
-    assert len(experts) == 3 * 4 * 3 and all(tensor.is_linear for tensor in experts)
+    assert len(experts) == blocks * 4 * 3 and all(tensor.is_linear for tensor in experts)
     routers = [t for t in found.tensors if t.name.endswith("gate.weight")]
-    assert len(routers) == 3 and not any(t.is_linear for t in routers)
+    assert len(routers) == blocks and not any(t.is_linear for t in routers)
 
 
 def test_experts_that_are_no_list_are_counted_too():
@@ -78,11 +70,10 @@ def test_headers_and_configuration_agree(family, tmp_path):
 def test_buffers_and_copies_of_a_tied_head_are_no_parameters(tmp_path):
     folder = save_model(tmp_path / "m", "gpt2")
     before = source.read(str(folder)).parameters
-    stored = load_file(folder / "model.safetensors")
-    stored |= {"transformer.h.0.attn.bias": torch.ones(1, 1, 256, 256)}
-    stored |= {"transformer.h.0.attn.masked_bias": torch.ones(())}
-    stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
-    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    with jobs.edited(folder) as stored:
+        stored["transformer.h.0.attn.bias"] = torch.ones(1, 1, 256, 256)
+        stored["transformer.h.0.attn.masked_bias"] = torch.ones(())
+        stored["lm_head.weight"] = stored["transformer.wte.weight"].clone()
     found = source.read(str(folder)).parameters
     assert (found.count, found.stored_bytes) == (before.count, before.stored_bytes) and found.is_tied
 
@@ -100,20 +91,18 @@ def test_buffers_and_copies_of_a_tied_head_are_no_parameters(tmp_path):
 )
 def test_a_broken_configuration_is_refused(change, words, tmp_path):
     folder = save_model(tmp_path / "m", "llama")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    jobs.configure(folder, **change)
     with pytest.raises(QuantkitError, match=words):
         source.read(str(folder))
-        source.read(str(path))
+        source.read(str(folder / "config.json"))
 
 
 def test_an_unknown_family_needs_headers(tmp_path):
     folder = save_model(tmp_path / "m", "llama")
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "strange"}))
+    jobs.configure(folder, model_type="strange")
     assert source.read(str(folder)).parameters.exact
     with pytest.raises(QuantkitError, match="parameters of strange cannot be computed") as refused:
-        source.read(str(path))
+        source.read(str(folder / "config.json"))
     assert refused.value.exit_code == 4 and "--params" in refused.value.hint
 
 

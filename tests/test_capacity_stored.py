@@ -5,58 +5,23 @@ import struct
 from dataclasses import replace
 
 import gguf_files
+import jobs
 import pytest
 import torch
 from families import FAMILIES, GROUPED, save_model, save_tokenizer
-from safetensors.torch import save_file
 
 from quantkit.capacity import forecast, formats, parameters, source
 from quantkit.capacity.job import of_model
 from quantkit.capacity.kv_cache import layer_caches
 from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
-from quantkit.layouts import bitsandbytes
 from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.safetensors_folder import TensorInfo
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize import job as jobs
 from quantkit.quantize import methods
-from quantkit.quantize.progress import Progress
 
 QUESTION = forecast.Question()
-
-
-def deepseek_v3() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> dtype and shape of every tensor of DeepSeek V3, as published, its further block left out."""
-    linears = {
-        "self_attn.q_a_proj": (1536, 7168),
-        "self_attn.q_b_proj": (24576, 1536),
-        "self_attn.kv_a_proj_with_mqa": (576, 7168),
-        "self_attn.kv_b_proj": (32768, 512),
-        "self_attn.o_proj": (7168, 16384),
-    }
-    norms = {"input_layernorm": 7168, "post_attention_layernorm": 7168}
-    norms |= {"self_attn.q_a_layernorm": 1536, "self_attn.kv_a_layernorm": 512}
-    tensors = {f"{name}.weight": ("BF16", (129280, 7168)) for name in ("model.embed_tokens", "lm_head")}
-    tensors["model.norm.weight"] = "BF16", (7168,)
-    for block in range(61):
-        prefix = f"model.layers.{block}."
-        own = dict(linears)
-        modules = [f"experts.{k}." for k in range(256)] + ["shared_experts."] if block >= 3 else [""]
-        width = 2048 if block >= 3 else 18432
-        for module in modules:
-            own |= {f"mlp.{module}{leaf}": (width, 7168) for leaf in ("gate_proj", "up_proj")}
-            own[f"mlp.{module}down_proj"] = 7168, width
-        for name, (out_features, in_features) in own.items():
-            tensors[f"{prefix}{name}.weight"] = "F8_E4M3", (out_features, in_features)
-            blocks = -(-out_features // 128), -(-in_features // 128)
-            tensors[f"{prefix}{name}.weight_scale_inv"] = "F32", blocks
-        tensors |= {f"{prefix}{name}.weight": ("BF16", (width,)) for name, width in norms.items()}
-        if block >= 3:
-            tensors[f"{prefix}mlp.gate.weight"] = "BF16", (256, 7168)
-            tensors[f"{prefix}mlp.gate.e_score_correction_bias"] = "F32", (256,)
-    return tensors
 
 
 def save_headers(folder, tensors: dict, config: dict) -> None:
@@ -76,41 +41,6 @@ def save_headers(folder, tensors: dict, config: dict) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "num_attention_heads": 128,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "vocab_size": 129280,
-    "torch_dtype": "bfloat16",
-    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-}
-
-
-@pytest.mark.nightly
-def test_deepseek_v3_is_planned_from_its_headers(tmp_path):
-    """671 billion parameters, 37 of them active; the published files hold 8 bits a weight."""
-    save_headers(tmp_path / "m", deepseek_v3(), DEEPSEEK)
-    found = source.read(str(tmp_path / "m"))
-    assert found.parameters.count == 671_026_419_200 and found.parameters.exact
-    active = found.parameters.active(found.settings)
-    assert active == 671_026_419_200 - 58 * 248 * 3 * 2048 * 7168
-    record = forecast.of_source(found, QUESTION)
-    stored, bf16 = record["weights"]["stored"], record["weights"]["bf16"]
-    assert bf16["bytes"] == 2 * 671_026_419_200
-    assert stored["bytes"] == found.parameters.stored_bytes and 8.0 < stored["bits_per_weight"] < 8.1
-    assert 8 * stored["bytes_per_weight"] == pytest.approx(8 + 32 / 128**2, rel=1e-4)
-    assert bf16["read_bytes"] == 2 * (active - 129280 * 7168)
-    assert record["kv_cache"]["bytes_per_token"] == 61 * 576 * 2
-    assert record["architecture"]["attention"] == "MLA" and record["method"] == "stored"
-    assert {row["needs"] for row in record["job"].values()} == {"--allow-requantize"}
-
-
 def test_blocks_for_further_tokens_are_stored_and_not_read(tmp_path):
     tensors = {"model.embed_tokens.weight": ("BF16", (512, 64)), "lm_head.weight": ("BF16", (512, 64))}
     for block in range(3):  # the last predicts further tokens
@@ -122,95 +52,41 @@ def test_blocks_for_further_tokens_are_stored_and_not_read(tmp_path):
     assert formats.weights("bf16", found.parameters, found.settings).read_bytes == 2 * (512 + 2 * 128) * 64
 
 
-@pytest.fixture
-def rewrite(tmp_path):
-    """`rewrite(config, change)`: a plain tiny Llama in float16, and it with its linears stored otherwise."""
-
-    def run(config: dict, change, **overrides):
-        sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32} | overrides
-        plain = save_model(tmp_path / "plain", "llama", dtype="float16", **sizes)
-        whole = source.read(str(plain))
-        tensors = {}
-        for tensor in whole.parameters.tensors:
-            values = torch.zeros(tensor.shape, dtype=torch.float16)
-            tensors |= change(tensor) if tensor.is_linear else {tensor.name: values}
-        folder = tmp_path / "packed"
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors")
-        told = json.loads((plain / "config.json").read_text()) | {"quantization_config": config}
-        (folder / "config.json").write_text(json.dumps(told))
-        return whole, source.read(str(folder)), sum(t.numel() * t.element_size() for t in tensors.values())
-
-    return run
-
-
-def gptq(tensor) -> dict[str, torch.Tensor]:
-    name, (out, width) = tensor.name.removesuffix(".weight"), (tensor.out_features, tensor.in_features)
-    return {
-        f"{name}.qweight": torch.zeros(width // 8, out, dtype=torch.int32),
-        f"{name}.qzeros": torch.zeros(width // 128, out // 8, dtype=torch.int32),
-        f"{name}.scales": torch.zeros(width // 128, out, dtype=torch.float16),
-        f"{name}.g_idx": torch.zeros(width, dtype=torch.int32),
-    }
-
-
-def awq(tensor) -> dict[str, torch.Tensor]:
-    name, (out, width) = tensor.name.removesuffix(".weight"), (tensor.out_features, tensor.in_features)
-    return {
-        f"{name}.qweight": torch.zeros(width, out // 8, dtype=torch.int32),
-        f"{name}.qzeros": torch.zeros(width // 128, out // 8, dtype=torch.int32),
-        f"{name}.scales": torch.zeros(width // 128, out, dtype=torch.float16),
-    }
-
-
-def int8(tensor) -> dict[str, torch.Tensor]:
-    return {
-        tensor.name: torch.zeros(tensor.shape, dtype=torch.int8),
-        tensor.name.removesuffix("weight") + "SCB": torch.zeros(tensor.out_features),
-    }
-
-
-def nf4(tensor) -> dict[str, torch.Tensor]:
-    state = bitsandbytes._state(tensor.out_features, tensor.in_features, None)
-    return {
-        tensor.name: torch.zeros(tensor.size // 2, 1, dtype=torch.uint8),
-        f"{tensor.name}.absmax": torch.zeros(tensor.size // 64),
-        f"{tensor.name}.quant_map": torch.zeros(16),
-        f"{tensor.name}.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
-    }
-
-
-def packed(tensor) -> dict[str, torch.Tensor]:
-    name, (out, width) = tensor.name.removesuffix(".weight"), (tensor.out_features, tensor.in_features)
-    return {
-        f"{name}.weight_packed": torch.zeros(out, width // 8, dtype=torch.int32),
-        f"{name}.weight_scale": torch.zeros(out, width // 128, dtype=torch.float16),
-        f"{name}.weight_shape": torch.tensor([out, width]),
-    }
-
-
-def fp8(tensor) -> dict[str, torch.Tensor]:
-    return {
-        tensor.name: torch.zeros(tensor.shape, dtype=torch.float8_e4m3fn),
-        f"{tensor.name}_scale_inv": torch.zeros([-(-size // 128) for size in tensor.shape]),
-    }
-
-
-WEIGHTS = {"num_bits": 4, "group_size": 128, "type": "int"}
-GROUP = {"targets": ["Linear"], "format": "pack-quantized", "weights": WEIGHTS}
-LAYOUTS = {
-    "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128}, gptq),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, awq),
-    "int8": ({"load_in_8bit": True}, int8),
-    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, nf4),
-    "compressed-tensors": ({"quant_method": "compressed-tensors", "config_groups": {"a": GROUP}}, packed),
-    "fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, fp8),
+LAYOUTS = {  # method, options
+    "gptq": ("gptq", {"solver": "rtn"}),
+    "awq": ("awq", {"candidates": 2}),
+    "int8": ("int8", {}),
+    "nf4": ("nf4", {"double_quant": False}),
+    "compressed-tensors": ("gptq", {"solver": "rtn", "layout": "compressed-tensors"}),
+    "fp8": ("fp8", {"layout": "deepseek"}),
 }
 
 
+@pytest.fixture
+def packed(tmp_path):
+    """A plain tiny Llama in float16, it with its linears in another layout, and the bytes of that."""
+
+    def make(method: str, options: dict) -> tuple[source.Source, source.Source, int]:
+        sizes = {
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 1,
+        }
+        plain = save_model(tmp_path / "plain", "llama", dtype="float16", **sizes)
+        save_tokenizer(plain)
+        text = jobs.calibration(tmp_path)
+        jobs.quantize(method, plain, tmp_path / "packed", options, calibration=text)
+        stored = jobs.tensors(tmp_path / "packed").values()
+        found = (source.read(str(tmp_path / name)) for name in ("plain", "packed"))
+        return *found, sum(tensor.nbytes for tensor in stored)
+
+    return make
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_quantized_checkpoint_has_the_parameters_of_its_original(rewrite, layout):
-    whole, found, nbytes = rewrite(*LAYOUTS[layout])
+def test_a_quantized_checkpoint_has_the_parameters_of_its_original(packed, layout):
+    whole, found, nbytes = packed(*LAYOUTS[layout])
     assert found.quantized and found.parameters.exact and not whole.quantized
     expected = {(t.name, t.shape, t.out_features, t.nbytes) for t in whole.parameters.tensors}
     assert {(t.name, t.shape, t.out_features, t.nbytes) for t in found.parameters.tensors} == expected
@@ -229,11 +105,11 @@ def test_a_quantized_checkpoint_has_the_parameters_of_its_original(rewrite, layo
     assert {job["needs"] for job in plain["job"].values()} == {None}
 
 
-def test_shapes_that_no_header_tells_are_those_of_the_family(rewrite):
+def test_shapes_that_no_header_tells_are_those_of_the_family(packed):
     """bitsandbytes keeps them in a text, which is out of reach on the hub."""
     from quantkit.capacity import quantized
 
-    whole, found, _ = rewrite(*LAYOUTS["nf4"])
+    whole, found, _ = packed(*LAYOUTS["nf4"])
     contents = replace(open_contents(found.name), path=None)
     entries = quantized.entries(contents)
     assert {e.name: e.shape for e in entries} == {t.name: t.shape for t in whole.parameters.tensors}
@@ -335,6 +211,7 @@ def test_the_cache_of_latent_attention_is_that_of_the_checkpoint(tmp_path):
     caches = layer_caches(found.settings, found.parameters)
     assert caches == layer_caches(whole.settings, whole.parameters)
     assert [(cache.kind, cache.values) for cache in caches] == [("latent", 80)] * 3
+    assert forecast.of_source(whole, QUESTION)["architecture"]["attention"] == "MLA"
 
 
 def of_job(path, tmp_path) -> tuple:
@@ -342,8 +219,8 @@ def of_job(path, tmp_path) -> tuple:
     text = CalibrationOptions(samples=8, seqlen=64)
     run = RunOptions(threads=1, batch_size=8, allow_requantize=True)
     method, output = methods.create("int8"), tmp_path / "out"
-    request = jobs.Request(str(path), method, text, run, output)
-    planned = jobs.prepare(request, Progress(), dry_run=True).plan
+    request = jobs.job.Request(str(path), method, text, run, output)
+    planned = jobs.job.prepare(request, jobs.Progress(), dry_run=True).plan
     found = of_model(source.read(str(path)), Question(samples=8, seqlen=64))["int8"]
     return (planned.execution.dtype, planned.memory_bytes), (found["dtype"], found["above_interpreter_bytes"])
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
+from jobs import error_of
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from stand_in_hub import SHA, TOKEN, environment
@@ -39,12 +40,6 @@ TENSORS = {  # every size of element, a scalar, an empty tensor, and names whose
     "step": torch.tensor(2**40, dtype=torch.int64),
     "empty": torch.zeros(0, 4, dtype=torch.float16),
 }
-
-
-def error_of(call, *arguments, **keywords) -> QuantkitError:
-    with pytest.raises(QuantkitError) as caught:
-        call(*arguments, **keywords)
-    return caught.value
 
 
 def store(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -94,18 +89,6 @@ def test_headers_say_what_the_library_says(tmp_path):
             assert (info.name, info.dtype, list(info.shape)) == (name, part.get_dtype(), part.get_shape())
             assert info.file == path
             assert stored_bytes(info) == raw_bytes(TENSORS[name])
-
-
-def test_shards_read_like_one_file(tmp_path):
-    half = len(TENSORS) // 2
-    first, second = dict(list(TENSORS.items())[:half]), dict(list(TENSORS.items())[half:])
-    folder = store_sharded(tmp_path, {"a.safetensors": first, "b.safetensors": second})
-    infos = read_folder(folder)
-    assert {name: info.file.name for name, info in infos.items()} == {
-        **dict.fromkeys(first, "a.safetensors"),
-        **dict.fromkeys(second, "b.safetensors"),
-    }
-    assert all(stored_bytes(infos[name]) == raw_bytes(tensor) for name, tensor in TENSORS.items())
 
 
 def test_a_checkpoint_reads_values_names_and_context(tiny_model):

@@ -16,10 +16,6 @@ from quantkit import __version__
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
-KNOWN = set("ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM RUN USER VOLUME WORKDIR".split())
-SERVICE = set(
-    "build command depends_on environment image ports volumes".split()
-)  # keys of the compose format
 VARIABLE = re.compile(r"\$\{\w+:-([^}]*)\}")
 
 
@@ -43,20 +39,6 @@ def command(words: list[str]) -> dict:
     return context.params
 
 
-def test_instructions_and_what_they_copy_exist():
-    assert instructions()[0] == ("ARG", "PYTHON=3.12-slim") and {name for name, _ in instructions()} <= KNOWN
-    ignored = (ROOT / ".dockerignore").read_text().split("\n")
-    admitted = [line[1:] for line in ignored if line.startswith("!")]
-    assert "*" in ignored and sorted(copied()) == sorted(admitted)
-    assert all((ROOT / source).exists() for source in copied())
-    for line in of("COPY"):
-        *sources, target = line.split()
-        assert target == "./" or sources == [target]
-    arguments = {line.partition("=")[0] for line in of("ARG")}
-    used = set(re.findall(r"\$\{(\w+)\}", "\n".join(" ".join(row) for row in instructions())))
-    assert used == arguments == {"PYTHON", "TORCH", "EXTRAS"}
-
-
 def test_the_image_runs_the_installed_command_as_no_root():
     assert json.loads(of("ENTRYPOINT")[0]) == ["quantkit"] and "quantkit" in PROJECT["project"]["scripts"]
     assert json.loads(of("CMD")[0]) == ["--help"]
@@ -69,6 +51,8 @@ def test_the_image_runs_the_installed_command_as_no_root():
 
 
 def test_what_is_copied_builds_the_whole_wheel(tmp_path):
+    ignored = (ROOT / ".dockerignore").read_text().split("\n")
+    assert "*" in ignored and sorted(copied()) == sorted(line[1:] for line in ignored if line[:1] == "!")
     context, wheels = tmp_path / "context", {}
     context.mkdir()
     for source in copied():
@@ -88,7 +72,6 @@ def test_what_is_copied_builds_the_whole_wheel(tmp_path):
 def test_compose_quantizes_then_serves_the_same_file():
     assert COMPOSE.keys() == {"services", "volumes"} and COMPOSE["services"].keys() == {"quantize", "serve"}
     quantize, serve = COMPOSE["services"]["quantize"], COMPOSE["services"]["serve"]
-    assert quantize.keys() | serve.keys() <= SERVICE
     arguments = {line.partition("=")[0] for line in of("ARG")}
     assert quantize["build"].keys() == {"context", "args"} and quantize["build"]["args"].keys() <= arguments
     assert serve["image"] == quantize["image"] and "build" not in serve

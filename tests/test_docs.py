@@ -197,20 +197,10 @@ def test_every_json_schema_is_on_one_page():
     assert sorted(described) == sorted(schemas)
 
 
-def test_the_changelog_begins_with_this_version_in_lines_of_users():
-    """A change is one line in one of four groups; a group may have topics."""
-    _, first, *_ = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
-    assert first.startswith(f"{__version__}\n")
-    assert re.findall(r"^### (.*)$", first, re.MULTILINE) == ["Added", "Changed", "Fixed", "Removed"]
-    lines = [line for line in first.splitlines()[1:] if line and line[0] != "#"]
-    assert [line for line in lines if not re.fullmatch(r"- \S.*\.|[A-Z][\w ,]*:", line)] == []
-    assert max(map(len, lines)) <= 120
+def test_the_gate_of_the_page_is_this_version():
     gate = (ROOT / "docs" / "howto" / "ci-gate.md").read_text()
     assert set(re.findall(r"\bv(\d+\.\d+\.\d+)\b", gate)) == {__version__}
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
+    assert f"\n## {__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_tree_of_the_readme_is_the_package():

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import families
+import jobs
 import jsonschema
 import numpy as np
 import pytest
@@ -56,11 +57,12 @@ def log_probs(folder: Path, ids: list[int]) -> torch.Tensor:
 def perturbed(source: Path, folder: Path, share: float = 0.1) -> Path:
     """A copy whose matrices have noise of `share` of their own size."""
     shutil.copytree(source, folder)
-    tensors, generator = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
-    for tensor in tensors.values():
-        if tensor.ndim == 2:
-            tensor += share * tensor.std() * torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    generator = torch.Generator().manual_seed(0)
+    with jobs.edited(folder) as tensors:
+        for tensor in tensors.values():
+            if tensor.ndim == 2:
+                noise = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+                tensor += share * tensor.std() * noise
     return folder
 
 
@@ -364,9 +366,8 @@ def test_a_model_that_broke_is_recorded_and_fails_its_gates(tiny_model, text):
     """Its perplexity is beyond any number, which JSON writes as null."""
     base = tiny_model("llama", tokenizer=True)
     shutil.copytree(base, other := base.with_name("other"))
-    tensors = load_file(other / "model.safetensors")
-    tensors["model.norm.weight"] *= 1e6
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with jobs.edited(other) as tensors:
+        tensors["model.norm.weight"] *= 1e6
     words = f"eval {base} {other} --text {text} --ctx 32 --limit 200 --json -q --max-ppl-increase 2%"
     done = CliRunner().invoke(cli.app, words.split())
     record = json.loads(json.dumps(done.exception.found), parse_constant=pytest.fail)
@@ -393,42 +394,25 @@ def test_the_protocol_follows_the_model_unless_told(tiny_model, text):
 # ---- what cannot be compared, or measured
 
 
-def one_more_token(tokenizer: dict) -> None:
-    tokenizer["model"]["vocab"]["never"] = 512
-
-
-def one_merge_less(tokenizer: dict) -> None:
-    tokenizer["model"]["merges"].pop()  # the same vocabulary, cut differently
-
-
-def two_swapped(tokenizer: dict) -> None:
-    vocab = tokenizer["model"]["vocab"]
-    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
-
-
-def lowercase(tokenizer: dict) -> None:
-    tokenizer["normalizer"] = {"type": "Lowercase"}
-
-
 @pytest.mark.parametrize(
-    ("change", "difference"),
+    ("changed", "difference"),
     [
-        (one_more_token, "the vocabulary has 513 tokens instead of 512, it adds 'never'"),
-        (two_swapped, "the tokens are the same, but not their ids, merges or the way to cut a text"),
-        (one_merge_less, "the tokens are the same, but not their ids, merges or the way to cut a text"),
-        (lowercase, "the tokens are the same, but not their ids, merges or the way to cut a text"),
+        ("vocab", "the vocabulary has 513 tokens instead of 512, it adds 'never'"),
+        ("merges", "the tokens are the same, but not their ids, merges or the way to cut a text"),
     ],
 )
-def test_different_tokenizers_are_refused(tiny_model, text, change, difference):
+def test_different_tokenizers_are_refused(tiny_model, text, changed, difference):
+    """See test_gguf_tokenizer_files for all that makes tokenizers different."""
     base, other = (
         tiny_model("llama", tokenizer=True, name=name, vocab_size=576) for name in ("base", "other")
     )
     path = other / "tokenizer.json"
-    change(content := json.loads(path.read_text()))
+    content = json.loads(path.read_text())
+    if changed == "vocab":
+        content["model"]["vocab"]["never"] = 512
+    else:
+        content["model"]["merges"].pop()
     path.write_text(json.dumps(content))
-    ours, theirs = (transformers.AutoTokenizer.from_pretrained(folder) for folder in (base, other))
-    sample = text.read_text()
-    assert (ours(sample)["input_ids"] != theirs(sample)["input_ids"]) == (change is not one_more_token)
     windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, None)
     message, _ = refused(UNSUPPORTED, measure, [base, other], windows)
     assert message == f"{other} and {base} have different tokenizers: {difference}"
@@ -457,11 +441,8 @@ def test_windows_longer_than_any_models_context_are_refused(tiny_model, text):
     [
         (1, None, None, "--ctx 1"),
         (32, 33, None, "--stride 33"),
-        (32, -1, None, "--stride -1"),
         (32, 0, None, "--stride 0"),
-        (0, None, None, "--ctx 0"),
         (32, None, 0, "--limit 0"),
-        (32, None, -5, "--limit -5"),
         (32, None, 31, "31 tokens; one window needs 32"),
     ],
 )
@@ -499,13 +480,3 @@ def test_texts_that_do_not_serve(tiny_model, tmp_path, content, code, words):
     checkpoint = open_checkpoint(str(tiny_model("llama", tokenizer=True)))
     message, hint = refused(code, windows_of.load, checkpoint, path, None, None, None)
     assert "other.txt" in message and words in message and hint
-
-
-def test_an_incomplete_model_is_refused(tiny_model, text):
-    base, other = tiny_model("llama", tokenizer=True), tiny_model("llama", tokenizer=True, name="other")
-    tensors = load_file(other / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    windows = windows_of.load(open_checkpoint(str(base)), text, 32, None, 100)
-    message, _ = refused(1, measure, [base, other], windows)
-    assert "model.layers.1.mlp.up_proj.weight" in message

@@ -1,6 +1,5 @@
 """Checkpoints that hold all experts of a layer in one tensor: read in slices, written one by one."""
 
-import json
 import re
 from pathlib import Path
 
@@ -113,8 +112,7 @@ def test_what_is_written_has_experts_one_by_one_and_evaluates(mixture, make, tmp
 @pytest.mark.parametrize(("family", "configured"), [("gpt_oss", 2), ("granitemoe", 8), ("llama4", 8)])
 def test_a_number_of_experts_that_is_not_the_configurations_is_refused(mixture, refuse, family, configured):
     folder = mixture(family, tokenizer=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_local_experts": configured}))
+    jobs.configure(folder, num_local_experts=configured)
     before = sorted(folder.parent.rglob("*"))
     error, _ = refuse(1, "nf4", folder, "-o", folder.parent / "written")
     assert f"{FUSED[family]} is [{EXPERTS}, " in error

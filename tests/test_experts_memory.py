@@ -75,12 +75,7 @@ def outputs(folder, streams: bool) -> list[torch.Tensor]:
     return found
 
 
-KINDS = ("mixtral", "qwen2_moe", "llama4", "gpt_oss")
-
-
-@pytest.mark.parametrize(
-    "family", [kind for kind in KINDS if kind in {**families.FAMILIES, **families.KINDS}]
-)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_streamed_experts_compute_what_loaded_ones_do(family, mixture):
     folder = mixture(family, hidden_size=64, num_hidden_layers=1)
     for one, other in zip(outputs(folder, True), outputs(folder, False), strict=True):
@@ -175,16 +170,8 @@ def test_a_block_that_is_half_staged_is_made_again(lost, mixture, tmp_path, monk
     monkeypatch.setattr(parts, "PART_BYTES", 1)
     arguments = {"calibration": jobs.calibration(tmp_path), "sequential": "suspend"}
     jobs.quantize("gptq", folder, tmp_path / "whole" / "out", SMALL, **arguments)
-    write = Staging.write_block
-
-    def stop(self, index, *rest):
-        if index:
-            raise KeyboardInterrupt
-        write(self, index, *rest)
-
     cut = tmp_path / "cut" / "out"
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Staging, "write_block", stop)
+    with jobs.interrupted(before=1):
         jobs.quantize("gptq", folder, cut, SMALL, **arguments)
     staged = sorted(path.name for path in cut.with_suffix(".partial").glob("part-*"))
     assert len([name for name in staged if name.startswith("part-00001-")]) == 4 + 3 * EXPERTS + 1  # a norm

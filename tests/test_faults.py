@@ -69,6 +69,7 @@ def test_calls_that_fail_one_at_a_time(server, library, workplace, reference, pa
         assert stops.contents(folder / "out") == reference
         return
     assert ("full" if error == errno.ENOSPC else "input/output error") in lines(folder)[0]
+    assert code == 5 or error == errno.EIO
     there = (folder / "out").exists()
     again = [*stops.again(NAME), "--overwrite"] if there else stops.again(NAME)
     assert server.run(folder, again) == 0, forked.said(folder)

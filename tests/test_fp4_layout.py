@@ -2,9 +2,10 @@
 
 import json
 
+import jobs
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from quantkit.errors import QuantkitError
 from quantkit.grids.fp4 import MxFp4Grid, NvFp4Grid
@@ -114,11 +115,9 @@ def test_a_linear_that_rounds_its_inputs(name):
 def test_what_engines_fuse_has_one_divisor(tiny_model, quantkit, tmp_path, solver):
     """q, k and v of unlike size; likewise the experts' gate and up, which Mixtral calls w1 and w3."""
     model = tiny_model("mixtral", tokenizer=True, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
-    path = model / "model.safetensors"
-    tensors = load_file(path)
-    for name in (name for name in tensors if "k_proj" in name or "w3" in name):
-        tensors[name] *= 16
-    save_file(tensors, path, {"format": "pt"})
+    with jobs.edited(model) as tensors:
+        for name in (name for name in tensors if "k_proj" in name or "w3" in name):
+            tensors[name] *= 16
     calibrated = ["--samples", "2", "--seqlen", "32"] if solver == "gptq" else []
     done = quantkit("fp4", model, "-o", "made", "--solver", solver, "-q", "--allow-unread", *calibrated)
     assert done.code == 0, done.err

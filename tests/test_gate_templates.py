@@ -10,7 +10,7 @@ from pathlib import Path
 import gate_runs
 import pytest
 import yaml
-from test_docs import ROOT, resolve
+from test_docs import ROOT
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 JOB = yaml.safe_load((ROOT / "templates" / "quantkit-gate.yml").read_text())[".quantkit-gate"]
@@ -170,18 +170,6 @@ def test_no_step_contains_an_expression():
     assert all("$[[" not in line for line in JOB["script"])
     for script in [*scripts, "\n".join(JOB["script"])]:
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-
-
-def test_flags_of_the_templates_are_flags_of_the_commands():
-    scripts = [step.get("run", "").replace("\\\n", "") for step in ACTION["runs"]["steps"]] + JOB["script"]
-    lines = "\n".join(scripts).splitlines()
-    for name, command in (("eval", "eval"), ("report", "report"), ('"$', "gptq")):
-        found = [line for line in lines if re.search(rf'quantkit"? {re.escape(name)}', line)]
-        assert len(found) == 2
-        context = resolve([command])[0]
-        known = {flag for option in context.params for flag in option.opts}
-        for line in found:
-            assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= known | {"--text"}
 
 
 def test_the_page_runs_before_a_release(quantkit, source, tmp_path):

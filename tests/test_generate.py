@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import blocks
 import families
 import jobs
 import pytest
@@ -78,20 +79,12 @@ def test_of_packed_weights_it_is_that_of_the_decoded_ones(tiny_model, tmp_path):
 
 def test_int8_rounds_its_activations(tiny_model, tmp_path):
     """Every forward of the block that runs is the layout's own: equal to the loop's, token by token."""
-    from quantkit.models.skeleton import Skeleton
-
     source = tiny_model("llama", tokenizer="bos")
     jobs.quantize("int8", source, tmp_path / "int8")
     checkpoint = open_checkpoint(str(tmp_path / "int8"))
     found = made(tmp_path / "int8", tokens=8)
-    skeleton = Skeleton(checkpoint, torch.float32, CPU)
-    skeleton.load_rest()
     ids = torch.tensor([checkpoint.tokenizer(PROMPT)["input_ids"]])
-    hidden = skeleton.embed(ids)
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index)
-        hidden = skeleton.run_block(index, hidden)
-    expected = skeleton.logits(hidden[0])[-1].softmax(-1)
+    expected = blocks.logits(tmp_path / "int8", ids)[-1].softmax(-1)
     assert found.ids[0] == expected.argmax() and found.probabilities[0] == pytest.approx(
         expected.max().item(), rel=1e-4
     )

@@ -4,14 +4,13 @@ import json
 import random
 from pathlib import Path
 
-import families
 import gguf
 import gguf_files
 import jobs
 import numpy as np
 import pytest
 import torch
-from sums import assert_sums
+from jobs import error_of
 
 from quantkit.errors import NOT_FOUND, QuantkitError
 from quantkit.models.files.gguf_file import read_header
@@ -19,14 +18,6 @@ from quantkit.models.files.gguf_writer import Entry, GgufWriter
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import tensors
 from quantkit.models.gguf.mixtures import stays_float
-from quantkit.models.skeleton import Skeleton
-
-
-def error_of(function, *arguments, **options) -> QuantkitError:
-    with pytest.raises(QuantkitError) as error:
-        function(*arguments, **options)
-    assert error.value.hint
-    return error.value
 
 
 def edited(path: Path, change=lambda keys: None, drop=(), add=(), shapes=None) -> Path:
@@ -198,10 +189,6 @@ def test_weights_of_types_that_hold_none_are_refused(llama_file):
 # ---- files as sources of jobs
 
 
-def without_tokenizer(path: Path) -> Path:
-    return edited(path, lambda keys: [keys.pop(key) for key in list(keys) if key.startswith("tokenizer.")])
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
 def test_a_job_on_a_file_writes_what_it_writes_from_the_folder(tiny_model, tmp_path, family, monkeypatch):
     """F32 tensors survive the way through GGUF: permuted, transposed and shifted ones, too."""
@@ -241,24 +228,3 @@ def test_an_output_over_the_source_is_refused(llama_file):
     for output in (llama_file, llama_file.parent):
         error = error_of(jobs.prepare, "nf4", llama_file, output)
         assert "holds the source" in error.message
-
-
-def test_a_skeleton_of_a_file_measures_what_the_quantized_weights_give(tiny_model):
-    """The same logits as the model with the decoded weights put in by hand."""
-    folder = tiny_model("llama")
-    path = gguf_files.export(folder, folder.with_suffix(".gguf"), "Q4_0")
-    checkpoint = open_checkpoint(str(path))
-    dequantized = tiny_model("llama", name="dequantized")
-    jobs.rewrite(dequantized, lambda name, tensor: checkpoint.read(name))
-    ids = torch.arange(20)[None]
-    logits = []
-    for source in (checkpoint, open_checkpoint(str(dequantized))):
-        skeleton = Skeleton(source, torch.float32, torch.device("cpu"))
-        skeleton.load_rest()
-        hidden = skeleton.embed(ids)
-        for index in range(len(skeleton.blocks)):
-            skeleton.load_block(index)
-            hidden = skeleton.run_block(index, hidden)
-        logits.append(skeleton.logits(hidden[0]))
-    assert_sums(*logits, 1e-5)
-    assert families.VOCABULARY == logits[0].shape[1]

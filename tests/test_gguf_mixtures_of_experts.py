@@ -1,5 +1,6 @@
-"""Mixtures of experts in GGUF files: llama.cpp computes what transformers computes, and so do we."""
+"""Mixtures of experts in GGUF files: whole jobs, and what is refused. (F32: test_gguf_architectures.py.)"""
 
+import blocks
 import gguf
 import gguf_files
 import jobs
@@ -9,15 +10,12 @@ import torch
 import transformers as hf
 from families import GROUPED, save_tokenizer
 from nights import nightly
-from sums import assert_sums
 
 from quantkit.capacity import formats as planned
 from quantkit.capacity import source as sizes
 from quantkit.errors import QuantkitError
-from quantkit.inspection import record
 from quantkit.layouts.ggml.blocks import decode_rows, encode_rows
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import configuration, imatrix
 from quantkit.models.gguf.tensors import of_checkpoint
@@ -125,7 +123,6 @@ CASES = {  # name -> (configuration class, its arguments)
         GRANITE | {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 3},
     ),
 }
-EXACT = 1e-5
 PLAIN = {"refine": 0, "transform": "none"}
 
 
@@ -145,38 +142,8 @@ def save(folder, make, arguments, seed=0, **more):
     return folder
 
 
-def streamed(path, ids) -> torch.Tensor:
-    """Logits `[tokens, vocabulary]` of the checkpoint, block by block."""
-    skeleton = Skeleton(open_checkpoint(str(path)), torch.float32, torch.device("cpu"))
-    skeleton.names.check_complete()
-    skeleton.load_rest()
-    hidden = skeleton.embed(ids)
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index)
-        hidden = skeleton.run_block(index, hidden)
-    return skeleton.logits(hidden[0])
-
-
 def ids_of(length=40) -> torch.Tensor:
     return torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
-    """Folder, F32 file, ids and transformers' logits of each case."""
-    folder = save(tmp_path_factory.mktemp("case") / "model", *CASES[request.param])
-    path = gguf_files.export(folder, folder.with_suffix(".gguf"))
-    model = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        return folder, path, ids_of(), model(ids_of()).logits[0]
-
-
-def test_llama_cpp_computes_the_same(case):
-    _, path, ids, expected = case
-    with Llama(path, 256) as llama:
-        difference = np.abs(llama.logits(ids[0].tolist()) - expected.numpy()).max()
-    assert difference <= EXACT
-    assert expected.abs().max() > 0.1
 
 
 def test_a_matrix_of_one_row_is_a_vector(tmp_path):
@@ -189,33 +156,6 @@ def test_a_matrix_of_one_row_is_a_vector(tmp_path):
     name = "model.layers.0.mlp.shared_expert_gate.weight"
     values = [open_checkpoint(str(one)).read(name) for one in (folder, path)]
     assert values[0].shape == (1, 64) and torch.equal(*values)
-
-
-def test_the_file_read_back_computes_the_same(case):
-    _, path, ids, expected = case
-    assert_sums(streamed(path, ids), expected, 1e-5)
-
-
-def test_a_file_written_from_the_file_is_the_same(case, tmp_path):
-    _, path, *_ = case
-    again = gguf_files.export(path, tmp_path / path.name)
-    (metadata, infos), (expected, places) = read_header(again), read_header(path)
-    assert metadata == expected and list(infos) == list(places)
-    assert again.read_bytes() == path.read_bytes()
-
-
-def test_inspect_knows_what_transformers_makes_of_the_file(case):
-    _, path, ids, expected = case
-    rows = record.describe(open_contents(str(path)))["clients"]
-    loads = {row["client"]: row["loads"] for row in rows}
-    assert loads["llama.cpp"] is True
-    try:
-        model = hf.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    except (ValueError, RuntimeError, TypeError):  # not supported yet; mismatched sizes; its own mistakes
-        assert loads["transformers"] is False
-        return
-    with torch.no_grad():
-        assert loads["transformers"] == ((model(ids).logits[0] - expected).abs().max() <= EXACT)
 
 
 def wide(folder, name):
@@ -244,7 +184,7 @@ def agrees_with_llama_cpp(path):
     """The values of a file exactly; its blocks nearly, for llama.cpp rounds activations to 8 bits then, which
     sends some tokens to other experts."""
     ids = ids_of()
-    found = streamed(path, ids)
+    found = blocks.logits(path, ids)
     floats = gguf_files.export(path, path.with_suffix(".f32.gguf"))
     for file, tolerance in ((path, 0.1), (floats, 1e-5)):
         with Llama(file, 256) as llama:
@@ -280,22 +220,6 @@ def test_encoded_files_compute_in_llama_cpp_what_they_decode_to(source, tmp_path
             expected = encode_rows(kind, original.read(stored, torch.float32))
             values = decode_rows(kind, expected, target.shape[-1])
             assert torch.equal(checkpoint.read(model_name, torch.float32), values), model_name
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("source", ["qwen2moe"], indirect=True)
-def test_error_feedback_solves_experts_one_by_one(source, tmp_path):
-    path, plain = tmp_path / "model.gguf", tmp_path / "plain.gguf"
-    summary = jobs.quantize(
-        "gguf", source, path, {"type": ("Q4_K_M",)} | PLAIN, calibration=jobs.calibration(tmp_path)
-    )
-    assert summary.error < summary.rtn_error
-    agrees_with_llama_cpp(path)
-    jobs.quantize("gguf", source, plain, {"type": ("Q4_K_M",), "solver": "rtn", "imatrix": "none"})
-    found, rounded = experts_of(path), experts_of(plain)
-    for name, bytes in found.items():
-        assert bytes.shape == rounded[name].shape
-        assert all((mine != theirs).any() for mine, theirs in zip(bytes, rounded[name], strict=True)), name
 
 
 @pytest.mark.parametrize(

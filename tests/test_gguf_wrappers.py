@@ -2,6 +2,7 @@
 
 import json
 
+import blocks
 import jobs
 import numpy as np
 import pytest
@@ -15,9 +16,6 @@ from quantkit.capacity import formats
 from quantkit.capacity import source as sizes
 from quantkit.cli.job_report import print_summary
 from quantkit.models.files.gguf_file import read_header
-from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import walk
 
 pytest.importorskip("xllamacpp")
 from llama_cpp import Llama  # noqa: E402
@@ -35,13 +33,6 @@ def wrapper(folder, family):
     return folder
 
 
-def streamed(path) -> torch.Tensor:
-    skeleton = Skeleton(open_checkpoint(str(path)), torch.float32, torch.device("cpu"))
-    skeleton.load_rest()
-    (hidden,) = walk.through(skeleton, [IDS])
-    return skeleton.logits(hidden[0])
-
-
 @pytest.mark.parametrize("family", TOLERANCE)
 def test_llama_cpp_computes_the_language_model(tmp_path, capsys, family):
     folder, path = wrapper(tmp_path / family, family), tmp_path / "model.gguf"
@@ -51,7 +42,7 @@ def test_llama_cpp_computes_the_language_model(tmp_path, capsys, family):
         expected = model(IDS).logits[0]
     with Llama(path, 256) as llama:
         assert np.abs(llama.logits(IDS[0].tolist()) - expected.numpy()).max() <= TOLERANCE[family]
-    assert_sums(streamed(path), expected, 1e-5)
+    assert_sums(blocks.logits(path, IDS), expected, 1e-5)
     stored = load_file(folder / "model.safetensors")
     _, beside = TOWER[family]
     assert summary.left_out == {
@@ -80,7 +71,7 @@ def test_error_feedback_and_importance_know_the_wrappers_names(tmp_path):
         planned, *_ = formats.file_bytes("Q4_K_M", found.parameters, found.settings)
         _, infos = read_header(path)
         assert planned == path.stat().st_size - min(info.offset for info in infos.values())
-        found = streamed(path)
+        found = blocks.logits(path, IDS)
         with Llama(path, 256) as llama:
             theirs = torch.from_numpy(llama.logits(IDS[0].tolist()))
         assert (theirs - found).norm() <= 0.05 * found.norm()

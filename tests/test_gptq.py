@@ -31,14 +31,6 @@ from quantkit.quantize.solvers.rtn import RtnSolver
 ORDERS = ("none", "group", "full")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def problem(in_features: int, rows: int = 8, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """W `[rows, in]`, correlated X `[4 * in, in]` with columns of unlike size, H = 2 XᵀX / tokens."""
     generator = torch.Generator().manual_seed(seed)

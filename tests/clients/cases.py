@@ -5,10 +5,12 @@ transformers. Everything is quantized here, loaded there in one process (load.py
 quantkit's own decode.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file
+from torch import Tensor
 
 from quantkit.inspection.record import describe
 from quantkit.models.files.headers import open_contents
@@ -201,6 +204,20 @@ class Own:
 def linears(folder: Path) -> list[dict]:
     """What the manifest says of each linear."""
     return json.loads((folder / "quantkit.json").read_text())["linears"]
+
+
+def same_weights(folder: Path, theirs: dict, rounded: Callable[[Tensor], Tensor] = lambda values: values):
+    """Of each linear the client decodes quantkit's values, bit for bit. rounded: packed ones, as it does."""
+    checkpoint, compared = open_checkpoint(str(folder)), 0
+    for linear in linears(folder):
+        if ".experts." in linear["name"]:  # which transformers fuses while it loads
+            continue
+        values = checkpoint.read(f"{linear['name']}.weight")
+        values = (rounded(values) if "grid" in linear else values).float()
+        own = hashlib.sha256(values.numpy().tobytes()).hexdigest()
+        assert theirs["weights"][linear["name"]] == own, linear["name"]
+        compared += 1
+    assert compared
 
 
 def compare(case: Case, folder: Path, theirs: dict) -> None:

@@ -16,7 +16,6 @@ CASES = {
     "groups of 32": Case({"group_size": 32}, method="awq", loader="awq"),
     "whole rows": Case({"group_size": -1}, method="awq", loader="awq"),
     "symmetric": Case({"sym": True}, method="awq", loader="awq"),
-    "shards": Case(max_shard_gb=0.0005, method="awq", loader="awq"),
     "exclude": Case(exclude=(r"layers\.0\.", r"layers\.1\.mlp\.down_proj"), method="awq", loader="awq"),
     "qwen2 tied": Case({"group_size": 32}, "qwen2 tied", method="awq", loader="awq"),
     "opt": Case({"group_size": 32}, "opt", method="awq", loader="awq"),

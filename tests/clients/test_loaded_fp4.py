@@ -1,12 +1,8 @@
 """NVFP4 and MXFP4 written by quantkit, loaded by transformers with compressed-tensors: weights and logits."""
 
-import hashlib
-
 import cases
 import pytest
 from cases import Case
-
-from quantkit.models.files.open import open_checkpoint
 
 pytestmark = cases.MARKS
 
@@ -45,26 +41,4 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
 @pytest.mark.parametrize("name", CASES)
 def test_client_decodes_the_same_weights_bit_for_bit(name, folders, client):
     """It decodes in bfloat16, in which quantkit's are exact."""
-    checkpoint, compared = open_checkpoint(str(folders[name])), 0
-    for linear in cases.linears(folders[name]):
-        if ".experts." in linear["name"]:  # which transformers fuses while it loads
-            continue
-        values = checkpoint.read(f"{linear['name']}.weight").float()
-        own = hashlib.sha256(values.numpy().tobytes()).hexdigest()
-        assert client[name]["weights"][linear["name"]] == own
-        compared += 1
-    assert compared
-
-
-def test_what_engines_fuse_has_one_divisor(folders):
-    """Whatever chose it; and it is a power of two."""
-    for name in ("nvfp4", "nvfp4, rounded", "nvfp4, inputs"):
-        checkpoint = open_checkpoint(str(folders[name]))
-        divisors = {
-            linear["name"]: checkpoint.load(f"{linear['name']}.weight_global_scale").item()
-            for linear in cases.linears(folders[name])
-        }
-        for fused in (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")):
-            for first in (one for one in divisors if one.endswith(fused[0])):
-                of_all = {divisors[first.removesuffix(fused[0]) + leaf] for leaf in fused}
-                assert len(of_all) == 1 and of_all.pop().hex().startswith("0x1.0000000000000p")
+    cases.same_weights(folders[name], client[name])
