@@ -201,7 +201,17 @@ def test_thousands_of_kinds_of_tensors_are_counted(tiny_model, capsys):
 
 
 @pytest.mark.parametrize(
-    "value", ["2001-99-99", "!!int x", "!!float x", "!!timestamp x", "!!binary =", "[" * 3000, "{a: " * 500]
+    "value",
+    [
+        "2001-99-99",
+        "!!int x",
+        "!!float x",
+        "!!timestamp x",
+        "!!binary =",
+        "[" * 5000,
+        "{a: " * 500,
+        "&a [*a]",
+    ],
 )
 def test_a_recipe_of_odd_scalars_is_a_line(tmp_path, value):
     path = tmp_path / "recipe.yaml"
@@ -234,13 +244,3 @@ def test_a_template_named_outside_the_folder_is_not_written_there(make, quantkit
     done = quantkit("nf4", "out.gguf", "--allow-requantize", "-o", "again", "-q")
     assert done.code == 1 and "a chat template is named '../../x'\n" in done.err
     assert not [*folder.parent.parent.glob("x*"), *folder.parent.glob("x*")]
-
-
-def test_a_template_that_leads_out_of_the_folder_is_refused(tiny_model):
-    folder = tiny_model("llama", tokenizer=True)
-    (folder / "additional_chat_templates").mkdir()
-    (folder / "additional_chat_templates" / "tool.jinja").symlink_to("/etc/passwd")
-    with pytest.raises(
-        QuantkitError, match="links that lead out of it: additional_chat_templates/tool.jinja"
-    ):
-        open_checkpoint(str(folder))
