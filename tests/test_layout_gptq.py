@@ -265,7 +265,6 @@ DYNAMIC = {"+:.*mlp": {"bits": 8}, r".*o_proj$": {"group_size": 32, "desc_act": 
         ("mlp.up_proj", 8, 64, None),
         ("self_attn.o_proj", 4, 32, None),
         ("self_attn.q_proj", 8, 64, "4 bit in groups of 64"),
-        ("self_attn.q_proj", 4, 32, "4 bit in groups of 64"),
         ("mlp.up_proj", 4, 64, "8 bit in groups of 64"),
         ("self_attn.o_proj", 4, 64, "4 bit in groups of 32"),
     ],

@@ -5,6 +5,7 @@ import struct
 import tracemalloc
 
 import pytest
+import torch
 
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.evaluation.sampling import ends_of_text, stored_config
@@ -13,6 +14,7 @@ from quantkit.models.files import gguf_file, safetensors_folder, untrusted
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.files.untrusted import LARGE_BYTES
+from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.prepare import recipe
 from quantkit.text.chat import ChatTemplate, Conversation
 
@@ -38,10 +40,6 @@ def change(path, **values):
     ],
 )
 def test_a_configuration_that_cannot_be(tiny_model, values, said):
-    import torch
-
-    from quantkit.models.skeleton import Skeleton
-
     folder = tiny_model("llama")
     change(folder / "config.json", **values)
     with pytest.raises(QuantkitError, match=said) as raised:
