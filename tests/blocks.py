@@ -1,4 +1,4 @@
-"""One decoder block of a tiny model, loaded as the loop loads it, with real inputs."""
+"""Decoder blocks of a tiny model: one with real inputs, as the loop loads it, or one after another."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -72,8 +72,26 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, index: int = 1, shape
 @torch.no_grad()
 def logits(source: Path, ids: Tensor) -> Tensor:
     """Logits `[tokens, vocabulary]` of one sequence, with one block in memory at a time."""
-    skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device("cpu"))
-    skeleton.names.check_complete()
-    skeleton.load_rest()
+    skeleton = open_skeleton(source)
     (hidden,) = walk.through(skeleton, [ids])
     return skeleton.logits(hidden[0])
+
+
+def open_skeleton(folder: Path) -> Skeleton:
+    """A whole checkpoint in float32; its blocks are not loaded yet."""
+    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
+    skeleton.names.check_complete()
+    skeleton.load_rest()
+    return skeleton
+
+
+def streamed(skeleton: Skeleton, ids: Tensor) -> Tensor:
+    """Logits `[batch, tokens, vocabulary]`, with one block in memory at a time."""
+    hidden = skeleton.embed(ids)
+    for index, block in enumerate(skeleton.blocks):
+        assert {parameter.device.type for parameter in block.parameters()} == {"meta"}
+        skeleton.load_block(index)
+        hidden = skeleton.run_block(index, hidden)
+        skeleton.free_block(index)
+    assert all(p.device.type == "meta" for block in skeleton.blocks for p in block.parameters())
+    return torch.stack([skeleton.logits(row) for row in hidden])

@@ -143,6 +143,12 @@ def hub_server():
 
 
 @pytest.fixture(scope="session")
+def bnb():
+    """bitsandbytes, the implementation that clients run."""
+    return pytest.importorskip("bitsandbytes")
+
+
+@pytest.fixture(scope="session")
 def demo_model() -> Path:
     """The trained demo model that the repository ships, read-only: copy it before changing it."""
     return REPOSITORY / "tests" / "data" / "demo-llama-6m"

@@ -1,7 +1,7 @@
 """Whole jobs in this process: from options to a written folder, verified by the job itself."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -19,11 +19,7 @@ from quantkit.quantize.outputs import Summary
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.folder import Staging
 
-GPTQ = {
-    "group_size": 32,
-    "transform": "none",
-    "refine": 0,
-}  # the shortest way of error feedback
+GPTQ = {"group_size": 32, "transform": "none", "refine": 0}  # the shortest way of error feedback
 
 
 class Listener(Progress):
@@ -117,6 +113,19 @@ def interrupted(before: int) -> Iterator[None]:
 
     with mock.patch.object(Staging, "write_block", stop), pytest.raises(KeyboardInterrupt):
         yield
+
+
+def spread(folder: Path, channels: Sequence[int] = (3, 40), factor: int = 32) -> Path:
+    """A few channels behind the norms so many times as large, the columns that read them as much smaller."""
+    readers = tuple(f"{leaf}_proj.weight" for leaf in ("q", "k", "v", "gate", "up"))
+
+    def change(name: str, tensor: torch.Tensor) -> None:
+        if name.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            tensor[[*channels]] *= factor
+        elif name.endswith(readers):
+            tensor[:, [*channels]] /= factor
+
+    return rewrite(folder, change)
 
 
 def manifest(folder: Path) -> dict:

@@ -175,8 +175,6 @@ def test_what_no_client_reads_is_refused(source, tmp_path, method, options, mess
     ("name", "plan", "options"),
     [
         ("tied", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
-        ("copy", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
-        ("alone", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
         ("unlike", "mlx", {"layout": "mlx", "group_size": 64, "embedding": 8}),
         ("unlike", "gptq-head8", {"head": 8, "group_size": 128}),
     ],

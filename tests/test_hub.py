@@ -84,13 +84,3 @@ def test_a_job_by_hub_ids_and_again_offline(hub, tmp_path):
         assert not hub.seen
     assert json.loads((home / "out" / "quantkit.json").read_text())["job"]["calibration"] == record
     assert (home / "out" / TEMPLATE).read_bytes() == files[TEMPLATE]
-
-
-@pytest.mark.nightly
-def test_the_model_is_refused_without_the_token(hub, tmp_path):
-    hub.repos["models/org/gated"] = Repo(hub.repos["models/org/name"].revisions, state="gated")
-    with Elsewhere(tmp_path, hub.url) as process:
-        for name, words in (("name", "the hub has no org/name, or it is private"), ("gated", "is gated")):
-            answer = process.ask(do="run", arguments=["gptq", f"org/{name}", "--dry-run"])
-            assert answer["code"] == 3 and words in answer["err"] and "HF_TOKEN" in answer["err"]
-            assert not answer["out"]

@@ -1,7 +1,6 @@
 """quantize.importance against hooks in transformers' own forward pass, and the command `quantkit imatrix`."""
 
 import json
-import sys
 from pathlib import Path
 
 import families
@@ -13,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from sums import assert_sums
 from transformers.pytorch_utils import Conv1D
 
-from quantkit import cli
 from quantkit.models.files import gguf_writer
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf import imatrix
@@ -112,21 +110,6 @@ def test_a_gguf_file_of_the_model_has_the_same(tiny_model, tmp_path, family):
 
 
 @pytest.fixture
-def quantkit(monkeypatch, capsys, tmp_path):
-    """`quantkit("imatrix", ...)` in `tmp_path`: exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments) -> tuple[int, str, str]:
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code or 0, *capsys.readouterr()
-
-    return run
-
-
-@pytest.fixture
 def small(tmp_path):
     (tmp_path / "text.txt").write_text("\n".join(families.sentences()))
     return "--calibration text.txt --samples 5 --seqlen 32 --batch-size 2 --threads 1".split()
@@ -177,61 +160,53 @@ def test_a_dry_run_writes_nothing(quantkit, tiny_model, small, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]
 
 
-def refused(done: tuple[int, str, str], code: int) -> str:
-    """The error and its hint, on stderr and nothing else."""
-    assert done[:2] == (code, "")
-    error, hint = done[2].splitlines()
-    assert error.startswith("error: ") and hint.startswith("hint: ")
-    return done[2]
-
-
-def test_what_exists_stays_unless_overwritten(quantkit, tiny_model, small, tmp_path):
+def test_what_exists_stays_unless_overwritten(quantkit, refuse, tiny_model, small, tmp_path):
     tiny_model("llama", name="tiny", tokenizer=True)
     path = tmp_path / "out.gguf"
     path.write_bytes(b"GGUF precious")
-    assert "--overwrite" in refused(quantkit("imatrix", "tiny", *small, "-o", path, "-q"), 2)
+    assert "--overwrite" in refuse(2, "imatrix", "tiny", *small, "-o", path)[1]
     assert path.read_bytes() == b"GGUF precious"
     assert quantkit("imatrix", "tiny", *small, "-o", path, "-q", "--overwrite")[0] == 0
     assert len(imatrix.read(path).sums) == 21
     weights = (tmp_path / "tiny" / "model.safetensors").read_bytes()
-    done = quantkit("imatrix", "tiny", *small, "-o", "tiny/model.safetensors", "-q", "--overwrite")
-    assert "holds the source" in refused(done, 2)
+    error, _ = refuse(2, "imatrix", "tiny", *small, "-o", "tiny/model.safetensors", "--overwrite")
+    assert "holds the source" in error
     assert (tmp_path / "tiny" / "model.safetensors").read_bytes() == weights
     for output, said in (("tiny", "holds the source"), ("text.txt/out.gguf", "cannot be a new file")):
-        assert said in refused(quantkit("imatrix", "tiny", *small, "-o", output, "-q"), 2)
+        assert said in refuse(2, "imatrix", "tiny", *small, "-o", output)[0]
 
 
-def test_models_that_have_none(quantkit, tiny_model, small, tmp_path):
+def test_models_that_have_none(quantkit, refuse, tiny_model, small, tmp_path):
     tiny_model("llama", name="tiny", tokenizer=True, hidden_size=128)
     quantkit("gptq", "tiny", *small, "--solver", "rtn", "--group-size", 32, "-o", "packed", "-q")
-    assert "packed is quantized already" in refused(quantkit("imatrix", "packed", *small, "-q"), 4)
+    assert "packed is quantized already" in refuse(4, "imatrix", "packed", *small)[0]
     tiny_model("opt", tokenizer=True)
-    assert "opt" in refused(quantkit("imatrix", "opt", *small, "-q"), 4)
+    assert "opt" in refuse(4, "imatrix", "opt", *small)[0]
     assert not list(tmp_path.glob("*.gguf"))
 
 
-def test_activations_that_overflow_are_named(quantkit, tiny_model, small, tmp_path):
+def test_activations_that_overflow_are_named(refuse, tiny_model, small, tmp_path):
     model = tiny_model("llama", name="tiny", tokenizer=True)
     weights = load_file(model / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"] *= 2e5
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
-    error = refused(quantkit("imatrix", "tiny", *small, "-q", "--dtype", "float16"), 1)
+    error, _ = refuse(1, "imatrix", "tiny", *small, "--dtype", "float16")
     assert "entering model.layers.1.mlp.down_proj are not finite in float16" in error
     assert not list(tmp_path.glob("*.gguf*"))
 
 
-def test_resources_that_are_short(quantkit, tiny_model, small, tmp_path, monkeypatch):
+def test_resources_that_are_short(refuse, tiny_model, small, tmp_path, monkeypatch):
     tiny_model("llama", name="tiny", tokenizer=True)
     with monkeypatch.context() as patch:
         patch.setattr(plan, "free_memory", lambda device: 1000)
-        assert "of memory" in refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
+        assert "of memory" in refuse(5, "imatrix", "tiny", *small)[0]
 
     def full(self, name, chunks):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf_writer.GgufWriter, "write", full)
-    error = refused(quantkit("imatrix", "tiny", *small, "-q"), 5)
-    assert "is full" in error and "run the same command again" in error and "--resume" not in error
+    error, hint = refuse(5, "imatrix", "tiny", *small)
+    assert "is full" in error and "run the same command again" in hint and "--resume" not in hint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["text.txt", "tiny"]
 
 

@@ -14,12 +14,6 @@ IN, OUT, TOKENS = 96, 40, 12
 pytestmark = pytest.mark.processor
 
 
-@pytest.fixture(scope="session")
-def bnb():
-    """bitsandbytes, the implementation that clients run."""
-    return pytest.importorskip("bitsandbytes")
-
-
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 

@@ -21,10 +21,6 @@ from quantkit.quantize.progress import Progress
 HELDOUT = Path(__file__).parents[1] / "heldout" / "heldout.txt"
 CHANNELS = [17, 90, 201]
 FACTOR = 64  # a power of two: nothing is rounded
-READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +28,7 @@ def twin(tmp_path_factory, demo_model) -> Path:
     """The demo model with a few large channels behind its norms, which the linears read divided."""
     folder = tmp_path_factory.mktemp("twin") / "twin"
     shutil.copytree(demo_model, folder)
-
-    def spread(name: str, tensor: torch.Tensor) -> None:
-        owner, _, local = name.removesuffix(".weight").partition(".layers.")[2].partition(".")
-        if local in READERS:
-            tensor[CHANNELS] *= FACTOR
-        elif any(local in linears for linears in READERS.values()):
-            tensor[:, CHANNELS] /= FACTOR
-
-    return jobs.rewrite(folder, spread)
+    return jobs.spread(folder, CHANNELS, FACTOR)
 
 
 @pytest.fixture(scope="module")

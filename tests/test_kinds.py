@@ -6,6 +6,7 @@ import json
 import jobs
 import pytest
 import torch
+from blocks import open_skeleton
 from families import KINDS, STREAMS
 from nights import by_day
 from sums import assert_sums
@@ -37,16 +38,6 @@ ALL = [*KINDS, *STREAMS]
 IDS = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
-def open_skeleton(folder) -> Skeleton:
-    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
-    skeleton.names.check_complete()
-    return skeleton
-
-
-def record(folder) -> dict:
-    return json.loads((folder / "quantkit.json").read_text())
-
-
 def quantize(method: str, source, folder, options: dict | None = None, **run):
     """Of a few sequences of text."""
     return jobs.quantize(method, source, folder / "out", options, calibration=jobs.calibration(folder), **run)
@@ -56,7 +47,6 @@ def quantize(method: str, source, folder, options: dict | None = None, **run):
 def test_streamed_logits_equal_the_whole_models(tiny_model, kind):
     folder = tiny_model(kind)
     skeleton = open_skeleton(folder)
-    skeleton.load_rest()
     (hidden,) = walk.through(skeleton, [IDS])
     with torch.no_grad():
         want = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS, use_cache=False).logits
@@ -72,7 +62,7 @@ DAY = ("mixtral", "jamba", "qwen3_next", "gemma3n", "bart")
 def test_linears_are_quantized_and_all_else_keeps_its_bytes(tiny_model, tmp_path, kind):
     source = tiny_model(kind, tokenizer=True)
     summary = quantize("gptq", source, tmp_path, jobs.GPTQ)
-    described = record(tmp_path / "out")
+    described = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     kept = described.get("kept_parameters", [])
     assert {row["name"].split(".", 3)[3] for row in kept} == KEPT[kind]
     assert ("kept_parameters" in described) == bool(kept) and summary.kept_parameters == kept

@@ -15,7 +15,7 @@ import jobs
 import psutil
 import pytest
 import torch
-from nights import by_day, nightly
+from nights import by_day
 from safetensors.torch import load_file, save_file
 
 from quantkit.models.files import head as head_of
@@ -136,31 +136,22 @@ JOBS = {
     "yaqa": ("gptq", SMALL | {"solver": "yaqa"}, {}),
     "suspend": ("gptq", SMALL, {"sequential": "suspend"}),
     "awq": ("awq", AWQ, {}),
+    "gguf": ("gguf", {"type": ("Q4_0",)}, {}),
+    "gguf rtn": ("gguf", {"type": ("Q4_0",), "solver": "rtn"}, {}),
 }
 
 
-@pytest.mark.parametrize("name", by_day(JOBS, ["original", "suspend"]))
+@pytest.mark.parametrize("name", by_day(JOBS, ["original", "suspend", "gguf rtn"]))
 def test_states_in_a_file_change_no_byte(name, tiny_model, tmp_path):
     model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
     method, options, run = JOBS[name]
     run = {"sequential": "repeat", "calibration": jobs.calibration(tmp_path), "batch_size": 2} | run
     for states in ("device", "disk"):
-        jobs.quantize(method, model, tmp_path / states / "out", options, states=states, **run)
-    one, other = (jobs.contents(tmp_path / states / "out") for states in ("device", "disk"))
-    assert one == other and "model.safetensors" in one
-
-
-@pytest.mark.parametrize("options", [{"solver": "rtn"}, *nightly({})])
-def test_states_of_a_gguf_job_in_a_file_change_no_byte(options, tiny_model, tmp_path):
-    model = tiny_model("llama", tokenizer=True, num_hidden_layers=2)
-    found = []
-    for states in ("device", "disk"):
-        output = tmp_path / states / "out.gguf"
-        output.parent.mkdir()
-        run = {"sequential": "repeat", "calibration": jobs.calibration(tmp_path), "batch_size": 2}
-        jobs.quantize("gguf", model, output, {"type": ("Q4_0",), **options}, states=states, **run)
-        found.append(output.read_bytes())
-    assert found[0] == found[1]
+        (tmp_path / states).mkdir()
+        place = tmp_path / states / ("out.gguf" if method == "gguf" else "out")
+        jobs.quantize(method, model, place, options, states=states, **run)
+    one, other = (jobs.contents(tmp_path / states) for states in ("device", "disk"))
+    assert one == other and {"out/model.safetensors", "out.gguf"} & one.keys()
 
 
 def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, monkeypatch):
@@ -193,19 +184,7 @@ def test_an_evaluation_whose_states_are_in_a_file_measures_the_same(
 
     model = tiny_model("llama", tokenizer="bos")
     (tmp_path / "text.txt").write_text(Path(jobs.calibration(tmp_path).calibration).read_text() * 3)
-    asked = [
-        "eval",
-        model,
-        "--as",
-        "nf4",
-        "--text",
-        tmp_path / "text.txt",
-        "--ctx",
-        32,
-        "--limit",
-        640,
-        "--json",
-    ]
+    asked = ["eval", model, *"--as nf4 --text text.txt --ctx 32 --limit 640 --json".split()]
     here = json.loads(quantkit(*asked).out)
     places = []
     run = memory.decide
@@ -386,11 +365,8 @@ def test_what_cannot_fit_is_refused_before_anything_is_read_with_what_would(
     asked = ["gptq", model, "--group-size", 32, "--calibration", text, "--samples", 16, "--seqlen", 64, "-q"]
     asked += ["--loss-tokens", 0]  # it takes more than this job
     monkeypatch.setattr(job.Staging, "check", lambda *_: None)
-    least = json.loads(
-        quantkit(
-            *asked, "--json", "--dry-run", "--sequential", "repeat", "--states", "disk", "--batch-size", 1
-        ).out
-    )["plan"]["memory_bytes"]
+    smallest = "--json --dry-run --sequential repeat --states disk --batch-size 1".split()
+    least = json.loads(quantkit(*asked, *smallest).out)["plan"]["memory_bytes"]
     monkeypatch.setattr(plan, "free_memory", lambda device: least)
     done = quantkit(*asked, "--batch-size", 16)
     error, hint = done.err.splitlines()[-2:]

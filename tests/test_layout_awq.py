@@ -3,28 +3,17 @@
 import jobs
 import pytest
 import torch
+from codes import random_weight, signed
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
-from quantkit.grids.affine import AffineGrid, AffineParams
-from quantkit.grids.grid import QuantizedWeight
-from quantkit.layouts import Layout, LinearSpec
+from quantkit.grids.affine import AffineGrid
+from quantkit.layouts import LinearSpec
 from quantkit.layouts.awq import AwqLayout
 
 OUT, IN, GROUP = 24, 96, 32
 COLUMN_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
-
-
-def random_weight(group_size: int = GROUP, zero_point: bool = True) -> QuantizedWeight:
-    """Every code and zero point, and scales that are not alike."""
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(16, (OUT, IN), generator=generator, dtype=torch.uint8)
-    scale = torch.exp(torch.randn(OUT, IN // group_size, generator=generator)).half().float()
-    zero = torch.full_like(scale, 8)
-    if zero_point:
-        zero = torch.randint(16, scale.shape, generator=generator).float()
-        zero.view(-1)[:16] = torch.arange(16)
-    return QuantizedWeight(AffineGrid(4, group_size, not zero_point), codes, AffineParams(scale, zero))
+WEIGHT = random_weight(AffineGrid(4, GROUP, False), OUT, IN)
 
 
 def write_words(rows: list[list[int]]) -> torch.Tensor:
@@ -36,13 +25,13 @@ def write_words(rows: list[list[int]]) -> torch.Tensor:
         ]
         for row in rows
     ]
-    return torch.tensor([[w - (1 << 32) if w >> 31 else w for w in row] for row in words], dtype=torch.int32)
+    return signed(words)
 
 
 @pytest.mark.parametrize("group_size", (GROUP, IN))
 @pytest.mark.parametrize("zero_point", (True, False))
 def test_encode_writes_the_format_and_decode_inverts_it(group_size, zero_point):
-    weight = random_weight(group_size, zero_point)
+    weight = random_weight(AffineGrid(4, group_size, not zero_point), OUT, IN)
     layout = AwqLayout(-1 if group_size == IN else group_size, zero_point)
     tensors = layout.encode(weight)
 
@@ -62,15 +51,6 @@ def test_encode_writes_the_format_and_decode_inverts_it(group_size, zero_point):
     group = torch.arange(IN) // group_size
     literal = weight.params.scale[:, group] * (weight.codes.float() - weight.params.zero[:, group])
     assert torch.equal(decoded.values(), literal)
-
-
-def test_one_word_by_hand():
-    """Columns 0 to 7 hold 0 to 7: nibbles from the lowest are 0 2 4 6 1 3 5 7."""
-    codes = torch.arange(8, dtype=torch.uint8)[:, None].expand(8, 8).contiguous()
-    params = AffineParams(torch.ones(8, 1), torch.full((8, 1), 8.0))
-    tensors = AwqLayout(-1).encode(QuantizedWeight(AffineGrid(4, 8), codes, params))
-    assert (tensors["qweight"] == 0x75316420).all() and tensors["qweight"].shape == (8, 1)
-    assert tensors["qzeros"].tolist() == [[0x88888888 - (1 << 32)]]
 
 
 def spec(
@@ -138,7 +118,7 @@ def test_detect_refuses_what_it_would_misread(config):
     ],
 )
 def test_decode_believes_no_sizes_that_do_not_agree(part, broken):
-    tensors = AwqLayout(GROUP).encode(random_weight()) | {part: broken}
+    tensors = AwqLayout(GROUP).encode(WEIGHT) | {part: broken}
     with pytest.raises(QuantkitError, match="instead of|do not fit"):
         AwqLayout(GROUP).decode(tensors)
 
@@ -152,12 +132,6 @@ def test_families_with_scaled_activations_are_refused():
 
 @pytest.mark.parametrize("stored, said", [(GROUP, 16), (GROUP, -1), (IN, GROUP)])
 def test_a_configuration_that_contradicts_the_tensors_is_refused(stored, said):
-    tensors = AwqLayout(stored).encode(random_weight(stored))
+    tensors = AwqLayout(stored).encode(random_weight(AffineGrid(4, stored, False), OUT, IN))
     with pytest.raises(QuantkitError, match="says 4 bit in .*, the tensors have 4 bit in "):
         AwqLayout(said).decode(tensors)
-
-
-def test_a_layout_that_forgets_what_it_stores_cannot_be_made():
-    forgetful = type("Forgetful", (Layout,), dict.fromkeys(("check", "sizes", "encode", "decode"), len))
-    with pytest.raises(TypeError, match="config.*tensors"):
-        forgetful()

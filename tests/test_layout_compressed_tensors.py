@@ -1,12 +1,12 @@
 """quantkit.layouts.compressed_tensors, as written: against a bit stream of Python integers, and its words."""
 
-import math
 import re
 from itertools import product
 
 import jobs
 import pytest
 import torch
+from codes import bit_stream, random_weight
 from sums import assert_sums
 
 from quantkit import layouts
@@ -22,43 +22,20 @@ OUT, IN, GROUP = 32, 96, 32
 CELLS = list(product((4, 8), (GROUP, IN), (True, False)))
 
 
-def random_weight(bits: int, group_size: int, symmetric: bool) -> QuantizedWeight:
-    """Every code and every zero point appears somewhere; scales are not alike."""
-    generator = torch.Generator().manual_seed(bits)
-    codes = torch.randint(2**bits, (OUT, IN), generator=generator, dtype=torch.uint8)
-    codes.view(-1)[: 2**bits] = torch.arange(2**bits, dtype=torch.uint8)
-    scale = torch.exp(torch.randn(OUT, IN // group_size, generator=generator)).half().float()
-    zero = torch.full_like(scale, 2 ** (bits - 1))
-    if not symmetric:
-        zero = torch.randint(2**bits, scale.shape, generator=generator).float()
-        zero[:2, 0] = torch.tensor([0, 2**bits - 1])
-    return QuantizedWeight(AffineGrid(bits, group_size, symmetric), codes, AffineParams(scale, zero))
-
-
-def write_stream(rows: list[list[int]], bits: int) -> torch.Tensor:
-    """Each row as one little-endian bit stream in a row of int32 words: one big integer, cut up."""
-    words = []
-    for values in rows:
-        stream = sum(int(value) << (bits * place) for place, value in enumerate(values))
-        count = math.ceil(len(values) * bits / 32)
-        words.append([stream >> (32 * k) & 0xFFFFFFFF for k in range(count)])
-    return torch.tensor([[w - (1 << 32) if w >> 31 else w for w in row] for row in words], dtype=torch.int32)
-
-
 @pytest.mark.parametrize("bits, group_size, symmetric", CELLS)
 def test_encode_writes_the_format_and_decode_inverts_it(bits, group_size, symmetric):
-    weight = random_weight(bits, group_size, symmetric)
+    weight = random_weight(AffineGrid(bits, group_size, symmetric), OUT, IN)
     layout = CompressedTensorsLayout(PackQuantized(bits, -1 if group_size == IN else group_size, symmetric))
     tensors = layout.encode(weight)
 
     expected = {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point"}
     assert set(tensors) == expected - ({"weight_zero_point"} if symmetric else set())
-    assert torch.equal(tensors["weight_packed"], write_stream(weight.codes.tolist(), bits))
+    assert torch.equal(tensors["weight_packed"], bit_stream(weight.codes.tolist(), bits))
     assert tensors["weight_scale"].dtype == torch.float16
     assert torch.equal(tensors["weight_scale"].float(), weight.params.scale)
     assert tensors["weight_shape"].dtype == torch.int64 and tensors["weight_shape"].tolist() == [OUT, IN]
     if not symmetric:
-        assert torch.equal(tensors["weight_zero_point"], write_stream(weight.params.zero.T.tolist(), bits).T)
+        assert torch.equal(tensors["weight_zero_point"], bit_stream(weight.params.zero.T.tolist(), bits).T)
     assert all(tensor.is_contiguous() for tensor in tensors.values())
     row = LinearSpec("a.b", 0, "b", OUT, IN, weight.grid)
     assert jobs.table(tensors) == layout.tensors(row)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jobs
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantkit import layouts
 from quantkit.errors import UNSUPPORTED, QuantkitError
@@ -18,6 +18,7 @@ from quantkit.grids.biased import BiasedGrid
 from quantkit.layouts import LinearSpec
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize.solvers import rtn
 
 STORED = load_file(Path(__file__).parent / "data" / "mlx.safetensors")
 CASES = sorted({name.rpartition(".")[0] for name in STORED})
@@ -125,10 +126,7 @@ def made(tiny_model, tmp_path):
 
 def test_a_job_writes_what_mlx_lm_reads(made):
     source, folder = made("gptq", jobs.GPTQ, override=("down_proj=8,64",))
-    tensors, config = (
-        load_file(folder / "model.safetensors"),
-        json.loads((folder / "config.json").read_text()),
-    )
+    tensors, config = jobs.tensors(folder), json.loads((folder / "config.json").read_text())
     down = "model.layers.0.mlp.down_proj"
     quantization = config["quantization"]
     assert {key: value for key, value in quantization.items() if not isinstance(value, dict)} == {
@@ -138,11 +136,8 @@ def test_a_job_writes_what_mlx_lm_reads(made):
     assert config["quantization_config"] == {"quant_method": "mlx"} | quantization
     up = "model.layers.0.mlp.up_proj"
     found = {part: tensors[f"{up}.{part}"] for part in MlxLayout.suffixes}
-    assert jobs.table(found) == {
-        "weight": ("U32", (64, 8)),
-        "scales": ("BF16", (64, 2)),
-        "biases": ("BF16", (64, 2)),
-    }
+    scales = "BF16", (64, 2)
+    assert jobs.table(found) == {"weight": ("U32", (64, 8)), "scales": scales, "biases": scales}
     checkpoint, plain = open_checkpoint(str(folder)), open_checkpoint(str(source))
     lost = [(checkpoint.read(f"{n}.weight") - plain.read(f"{n}.weight").float()).norm() for n in (up, down)]
     norm = plain.read(f"{up}.weight").float().norm()
@@ -165,10 +160,6 @@ def test_floats(made, method, form):
 
 def test_embedding_and_head_may_be_packed(made, quantkit):
     """As mlx_lm.convert writes them."""
-    from safetensors.torch import save_file
-
-    from quantkit.quantize.solvers import rtn
-
     source, folder = made("gptq", jobs.GPTQ | {"solver": "rtn"})
     tensors, layout = jobs.tensors(folder), MlxLayout(4, 32)
     weight = tensors.pop("model.embed_tokens.weight")
@@ -191,10 +182,6 @@ def test_embedding_and_head_may_be_packed(made, quantkit):
 
 def test_experts_are_stacked_and_packed_routers_read(tiny_model, tmp_path, quantkit):
     """As mlx-lm does both."""
-    from safetensors.torch import save_file
-
-    from quantkit.quantize.solvers import rtn
-
     source = tiny_model("qwen3_moe", tokenizer=True, num_hidden_layers=1)
     flags = ["--solver", "rtn", "--group-size", "32", "--layout", "mlx"]
     mixed = quantkit("gptq", source, "-o", "made", *flags, "--override", r"experts\.1\.=8")

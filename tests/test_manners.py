@@ -382,14 +382,12 @@ def test_the_listener_fits_the_place(monkeypatch, tty, term, quiet, kind):
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("re", {"recipes", "report"} & COMMANDS.keys() | {"recipes"}),
         ("insp", {"inspect"}),
         ("gptq --solv", {"--solver"}),
         ("gptq --solver ", {"gptq", "yaqa", "rtn"}),
         ("run int", {"int8"}),
         ("recipes init nf", {"nf4"}),
         ("gguf model -t Q4_K", {"Q4_K_S", "Q4_K_M"}),
-        ("gguf model --output-tensor-type Q8", {"Q8_0"}),
         ("gptq model --recipe gptq-w3", {"gptq-w3"}),
     ],
 )
@@ -400,7 +398,3 @@ def test_shells_complete_commands_flags_and_recipes(quantkit, monkeypatch, words
     monkeypatch.setenv("COMP_CWORD", str(len(line) - 1))
     done = quantkit()
     assert set(done.out.split()) == offered and done.err == ""
-
-
-def test_completion_is_in_the_help(quantkit):
-    assert {"--install-completion", "--show-completion"} <= set(quantkit("--help").out.split())

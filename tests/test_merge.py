@@ -1,6 +1,8 @@
 """Result files of quantkit eval: read back, checked, put together, or refused naming what is wrong."""
 
 import json
+from functools import reduce
+from operator import getitem
 
 import pytest
 import records
@@ -33,48 +35,25 @@ def test_a_result_is_read_as_it_was_written(save):
     assert merge.merge([(name, found)]) == record
 
 
-def without_size(record):
-    del record["models"][1]["size"]["weight_bytes"]
-
-
-def text_for_a_number(record):
-    record["models"][1]["metrics"]["ppl"]["value"] = "20<b>"
-
-
-def negative_size(record):
-    record["models"][0]["size"]["weight_bytes"] = -1
-
-
-def no_models(record):
-    record["models"] = []
-
-
-def large_number(record):
-    record["models"][0]["metrics"]["ppl"]["value"] = 1e31
-
-
-def long_name(record):
-    record["models"][0]["source"] = "x" * 5000
-
-
-def one_key_more(record):
-    record["models"][0]["onload"] = "x"
+PPL = "metrics", "ppl", "value"
 
 
 @pytest.mark.parametrize(
-    ("change", "place"),
+    ("path", "value", "place"),
     [
-        (without_size, "$.models[1].size"),
-        (text_for_a_number, "$.models[1].metrics.ppl.value"),
-        (negative_size, "$.models[0].size.weight_bytes"),
-        (no_models, "$.models"),
-        (one_key_more, "$.models[0]"),
-        (large_number, "$.models[0].metrics.ppl.value"),
-        (long_name, "$.models[0].source"),
+        ((1, "size"), {}, "$.models[1].size"),
+        ((1, *PPL), "20<b>", "$.models[1].metrics.ppl.value"),
+        ((0, "size", "weight_bytes"), -1, "$.models[0].size.weight_bytes"),
+        ((slice(None),), [], "$.models"),
+        ((0, "onload"), "x", "$.models[0]"),
+        ((0, *PPL), 1e31, "$.models[0].metrics.ppl.value"),
+        ((0, "source"), "x" * 5000, "$.models[0].source"),
     ],
 )
-def test_a_file_that_is_no_result_is_refused_with_the_place(save, change, place):
-    change(record := records.record())
+def test_a_file_that_is_no_result_is_refused_with_the_place(save, path, value, place):
+    record = records.record()
+    *outer, key = path
+    reduce(getitem, outer, record["models"])[key] = value
     message = refused(USAGE, merge.read, save(record))
     assert "result.json is not a result of quantkit eval" in message and f"({place}: " in message
 

@@ -12,12 +12,6 @@ from quantkit.quantize.solvers import rtn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="session")
-def functional():
-    """bitsandbytes, the implementation that clients run."""
-    return pytest.importorskip("bitsandbytes").functional
-
-
 def random_weight(out_features: int, blocks: int, dtype=torch.float32, seed: int = 0) -> torch.Tensor:
     """Blocks of 64 whose sizes are spread over a decade, and two of zeros."""
     generator = torch.Generator().manual_seed(seed)
@@ -32,21 +26,21 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
     return (codes.flatten()[::2] * 16 + codes.flatten()[1::2])[:, None]
 
 
-def dequantized_by(functional, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+def dequantized_by(bnb, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
     """What bitsandbytes makes of the tensors of a checkpoint, in float32."""
     parts = {name.removeprefix("weight."): part.clone() for name, part in tensors.items() if name != "weight"}
-    state = functional.QuantState.from_dict(parts, torch.device("cpu"))
+    state = bnb.functional.QuantState.from_dict(parts, torch.device("cpu"))
     assert state.dtype == torch.float16
     state.dtype = torch.float32
-    return functional.dequantize_4bit(tensors["weight"], state)
+    return bnb.functional.dequantize_4bit(tensors["weight"], state)
 
 
 # ---- tables
 
 
-def test_tables_are_those_of_bitsandbytes(functional):
-    assert torch.equal(torch.tensor(nf4.TABLE), functional.get_4bit_type("nf4", device="cpu"))
-    assert torch.equal(nf4.dynamic_map(), functional.create_dynamic_map())
+def test_tables_are_those_of_bitsandbytes(bnb):
+    assert torch.equal(torch.tensor(nf4.TABLE), bnb.functional.get_4bit_type("nf4", device="cpu"))
+    assert torch.equal(nf4.dynamic_map(), bnb.functional.create_dynamic_map())
     assert nf4.dynamic_map().unique().numel() == 256
 
 
@@ -54,15 +48,15 @@ def test_tables_are_those_of_bitsandbytes(functional):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_single_quantization_is_that_of_bitsandbytes(functional, dtype):
+def test_single_quantization_is_that_of_bitsandbytes(bnb, dtype):
     weight = random_weight(40, 5, dtype)
-    theirs, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    theirs, state = bnb.functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
     ours = rtn.quantize(weight.float(), Nf4Grid(double_quant=False))
     assert torch.equal(packed(ours.codes), theirs)
     assert torch.equal(ours.params.absmax.flatten(), state.absmax) and state.absmax[5] == 0
     assert ours.codes.unique().numel() == 16
 
-    assert torch.equal(dequantized_by(functional, Nf4Layout(double_quant=False).encode(ours)), ours.values())
+    assert torch.equal(dequantized_by(bnb, Nf4Layout(double_quant=False).encode(ours)), ours.values())
     assert not ours.values()[1, :64].any()
     torch.testing.assert_close(ours.values().abs().view(40, 5, 64).amax(2), ours.params.absmax)
 
@@ -123,17 +117,17 @@ def test_every_double_quantized_absmax_is_the_nearest_that_can_be_stored(turned)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_double_quantization_loses_no_more_than_that_of_bitsandbytes(functional, dtype):
+def test_double_quantization_loses_no_more_than_that_of_bitsandbytes(bnb, dtype):
     weight = random_weight(120, 5, dtype)
-    theirs, state = functional.quantize_4bit(weight.clone(), quant_type="nf4", compress_statistics=True)
+    theirs, state = bnb.functional.quantize_4bit(weight.clone(), quant_type="nf4", compress_statistics=True)
     state.dtype = torch.float32
-    decoded = functional.dequantize_4bit(theirs, state)
+    decoded = bnb.functional.dequantize_4bit(theirs, state)
     ours = rtn.quantize(weight.float(), Nf4Grid())
     torch.testing.assert_close(ours.params.offset[0, 0], state.offset)
     nested = ours.params.nested.flatten()[::NESTED_BLOCK]
     torch.testing.assert_close(nested, state.state2.absmax)
 
-    assert torch.equal(dequantized_by(functional, Nf4Layout().encode(ours)), ours.values())
+    assert torch.equal(dequantized_by(bnb, Nf4Layout().encode(ours)), ours.values())
     error, single = (
         (values - weight.float()).square().sum()
         for values in (ours.values(), rtn.quantize(weight.float(), Nf4Grid(False)).values())
@@ -174,12 +168,12 @@ def test_scaled_stores_the_nearest_to_the_scaled_absmax():
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(3, 128), torch.full((3, 128), -0.25)])
-def test_blocks_that_are_all_alike_are_exact(functional, weight):
+def test_blocks_that_are_all_alike_are_exact(bnb, weight):
     """Nothing is left of absmax without its mean: the nested scale is zero."""
     ours = rtn.quantize(weight, Nf4Grid())
     assert not ours.params.nested.any()
     assert torch.equal(ours.values(), weight)
-    assert torch.equal(dequantized_by(functional, Nf4Layout().encode(ours)), weight)
+    assert torch.equal(dequantized_by(bnb, Nf4Layout().encode(ours)), weight)
 
 
 def test_a_block_too_small_for_its_nested_scale_is_lost_not_turned_over():

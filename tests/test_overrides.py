@@ -1,6 +1,5 @@
 """--override: which linears it reaches, what it refuses, and what is then on disk."""
 
-import json
 import re
 
 import jobs
@@ -147,24 +146,3 @@ def test_fused_linears_that_differ_are_told_and_others_are_not(model, tmp_path):
     assert "layers.1.self_attn" not in told and "layers.0.mlp" not in told
     assert not warned("b", "(q|k|v)_proj=8", "o_proj=8", "(gate|up)_proj=8,16")
     assert not warned("c")
-
-
-def test_a_job_resumes_only_with_its_own_overrides(model, tmp_path, monkeypatch):
-    from quantkit.quantize import loop
-    from quantkit.quantize.staging.folder import Staging
-
-    job = jobs.prepare("gptq", model, tmp_path / "out", RTN, override=("v_proj=8",))
-    assert job.fingerprint["override"] == ["v_proj=8"]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Staging, "assemble", interrupt)
-        loop.run(job, jobs.Listener())
-    stored = json.loads((tmp_path / "out.partial" / "fingerprint.json").read_text())
-    assert stored["override"] == ["v_proj=8"]
-    with pytest.raises(QuantkitError, match="another job; different: --override") as error:
-        jobs.quantize("gptq", model, tmp_path / "out", RTN, override=("v_proj=3",), resume=True)
-    assert error.value.exit_code == USAGE
-    jobs.quantize("gptq", model, tmp_path / "out", RTN, override=("v_proj=8",), resume=True)
-
-
-def interrupt(*_) -> None:
-    raise KeyboardInterrupt

@@ -55,15 +55,6 @@ def test_a_folder_that_cannot_be_written(refuse, monkeypatch, model, command):
     assert error.endswith("cannot be written: Permission denied")
 
 
-def test_a_staging_folder_that_is_a_link(refuse, model):
-    (model.parent / "elsewhere").mkdir()
-    (model.parent / "out.partial").symlink_to("elsewhere")
-    for more in ((), ("--resume",), ("--overwrite",)):
-        error, _ = refuse(2, *GPTQ, "-o", "out", *more)
-        assert error == "out.partial is not an unfinished job, but the job needs this folder"
-    assert not list((model.parent / "elsewhere").iterdir())
-
-
 @pytest.mark.parametrize(
     "stored",
     [
@@ -85,16 +76,6 @@ def test_a_fingerprint_of_absurd_values(refuse, model, stored):
     error, hint = refuse(2, *GPTQ, "-o", "out", "--resume")
     assert error == "out.partial/fingerprint.json is damaged: its execution is invalid"
     assert hint == "start again with --overwrite"
-
-
-@pytest.mark.parametrize("text", ["[]", "{", "", "null", '{"method": "gptq"}', "[" * 5000])
-def test_a_fingerprint_that_is_none(refuse, model, text):
-    folder = model.parent / "out.partial"
-    folder.mkdir()
-    (folder / "fingerprint.json").write_text(text)
-    (folder / "block-00000.json").write_text("{}")
-    error, _ = refuse(2, *GPTQ, "-o", "out", "--resume")
-    assert error == "out.partial is not an unfinished job, but the job needs this folder"
 
 
 def test_scales_of_zero_in_a_staged_block_are_made_again(quantkit, model, monkeypatch):
@@ -136,24 +117,3 @@ def test_an_interrupt_while_the_command_line_is_imported(tmp_path):
         [sys.executable, "-c", command], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: interrupted\n")
-
-
-@pytest.mark.parametrize(
-    "command, name",
-    [
-        (
-            "imatrix model --calibration text.txt --samples 1 --seqlen 16",
-            "quantkit.quantize.calibrate.importance.gather",
-        ),
-        ("nf4 model", "quantkit.quantize.job.open_skeleton"),
-        ("int8 model", "quantkit.quantize.job.open_skeleton"),
-    ],
-)
-def test_an_interrupt_outside_the_loop_says_how_to_go_on(quantkit, monkeypatch, model, command, name):
-    def interrupted(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(name, interrupted)
-    done = quantkit(*command.split(), "-q")
-    assert done.code == 130
-    assert done.err == f"error: interrupted\nhint: begin again with: quantkit {command} -q\n"

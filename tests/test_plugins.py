@@ -6,7 +6,7 @@ from pathlib import Path
 import families
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quantkit import grids, layouts
 from quantkit.capacity import formats
@@ -59,8 +59,6 @@ def test_a_toy_is_quantized_planned_inspected_and_evaluated(model, make, quantki
 
 
 def test_damage_to_a_toy_is_found(model, make, quantkit, tmp_path):
-    from safetensors.torch import save_file
-
     make("ternary", model, "-o", "toy")
     path = tmp_path / "toy" / "model.safetensors"
     tensors = load_file(path)

@@ -88,7 +88,3 @@ def test_other_processes_follow_and_need_no_torch(answer, said):
     environment = os.environ | {processor.ANSWER: answer}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == said, done.stderr
-
-
-def test_cores_are_those_this_process_may_use():
-    assert 1 <= processor.cores() <= os.cpu_count()

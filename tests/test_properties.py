@@ -6,7 +6,6 @@ import struct
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -98,11 +97,3 @@ def test_a_recipe_of_any_text(text):
 @given(VALUES | st.dictionaries(st.sampled_from(["schema", "models", "windows", "protocol"]), VALUES))
 def test_a_result_of_any_values(value):
     assert not reads(read_result, "result.json", json.dumps(value).encode())
-
-
-@pytest.mark.parametrize("data", [b"", b"{", b"[" * 5000, b"\xff\xfe", b'"' + b"a" * 70_000 + b'"'])
-@pytest.mark.parametrize(
-    "read", [read_header, imatrix.read, read_result], ids=["header", "imatrix", "result"]
-)
-def test_files_that_are_nothing(read, data):
-    assert not reads(read, "file", data)

@@ -1,6 +1,7 @@
 """What is published: nothing that appeared meanwhile is replaced; and the card that goes with it."""
 
 import json
+from dataclasses import replace
 
 import jobs
 import pytest
@@ -37,8 +38,6 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced(tiny_model, tmp_path,
     [("org/name", "org/name", "eval org/name out"), ("/models/llama-7b", None, "eval llama-7b out")],
 )
 def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, source, base, command):
-    from dataclasses import replace
-
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
     summary = replace(loop.run(prepared, Progress()), source=source)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())

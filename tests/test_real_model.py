@@ -25,7 +25,6 @@ pytestmark = [
     pytest.mark.skipif(not MODEL.is_dir(), reason=f"{MODEL} is absent: run scripts/real_models.py"),
 ]
 FEW = ["--samples", "16", "--seqlen", "256"]
-G64 = ["--group-size", "64"]
 # name of the output -> command and options, and the largest KL divergence
 JOBS = {
     "gptq": (["gptq", *FEW], 0.3),

@@ -104,6 +104,9 @@ def test_a_staging_folder_is_ours_if_it_says_so(tmp_path):
         "{}",
         '{"source_sha256": "x"}',
         '{"quantkit": "1", "source_sha256": "x"}',
+        "",
+        "null",
+        "[" * 5000,
     ):
         (staging.folder / "fingerprint.json").write_text(content)
         for modes in ((True, False), (False, True)):
@@ -120,6 +123,8 @@ def test_a_staging_folder_is_ours_if_it_says_so(tmp_path):
     other.folder.symlink_to(staging.folder)
     with pytest.raises(QuantkitError, match="is not an unfinished job"):
         other.check(resume=False, overwrite=True)
+    with pytest.raises(QuantkitError, match="is not an unfinished job"):
+        other.check(resume=True, overwrite=False)
 
 
 def test_an_unquantized_model_of_others_is_not_replaced(tmp_path):

@@ -16,6 +16,7 @@ import forked
 import pytest
 import torch
 import yaml
+from jobs import contents
 
 from quantkit.quantize.outputs import folder as folder_output
 from quantkit.quantize.staging import blocks as staged_blocks
@@ -27,11 +28,6 @@ OPTIONS = "-o out --group-size 64 --samples 6 --seqlen 32 --batch-size 2 --threa
 KILL = int(signal.SIGKILL)
 NEXT = ("quantkit.quantize.staging.folder:Staging.write_block", 2, KILL)  # a block of this run is there
 SLOW = ("failing:slow", [])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, the timings aside."""
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != folder_output.TIMINGS}
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +198,8 @@ def wait_for(path: Path, process: forked.Job) -> None:
         ("--damp 0.02", ["--damp (0.01 there, 0.02 here)"]),
         ("--solver rtn", ["--solver (gptq there, rtn here)", "calibration text (one there, none here)"]),
         ("--exclude o_proj", ["--exclude (none there, o_proj here)"]),
+        ("--override o_proj=8", ["--override (none there, o_proj=8 here)"]),
+        ("--transform auto", ["--transform (none there, auto here)"]),
         ("--max-shard-gb 1", ["--max-shard-gb (none there, 1.0 here)"]),
         ("--seed 1", ["--seed (0 there, 1 here)"]),
         ("--samples 5", ["--samples (6 there, 5 here)"]),

@@ -52,7 +52,7 @@ def visited(folder, sequential: str, install: bool) -> tuple[list[torch.Tensor],
     return hessians, list(states)
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", "falcon", "mixtral"])
 @torch.no_grad()
 def test_both_ways_measure_what_was_installed(tiny_model, family):
     folder = tiny_model(family)

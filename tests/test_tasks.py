@@ -4,7 +4,6 @@ import gc
 import json
 import random
 import re
-import sys
 from pathlib import Path
 
 import families
@@ -13,7 +12,6 @@ import torch
 import transformers
 from torch.nn.functional import log_softmax
 
-from quantkit import cli
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError
 from quantkit.evaluation import tasks
 from quantkit.evaluation.stream import StreamedModel
@@ -189,16 +187,13 @@ def test_tasks_that_write_text_are_refused(harness, monkeypatch):
     assert error.value.exit_code == UNSUPPORTED and "poem" in error.value.message
 
 
-def test_the_command_puts_tasks_beside_the_rest(harness, tiny_model, tmp_path, monkeypatch, capsys):
+def test_the_command_puts_tasks_beside_the_rest(harness, quantkit, tiny_model, tmp_path):
     folder = tiny_model("llama", tokenizer=True, hidden_size=64)
     (text := tmp_path / "text.txt").write_text("\n".join(families.sentences()))
     words = ["eval", folder, "--as", "nf4", "--text", text, "--ctx", 32, "--limit", 200, "--json"]
     words += ["--tasks", "cloze", "--task-limit", 3]
-    monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    out, err = capsys.readouterr()
-    assert not ended.value.code
+    code, out, err = quantkit(*words)
+    assert not code
     record = json.loads(out)  # nothing of the harness's own on stdout
     assert record["tasks"]["limit"] == 3
     for model in record["models"]:

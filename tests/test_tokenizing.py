@@ -13,6 +13,7 @@ from quantkit.models.files import tokenizing
 from quantkit.models.files.open import open_checkpoint
 
 LINES = families.sentences(600)
+WHOLE = tokenizing._ids
 TEXTS = {
     "lines": "\n".join(LINES),
     "paragraphs": "\n\n".join(LINES),
@@ -54,18 +55,26 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
     return made
 
 
+@pytest.fixture
+def asked(monkeypatch) -> list[int]:
+    """Lengths of the pieces that the tokenizer gets."""
+    lengths = []
+
+    def noted(tokenizer, text: str) -> list[int]:
+        lengths.append(len(text))
+        return WHOLE(tokenizer, text)
+
+    monkeypatch.setattr(tokenizing, "_ids", noted)
+    return lengths
+
+
 @pytest.mark.parametrize("kind", ["bytes", "prefix", "whole"])
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_have_the_ids_of_the_whole(tokenizers, monkeypatch, kind, text):
+def test_pieces_have_the_ids_of_the_whole(tokenizers, asked, monkeypatch, kind, text):
     monkeypatch.setattr(tokenizing, "PIECE_CHARACTERS", 500)
     monkeypatch.setattr(tokenizing, "LONGEST", 8000)
-    asked = []
-    whole = tokenizing._ids
-    monkeypatch.setattr(
-        tokenizing, "_ids", lambda found, text: (asked.append(len(text)), whole(found, text))[1]
-    )
     tokenizer, content = tokenizers[kind], TEXTS[text]
-    found, expected = tokenizing.encode(tokenizer, content), whole(tokenizer, content)
+    found, expected = tokenizing.encode(tokenizer, content), WHOLE(tokenizer, content)
     assert max(asked) < 8000 + 10 and len(asked) > 1
     if text in ("no space", "nothing but spaces"):  # cut where it is: no more than the tokens there differ
         assert abs(len(found) - len(expected)) < 60
@@ -74,12 +83,7 @@ def test_pieces_have_the_ids_of_the_whole(tokenizers, monkeypatch, kind, text):
     assert tokenizing.encode(tokenizer, content, 77) == found[:77]
 
 
-def test_a_limit_reads_no_more_than_it_needs(tokenizers, monkeypatch):
-    asked = []
-    whole = tokenizing._ids
-    monkeypatch.setattr(
-        tokenizing, "_ids", lambda found, text: (asked.append(len(text)), whole(found, text))[1]
-    )
+def test_a_limit_reads_no_more_than_it_needs(tokenizers, asked):
     tracemalloc.start()
     try:
         assert len(tokenizing.encode(tokenizers["bytes"], "Ba da. " * 1_000_000, 512)) == 512

@@ -10,10 +10,10 @@ import torch
 from quantkit.errors import QuantkitError
 from quantkit.grids.affine import AffineGrid
 from quantkit.models.files.gguf_file import read_header
+from quantkit.models.machine import expert_share
 from quantkit.quantize import methods, solving
 from quantkit.quantize.calibrate.statistics import retarget
 from quantkit.quantize.solvers.gptq import GptqSolver
-from quantkit.quantize.staging import folder as staging
 from quantkit.quantize.transforms.auto import FedReader, FeedbackScaling, candidate
 from quantkit.quantize.transforms.awq import AwqScaling
 from quantkit.quantize.transforms.scaling import Reader
@@ -28,17 +28,7 @@ def twin(tiny_model):
     """`twin("llama")`: a tiny model with a few channels that its norms make large and its linears small."""
 
     def make(family: str, **arguments):
-        folder = tiny_model(family, tokenizer=True, num_hidden_layers=2, **arguments)
-
-        def spread(name: str, tensor: torch.Tensor) -> None:
-            if name.endswith(NORMS[0] + ".weight") or name.endswith(NORMS[1] + ".weight"):
-                tensor[[3, 40]] *= 32
-            elif tensor.ndim == 2 and name.rpartition(".")[0].endswith(("q_proj", "k_proj", "v_proj")):
-                tensor[:, [3, 40]] /= 32
-            elif tensor.ndim == 2 and name.rpartition(".")[0].endswith(("gate_proj", "up_proj")):
-                tensor[:, [3, 40]] /= 32
-
-        return jobs.rewrite(folder, spread)
+        return jobs.spread(tiny_model(family, tokenizer=True, num_hidden_layers=2, **arguments))
 
     return make
 
@@ -167,33 +157,6 @@ def test_auto_loses_less_on_outlier_channels_and_says_what_it_did(twin, tmp_path
     assert all(not torch.equal(both[0][name], source[name]) for name in norms)
 
 
-def test_a_resumed_job_writes_the_same_bytes(twin, tmp_path, monkeypatch):
-    model, text = twin("llama"), jobs.calibration(tmp_path)
-    options = {"solver": "gptq"}
-    (tmp_path / "whole").mkdir()
-    jobs.quantize("nf4", model, tmp_path / "whole/out", options, calibration=text, **RUN)
-    write = staging.Staging.write_block
-
-    def stop(self, index, *rest):
-        if index:
-            raise KeyboardInterrupt
-        write(self, index, *rest)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(staging.Staging, "write_block", stop)
-        jobs.quantize("nf4", model, tmp_path / "out", options, calibration=text, **RUN)
-    with pytest.raises(QuantkitError, match="--transform .auto there, none here"):
-        other = options | {"transform": "none"}
-        jobs.quantize("nf4", model, tmp_path / "out", other, calibration=text, resume=True, **RUN)
-    jobs.quantize("nf4", model, tmp_path / "out", options, calibration=text, resume=True, **RUN)
-    assert jobs.contents(tmp_path / "out") == jobs.contents(tmp_path / "whole/out")
-    assert any(row["into"] for row in (r.get("scaled", {"into": None}) for r in rows_of(tmp_path / "out")))
-
-
-def rows_of(folder):
-    return jobs.manifest(folder).values()
-
-
 def test_gguf_files_hold_the_divided_norms(twin, tmp_path):
     """The job reads the file back and compares what it computes; here: the norms are not the source's."""
     model, text = twin("llama", hidden_size=256, intermediate_size=512), jobs.calibration(tmp_path)
@@ -226,8 +189,6 @@ def test_where_nothing_folds_the_job_says_so_and_writes_what_none_writes(twin, t
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_experts_stay_as_they_are(twin, tmp_path, monkeypatch, streamed):
-    from quantkit.models.machine import expert_share
-
     monkeypatch.setattr(expert_share, "streams", lambda *_: streamed)
     model, text = twin("mixtral"), jobs.calibration(tmp_path)
     summary = jobs.quantize("gptq", model, tmp_path / "out", SMALL, calibration=text, **RUN)

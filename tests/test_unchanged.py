@@ -6,6 +6,7 @@ from pathlib import Path
 
 import families
 import pytest
+from jobs import contents
 
 from quantkit.evaluation.stream import StreamedModel
 from quantkit.models.files.checkpoint import Checkpoint
@@ -56,10 +57,6 @@ def model(tmp_path) -> Path:
         families.save_tokenizer(families.save_model(tmp_path / name, "llama", seed=seed))
     (tmp_path / "text.txt").write_text("\n".join(families.sentences()))
     return tmp_path / "model"
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "quantkit-timings.json"}
 
 
 def just_before(monkeypatch, kind, name: str, action, call: int = 1) -> list[str]:

@@ -8,8 +8,9 @@ import jobs
 import pytest
 import torch
 import transformers as hf
+from blocks import open_skeleton, streamed
 from test_experts_fused import FUSED, MIXTURES
-from test_skeleton import open_skeleton, streamed, tokens
+from test_skeleton import tokens
 
 from quantkit.errors import UNSUPPORTED
 from quantkit.inspection.record import describe
@@ -54,13 +55,7 @@ def test_experts_in_nf4_are_written_with_a_warning(quantkit, tiny_model):
         ("nf4", "gpt_oss", "Linear4bit"),
     ],
 )
-def test_transformers_loads_the_rest_where_experts_are_kept(
-    tiny_model,
-    tmp_path,
-    method,
-    family,
-    kind,
-):
+def test_transformers_loads_the_rest_where_experts_are_kept(tiny_model, tmp_path, method, family, kind):
     """Experts keep their bytes, and the tensors that they were stored in."""
     pytest.importorskip("bitsandbytes")
     folder = tiny_model(family, **SMALL)

@@ -71,18 +71,3 @@ def test_any_name_can_be_sorted():
     names = ["a.10.w", "a.2.w", "a.02.w", "a.²", "a." + "9" * 5000, "a.٣", "a"]
     assert sorted(names, key=natural)[0] == "a" and sorted(names, key=natural)[-1] == "a.²"
     assert natural("a.2.w") < natural("a.10.w") < natural("a." + "9" * 5000)
-
-
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("a: &a [x, x]\nb: &b [*a, *a]\n", "aliases are not read"),
-        ("method: gptq\nquant:\n  bits: 2001-99-99\n", "month must be in 1..12"),
-        ("method: !!int x\n", "invalid literal"),
-        ("[" * 5000, "nested too deeply"),
-    ],
-)
-def test_recipes_that_are_no_recipes_end_in_a_line(tmp_path, text, said):
-    (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(QuantkitError, match=said):
-        recipe.load(str(tmp_path / "mine.yaml"))

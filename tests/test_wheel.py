@@ -65,13 +65,6 @@ def test_the_wheel_is_small(wheel):
     assert wheel.stat().st_size < 1_200_000
 
 
-@pytest.mark.parametrize("name", [name for name in EXTRAS if name != "test"])
-def test_extras_are_ranges(name):
-    """From a version that was tried to the next that may break."""
-    for requirement in EXTRAS[name]:
-        assert {row.operator for row in requirement.specifier} == {">=", "<"}
-
-
 def test_extras_have_what_the_code_asks_for():
     named = {extra: {requirement.name for requirement in rows} for extra, rows in EXTRAS.items()}
     assert named["vllm"] == set(ENGINES["vllm"].packages) and named["llamacpp"] == set(

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from blocks import open_skeleton, streamed
 from families import GROUPED, save_tokenizer
 from nights import nightly
 from safetensors.torch import load_file, save_file
@@ -14,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from quantkit.errors import UNSUPPORTED
 from quantkit.inspection.record import describe
 from quantkit.models.files.headers import open_contents
-from quantkit.models.files.open import open_checkpoint
-from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.names import CopiedModule, copied_modules
 
 HEADS = {**GROUPED, "head_dim": 16}
@@ -81,30 +80,17 @@ WRAPPERS = {  # name -> (configuration class, its arguments)
         },
     ),
 }
+LLAVA = (
+    "language_model.model.layers.",
+    {name: (name, f"model.{name}") for name in ("multi_modal_projector", "vision_tower")},
+)
+IDEFICS = {f"model.{name}": (f"model.{name}", name) for name in ("connector", "vision_model")}
 TOWER = {  # root of the blocks; what lies beside, and is called
-    "gemma3": (
-        "language_model.model.layers.",
-        {
-            "multi_modal_projector": ("multi_modal_projector", "model.multi_modal_projector"),
-            "vision_tower": ("vision_tower", "model.vision_tower"),
-        },
-    ),
-    "llava": (
-        "language_model.model.layers.",
-        {
-            "multi_modal_projector": ("multi_modal_projector", "model.multi_modal_projector"),
-            "vision_tower": ("vision_tower", "model.vision_tower"),
-        },
-    ),
+    "gemma3": LLAVA,
+    "llava": LLAVA,
     "qwen2_5_vl": ("model.layers.", {"visual": ("visual", "model.visual")}),
     "qwen3_vl": ("model.language_model.layers.", {"model.visual": ("model.visual", "visual")}),
-    "idefics3": (
-        "model.text_model.layers.",
-        {
-            "model.connector": ("model.connector", "connector"),
-            "model.vision_model": ("model.vision_model", "vision_model"),
-        },
-    ),
+    "idefics3": ("model.text_model.layers.", IDEFICS),
 }
 TEXT = " ".join(f"the {k} foxes of {k * k} ran {k % 7} miles" for k in range(400))
 
@@ -134,20 +120,8 @@ def add_heads(folder: Path) -> set[str]:
     return set(heads)
 
 
-def open_skeleton(folder: Path) -> Skeleton:
-    skeleton = Skeleton(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
-    skeleton.names.check_complete()
-    skeleton.load_rest()
-    return skeleton
-
-
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
-
-
-def spelled(name: str) -> str:
-    """By the end of what transformers calls it."""
-    return re.sub(r"^(language_)?model\.(model\.)?", "language_model.", name)
 
 
 @pytest.mark.parametrize("family", WRAPPERS)
@@ -156,14 +130,7 @@ def test_streamed_logits_are_the_wrappers_own(tmp_path, family):
     ids = torch.randint(1, 480, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = hf.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)(ids).logits
-    skeleton = open_skeleton(folder)
-    hidden = skeleton.embed(ids)
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index)
-        hidden = skeleton.run_block(index, hidden)
-        skeleton.free_block(index)
-    logits = torch.stack([skeleton.logits(row) for row in hidden])
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(streamed(open_skeleton(folder), ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", WRAPPERS)
@@ -312,14 +279,9 @@ def test_transformers_loads_nf4_of_the_language_model_alone(quantkit, tmp_path, 
     packed = {name for name, module in linears.items() if type(module).__name__ == "Linear4bit"}
     assert packed == {name for name in linears if ".language_model.layers." in name}
     ids = torch.randint(1, 480, (1, 20), generator=torch.Generator().manual_seed(0))
-    skeleton = open_skeleton(tmp_path / "out")
-    hidden = skeleton.embed(ids)
-    for index in range(len(skeleton.blocks)):
-        skeleton.load_block(index)
-        hidden = skeleton.run_block(index, hidden)
     with torch.no_grad():
-        logits = model(ids).logits[0].float()
-    torch.testing.assert_close(logits, skeleton.logits(hidden[0]), atol=0.1, rtol=0)
+        logits = model(ids).logits.float()
+    torch.testing.assert_close(logits, streamed(open_skeleton(tmp_path / "out"), ids), atol=0.1, rtol=0)
 
 
 def test_inspect_tells_blocks_of_towers_from_the_language_models(tmp_path):
