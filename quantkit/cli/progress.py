@@ -22,7 +22,7 @@ from quantkit.tables import print_line
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
-    from quantkit.quantize.report import LinearReport
+    from quantkit.quantize.staging.report import LinearReport
 
 SILENCE = 30.0  # seconds without output after which a log line is printed
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
-    from quantkit.quantize.report import LinearReport
+    from quantkit.quantize.staging.report import LinearReport
 
 
 class Progress:

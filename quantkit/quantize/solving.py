@@ -25,9 +25,9 @@ from quantkit.quantize.calibrate.schedule import Visit
 from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
 from quantkit.quantize.calibrate.view import Transformed
-from quantkit.quantize.report import LinearReport
 from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.staging.parts import BlockParts
+from quantkit.quantize.staging.report import LinearReport
 from quantkit.quantize.timings import Timings
 
 UNREACHED = "no calibration token entered it"

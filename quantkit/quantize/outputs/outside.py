@@ -19,11 +19,11 @@ from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.outputs import Batches, Material
 from quantkit.quantize.progress import Progress
-from quantkit.quantize.report import LinearReport
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.solving import solve
 from quantkit.quantize.staging.parts import BlockParts
+from quantkit.quantize.staging.report import LinearReport
 
 DECODED = 1 << 12  # rows of an embedding that are decoded at a time
 FINE = 6  # bits: refinement takes half of the time, and the demo model's KL falls by 0.00001 (Q6_K), by 0.2 %
