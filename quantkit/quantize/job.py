@@ -267,7 +267,8 @@ def _hashed(checkpoint: Checkpoint) -> Future[str]:
     def run() -> None:
         try:
             with watched(checkpoint):
-                sha256.set_result(checkpoint.sha256())
+                result = checkpoint.sha256()
+            sha256.set_result(result)  # only of a source that did not change meanwhile
         except BaseException as error:
             sha256.set_exception(error)
 
