@@ -102,7 +102,8 @@ def test_search_is_never_worse_than_the_full_range(grid, kind):
     searched = errors(grid, weight, importance, grid.fit(weight, importance))
     covering = errors(grid, weight, importance, plain(grid).fit(weight))
     size = (importance * weight.square()).sum(1)
-    assert (searched <= covering + 2.0**-22 * size).all()  # the square of float16's own rounding
+    # float16's rounding of the scale, after the search, moves each value by 2^-11 of itself at most
+    assert (searched.sqrt() <= covering.sqrt() + 2.0**-11 * size.sqrt()).all()
     if kind in ("normal", "heavy", "positive", "negative"):
         assert searched.sum() < 0.97 * covering.sum()
     if kind == "zero":
