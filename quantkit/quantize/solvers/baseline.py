@@ -1,8 +1,7 @@
-"""Solve linears by error feedback, or by round to nearest where that has a lower loss."""
+"""Compare error feedback with round to nearest, linear by linear."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,33 +30,6 @@ class Attempt:
     clipped: bool
 
 
-def solve_linears(
-    quantize: Callable[[Sequence[Tensor], Grid, Tensor], Attempt],
-    weights: Sequence[Tensor],
-    grids: Sequence[Grid],
-    hessian: Tensor,
-) -> list[list[Solved]]:
-    """Return, for each of the linears `weights [(sites,) out_k, in]`, the results of all sites. `quantize`
-    solves linears that share a grid as one matrix. hessian: `[(sites,) in, in]`.
-
-    Raises Indefinite if one of several sites needs more damping.
-    """
-    solved: dict[int, list[Solved]] = {}
-    for grid in dict.fromkeys(grids):
-        members = [k for k, other in enumerate(grids) if other == grid]
-        try:
-            attempt = quantize([weights[k] for k in members], grid, hessian)
-        except Indefinite as error:
-            if hessian.ndim > 2:
-                raise
-            attempt = error.with_traceback(None)  # frees the tensors of its frames
-        start = 0
-        for k in members:
-            rows = slice(start, start := start + weights[k].shape[-2])
-            solved[k] = better(attempt, weights[k], rows, grid, hessian)
-    return [solved[k] for k in range(len(weights))]
-
-
 def better(
     attempt: Attempt | Indefinite, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor
 ) -> list[Solved]:
@@ -73,18 +45,15 @@ def better(
     losses = [row_losses(delta, hessian).sum(-1).view(-1) for delta in (sample, nearest)]
     if isinstance(attempt, Attempt):
         losses += attempt.lost[..., rows][..., sampled].sum(-1)
+    weights, hessians = (stacked.view(-1, *stacked.shape[-2:]) for stacked in (weight, hessian))
     solved = []
-    sites = (stacked.view(-1, *stacked.shape[-2:]) for stacked in (weight, hessian))
-    for k, (weight, hessian, (full, rtn_loss, *lost)) in enumerate(
-        zip(*sites, torch.stack(losses, 1).tolist(), strict=True)
-    ):
-        scale = max(full, 1e-30)
-        rtn_error, notes = rtn_loss / scale, ()
+    for k, (total, rtn_loss, *lost) in enumerate(torch.stack(losses, 1).tolist()):  # one wait for the device
+        weight, hessian, scale = weights[k], hessians[k], max(total, 1e-30)
+        rtn_error = rtn_loss / scale
         if isinstance(attempt, Indefinite):
-            reason = str(attempt)
+            notes, reason = (), str(attempt)
         else:
-            notes = (attempt.note,) if attempt.note else ()
-            chosen = attempt.weights[k]
+            chosen, notes = attempt.weights[k], (attempt.note,) if attempt.note else ()
             chosen = replace(chosen, codes=chosen.codes[rows], params=rows_of(chosen.params, rows))
             damped, damping = lost
             error = (damped - damping) / scale

@@ -13,9 +13,9 @@ share the launches: `Wt [in, matrices * out]` has the rows of all, and each has 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -70,7 +70,9 @@ class Columns:
     """Chooses the columns of `Wt [in, (matrices *) out]`, `span` columns at a time; U `[(matrices,) in, in]`
     with `H = U diag(D) Uᵀ`.
 
-    Buffers of a run and their views are allocated once.
+    A run has at most `width` columns. Its buffers and their views are allocated once: `ideal` and `levels`,
+    `[width, (matrices *) out]`, and `feed`, the run's part of Uᵀ. turns: for each column of a run, its rows
+    of `ideal` and `levels`, and the call that corrects its ideal by the levels of the columns before it.
     """
 
     def __init__(self, Wt: Tensor, U: Tensor, grid: Grid):
@@ -79,14 +81,16 @@ class Columns:
         rows = by_matrix(Wt, U).shape[-1]  # per matrix: results must not depend on other matrices
         self.width = min(max(rows_at_once(Wt.device, rows, RUN_TEMPORARIES), RUN), LONG_RUN)
         self.ideal, self.levels = Wt.new_empty(2, self.width, Wt.shape[1])
-        self.feed = Wt.new_empty(*U.shape[:-2], self.width, self.width)
-        ideal, before, feed = by_matrix(self.ideal, U), by_matrix(self.levels, U), self.feed
-        run = range(self.width)
+        self.feed = feed = Wt.new_empty(*U.shape[:-2], self.width, self.width)
+        ideal, before = by_matrix(self.ideal, U), by_matrix(self.levels, U)
         if U.ndim == 2:  # a matrix-vector product is faster on a CPU
-            products = [(ideal[k].addmv_, before.t()[:, :k], feed[k, :k]) for k in run]
+            products = [(ideal[k].addmv_, before.t()[:, :k], feed[k, :k]) for k in range(self.width)]
         else:
-            products = [(ideal[:, k, None].baddbmm_, feed[:, k, None, :k], before[:, :k]) for k in run]
-        self.views = list(zip(run, self.ideal, self.levels, products, strict=True))
+            products = [
+                (ideal[:, k, None].baddbmm_, feed[:, k, None, :k], before[:, :k]) for k in range(self.width)
+            ]
+        corrections = [partial(*product, alpha=-1) for product in products]
+        self.turns = list(zip(self.ideal, self.levels, corrections, strict=True))
 
     def solve(
         self, E: Tensor, codes: Tensor, lost: Tensor, Wt: Tensor, U: Tensor, D: Tensor, fixed: Sequence
@@ -100,7 +104,7 @@ class Columns:
         """
         self.E, self.codes, self.lost, self.Wt, self.U, self.D = E, codes, lost, Wt, U, D
         self.counted = [0] * len(Wt)  # by column: how many earlier columns' errors E includes
-        groups, size = [], self.grid.group_size
+        groups, size, sub_size = [], self.grid.group_size, self.grid.sub_size
         for start in range(0, len(Wt), size):
             group = slice(start, start + size)
             self.update(group)
@@ -108,7 +112,10 @@ class Columns:
                 params = fixed[len(groups)]
             else:
                 params = self.grid.fit(self.free(group).t(), D[..., group])
-            groups.append(self.choose(group, params))
+            for k in range(size // sub_size):
+                columns = slice(start + k * sub_size, start + (k + 1) * sub_size)
+                params = self.choose(columns, k, params)
+            groups.append(params)
         return groups
 
     def update(self, columns: slice) -> None:
@@ -129,48 +136,33 @@ class Columns:
         inverse = torch.linalg.solve_triangular(U, identity, upper=True, unitriangular=True)
         return add_product(Wt.clone(), inverse.mT, self.E[columns])
 
-    def choose(self, group: slice, params: Any) -> Any:
-        """Choose the codes of a group's columns; return its parameters. Each sub-block after the first gets
-        new parameters, fitted to its columns with the errors of earlier columns added."""
-        size = self.grid.sub_size
-        for k, low in enumerate(range(group.start, group.stop, size)):
-            columns = slice(low, low + size)
-            if k and not self.grid.spans_matrix:
-                self.update(columns)
-                params = self.grid.refit(self.free(columns), params, k, self.D[..., columns])
-            self._choose(columns, *(sub_blocks[k] for sub_blocks in self.grid.steps(params)))
-        return params
-
-    def _choose(self, columns: slice, step: Tensor, low: Tensor) -> None:
-        """Choose codes, errors and loss of `columns` that share `step` and `low [out]`."""
-        for run in self._runs(columns):
+    def choose(self, columns: slice, k: int, params: Any) -> Any:
+        """Choose codes, errors and loss of `columns`, sub-block k of a group; return the group's parameters.
+        Sub-blocks after the first fit theirs again, with the errors of earlier columns added."""
+        if k and not self.grid.spans_matrix:
+            self.update(columns)
+            params = self.grid.refit(self.free(columns), params, k, self.D[..., columns])
+        step, low = (sub_blocks[k] for sub_blocks in self.grid.steps(params))
+        start = columns.start
+        while start < columns.stop:  # a run ends with its batch
+            run = slice(start, min(start + self.width, start // BATCH * BATCH + BATCH, columns.stop))
             self.update(run)
             U, size = self.U[..., run, run], run.stop - run.start
-            ideal, levels, E = self.ideal[:size], self.levels[:size], self.E[run]
+            ideal, levels = self.ideal[:size], self.levels[:size]
             raised = self.Wt[run] + low
-            add_product(ideal.copy_(E), U.mT, raised).div_(step)
+            add_product(ideal.copy_(self.E[run]), U.mT, raised).div_(step)
             if self.chain:
                 targets, new_levels = (three(by_matrix(x, U)) for x in (ideal, levels.zero_()))
                 self.chain(targets, new_levels, three(U).contiguous(), self.grid)
             else:
-                self._one_by_one(U)
+                self.feed[..., :size, :size].copy_(U.mT)
+                for j, (column, level, correct) in enumerate(self.turns[:size]):
+                    if j:
+                        correct()
+                    self.grid.snap(column, level)
             self.grid.codes(levels, self.codes[run])
-            torch.addcmul(raised, levels, step, value=-1, out=E)
+            torch.addcmul(raised, levels, step, value=-1, out=self.E[run])
             squares = ideal.sub_(levels).mul_(step).square_()
             add_product(self.lost[None], self.D[..., None, run], squares)
-
-    def _one_by_one(self, U: Tensor) -> None:
-        """Choose the levels of a run column by column, from ideals that lack the run's earlier levels."""
-        size, snap = U.shape[-1], self.grid.snap
-        self.feed[..., :size, :size].copy_(U.mT)
-        for k, column, level, (add, *factors) in self.views[:size]:
-            if k:
-                add(*factors, alpha=-1)
-            snap(column, level)
-
-    def _runs(self, columns: slice) -> Iterator[slice]:
-        """Yield parts of `columns` that have at most `width` columns and lie in one batch."""
-        for batch in range(columns.start, columns.stop, BATCH):
-            end = min(batch + BATCH, columns.stop)
-            for low in range(batch, end, self.width):
-                yield slice(low, min(low + self.width, end))
+            start = run.stop
+        return params

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, group, join, stack
 from quantkit.layouts import Statistic
+from quantkit.models.machine.device import is_accelerator
 from quantkit.quantize.solvers import Solved, Solver
-from quantkit.quantize.solvers.baseline import Attempt, solve_linears
+from quantkit.quantize.solvers.baseline import Attempt, better
 from quantkit.quantize.solvers.batching import add_product, can_stack, picked
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
@@ -69,12 +70,28 @@ class GptqSolver(Solver):
         hessian: Tensor | None = None,
         curvatures: Sequence[Tensor | None] = (),
     ) -> list[Solved]:
-        """Solve weights `[out_k, in]` float32. hessian: `[in, in]` float32, symmetric.
+        """Solve weights `[out_k, in]` float32; those that share a grid are quantized as one matrix. hessian:
+        `[in, in]` float32, symmetric. Sites of equal shape are solved together if stacked, `[sites, out_k,
+        in]` and `[sites, in, in]`: the results of the first linear in all sites come first.
 
-        Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups.
+        Raises QuantkitError if `full` would scatter the columns of a grid with fixed groups, and Indefinite
+        if one of several sites needs more damping.
         """
         assert hessian is not None, "gptq works from the Hessian"
-        return [solved for (solved,) in solve_linears(self.quantize, weights, grids, hessian)]
+        solved: dict[int, list[Solved]] = {}
+        for grid in dict.fromkeys(grids):
+            members = [k for k, other in enumerate(grids) if other == grid]
+            try:
+                attempt = self.quantize([weights[k] for k in members], grid, hessian)
+            except Indefinite as error:
+                if hessian.ndim > 2:
+                    raise
+                attempt = error.with_traceback(None)  # frees the tensors of its frames
+            start = 0
+            for k in members:
+                rows = slice(start, start := start + weights[k].shape[-2])
+                solved[k] = better(attempt, weights[k], rows, grid, hessian)
+        return [result for k in range(len(weights)) for result in solved[k]]
 
     def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
         """See `Solver`. Sites of equal shape, like experts', are one batch. (A CPU adds up products of few
@@ -83,8 +100,8 @@ class GptqSolver(Solver):
         if can_stack(weights, grids):
             stacked = [torch.stack(linear) for linear in zip(*weights, strict=True)]
             try:
-                by_linear = solve_linears(self.quantize, stacked, grids[0], torch.stack(hessians))
-                return list(map(list, zip(*by_linear, strict=True)))
+                solved = self.solve(stacked, grids[0], torch.stack(hessians))
+                return [solved[k :: len(sites)] for k in range(len(sites))]
             except Indefinite:
                 pass  # a site needs more damping than the others
         return super().solve_many(sites)
@@ -114,10 +131,11 @@ class GptqSolver(Solver):
         if grid.spans_matrix:
             params = stack([grid.fit_matrix(weight) for weight in weights])
             fixed = [group(params, k) for k in group_order(order, grid).tolist()]
-        chosen = sweep(Wt, *unit_upper(A), grid, fixed, self._replays)
+        replays = self._replays if is_accelerator(H.device) and grid.vector_size == 1 else None
+        chosen = sweep(Wt, *unit_upper(A), grid, fixed, replays)
         del A  # as large as the copy of H that refinement changes
         if self.refine:
-            refine(Wt, chosen, grid, damped(H, order, damping), self.refine, self._replays)
+            refine(Wt, chosen, grid, damped(H, order, damping), self.refine, replays)
         quantized = restored(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, chosen.E.square_().sum(0)]).view(2, len(quantized), -1)
         lost[1] *= damping
@@ -132,7 +150,7 @@ def sweep(
     fixed: the parameters of each group, if `grid.spans_matrix`; groups of other grids are fitted when the
     sweep reaches them, with the pivots D as importance. D is the cost of a rounding error in column j after
     later columns compensate. (With the diagonal of H the KL divergence of the bundled model is 5 percent
-    higher, 2 after refinement.)
+    higher, 2 after refinement.) replays: None on a CPU, and for code books.
     """
     columns = (Columns if grid.vector_size == 1 else Vectors)(Wt, U, grid)
     codes = torch.empty(Wt.shape, dtype=torch.uint8, device=Wt.device)
@@ -145,8 +163,8 @@ def sweep(
         given = Wt[batch], U[..., batch, batch].contiguous(), D[..., batch]
         params = fixed[low // grid.group_size : batch.stop // grid.group_size]
         changed = E, codes[batch], chosen.lost
-        if replays is None or grid.vector_size > 1:
-            chosen.params += columns.solve(*changed, *given, params)
-        else:
+        if replays:
             chosen.params += replays(columns.solve, ("sweep", grid), changed, given, params)
+        else:
+            chosen.params += columns.solve(*changed, *given, params)
     return chosen

@@ -3,7 +3,7 @@
 A column of error feedback takes a GPU less time than the launches of its kernels take the host. So the second
 call with the same shapes is recorded as a CUDA graph, and later calls only replay the graph. A graph works on
 fixed addresses: arguments are copied to them, and results are copied back. The operations are the same.
-Other accelerators copy in the same way and run the function itself.
+Other accelerators copy in the same way and run the function itself; a CPU does without this file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from quantkit.errors import first_line
 from quantkit.grids.grid import each_of
-from quantkit.models.machine.device import is_accelerator
 
 LARGEST = 1 << 23  # elements of the first tensor; above, kernels take longer than their launches
 KEPT = 24  # size of the LRU cache of functions with their addresses and graphs
@@ -41,7 +40,7 @@ class Replays:
     ) -> list:
         """Return what `function` returns. key: identifies the function, without the shapes."""
         tensors = [*changed, *given]
-        if not is_accelerator(tensors[0].device) or tensors[0].numel() > LARGEST:
+        if tensors[0].numel() > LARGEST:
             return function(*tensors, params)
         key = (key, tensors[0].device, len(params), *(tensor.shape for tensor in tensors))
         if tensors[0].device.type == "cuda" and self._pool is None:

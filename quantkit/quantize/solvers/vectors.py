@@ -21,24 +21,21 @@ REACH = 2  # scales on either side of the fitted one that are tried; 1 loses 1 t
 class Vectors(Columns):
     """Columns of a grid whose codes stand for vectors of several columns."""
 
-    def choose(self, group: slice, params: Any) -> Any:
-        """Choose the codes of a group's columns; return its parameters. Each sub-block gets, of the scales
-        around the fitted one, the scale with the least loss, given the errors of earlier columns."""
-        grid, size = self.grid, self.grid.sub_size
-        for k, low in enumerate(range(group.start, group.stop, size)):
-            columns = slice(low, low + size)
-            self.update(columns)
-            candidates = grid.neighbouring(params, k, REACH)
-            steps = torch.stack([grid.steps(each)[0][k] for each in candidates])  # [candidates, out]
-            levels, E, lost = self._swept(columns, steps)
-            best = lost.argmin(0)
-            params = grid.chosen(candidates, best)
-            index = best.expand(1, size, -1)
-            levels, E = (x.gather(0, index)[0] for x in (levels, E))
-            self.E[columns] = E
-            self.lost += lost.gather(0, best[None])[0]
-            self.grid.codes(levels, self.codes[columns])
-        return params
+    def choose(self, columns: slice, k: int, params: Any) -> Any:
+        """See `Columns`. Of the scales around the fitted one, a sub-block gets the one with the least loss,
+        given the errors of earlier columns."""
+        grid = self.grid
+        self.update(columns)
+        candidates = grid.neighbouring(params, k, REACH)
+        steps = torch.stack([grid.steps(each)[0][k] for each in candidates])  # [candidates, out]
+        levels, E, lost = self._swept(columns, steps)
+        best = lost.argmin(0)
+        index = best.expand(1, grid.sub_size, -1)
+        levels, E = (x.gather(0, index)[0] for x in (levels, E))
+        self.E[columns] = E
+        self.lost += lost.gather(0, best[None])[0]
+        grid.codes(levels, self.codes[columns])
+        return grid.chosen(candidates, best)
 
     def _swept(self, columns: slice, steps: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return levels and errors `[candidates, columns, out]` for each of `steps`, and the losses."""

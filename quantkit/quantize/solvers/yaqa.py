@@ -56,18 +56,17 @@ class YaqaSolver(GptqSolver):
     ) -> list[Solved]:
         """Solve weights `[out_k, in]` float32. A linear keeps GPTQ's result, with a note, if its two-sided
         loss is lower or no gradient arrived; without curvatures (the head) all do."""
-        plain = super().solve(weights, grids, hessian)
+        one_sided = super().solve(weights, grids, hessian)
         if not curvatures:
-            return plain
-        found = []
-        for weight, curvature, one_sided in zip(weights, curvatures, plain, strict=True):
+            return one_sided
+        solved = []
+        for weight, curvature, plain in zip(weights, curvatures, one_sided, strict=True):
             if curvature is None:
-                found.append(replace(one_sided, notes=(*one_sided.notes, UNREACHED)))
-            elif one_sided.fallback:  # H could not be used
-                found.append(one_sided)
-            else:
-                found.append(self._better(weight, one_sided, hessian, curvature))
-        return found
+                plain = replace(plain, notes=(*plain.notes, UNREACHED))
+            elif not plain.fallback:  # H could be used
+                plain = self._better(weight, plain, hessian, curvature)
+            solved.append(plain)
+        return solved
 
     def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
         """See `Solver`: one site after another."""
