@@ -61,12 +61,12 @@ def quantize(
     )  # fmt: skip
     with _listening(progress) as listener:
         from quantkit.evaluation import of_job, windows
+        from quantkit.quantize import job
         from quantkit.quantize.outputs import finish
-        from quantkit.quantize.prepare import several
 
-        outputs, jobs = several.prepare(request, listener)
+        outputs, jobs = job.prepare_all(request, listener)
         if not jobs:
-            _, jobs = several.prepare(replace(request, resume=False), Progress(), dry_run=True)
+            _, jobs = job.prepare_all(replace(request, resume=False), Progress(), dry_run=True)
             return of_job.Result(outputs, list(map(finish.of_finished, jobs)), finished=True)
         column, text = request.calibration.text_column, None
         if evaluate_on:

@@ -165,7 +165,7 @@ def compressed(source: Path, output: Path, method: str, model, row: dict, dtype:
     skeleton = prepared.skeleton
     inside = sum(parameter.numel() for block in skeleton.blocks for parameter in block.parameters())
     row["share"] = sum(spec.weights for spec in prepared.specs if not spec.kept) / inside
-    loop.run(prepared, Progress())
+    loop.run([prepared], Progress())
     return difference(output, decoded(output, model), dtype)
 
 

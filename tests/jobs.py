@@ -55,7 +55,7 @@ def prepare(
 
 def quantize(method: str, source: Path, output: Path, options: dict | None = None, **arguments) -> Summary:
     """`quantize("gptq", model, folder, {"bits": 8}, exclude=("v_proj",))`."""
-    return loop.run(prepare(method, source, output, options, **arguments), Progress())
+    return loop.run([prepare(method, source, output, options, **arguments)], Progress())[0]
 
 
 def calibration(folder: Path, samples: int = 6, seqlen: int = 32) -> CalibrationOptions:

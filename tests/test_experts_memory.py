@@ -152,7 +152,7 @@ def test_a_repeated_forward_takes_as_many_experts_as_the_plan_allows(mixture, tm
         passes.append(0)
         with monkeypatch.context() as patch:
             patch.setattr(Skeleton, "run_block", count)
-            loop.run(made, Progress())
+            loop.run([made], Progress())
         return made.plan.execution.at_once, made.plan.memory_bytes
 
     at_once, need = quantize("one", 1 << 40)

@@ -266,7 +266,7 @@ def test_static_scales_are_the_largest_input_of_the_calibration_text(demo_model,
 def test_scales_of_the_cache_are_the_largest_value_of_the_calibration_text(demo_model, tmp_path):
     text, out = jobs.calibration(tmp_path), tmp_path / "out"
     job = jobs.prepare("fp8", demo_model, out, {"kv_cache": True}, calibration=text, dtype="float32")
-    told = loop.run(job, Progress())
+    told = loop.run([job], Progress())[0]
     assert told.activations == "float8, each token by itself; keys and values float8, by stored scales"
     before, after = (record.describe(headers.at(str(at), at))["model"] for at in (demo_model, out))
     assert after["parameters"] == before["parameters"]  # no scale is one

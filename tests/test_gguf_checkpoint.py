@@ -214,7 +214,7 @@ def test_a_quantized_file_is_a_source_only_on_demand(tiny_model, tmp_path, monke
     error = error_of(jobs.quantize, "nf4", path, tmp_path / "out")
     assert "is quantized already" in error.message and not (tmp_path / "out").exists()
     how, heard = {"allow_requantize": True, "exclude": ("down_proj",)}, jobs.Listener()
-    jobs.loop.run(jobs.prepare("nf4", path, tmp_path / "out", progress=heard, **how), jobs.Progress())
+    jobs.loop.run([jobs.prepare("nf4", path, tmp_path / "out", progress=heard, **how)], jobs.Progress())
     values = 2 * 512 * 64 + 3 * 64 * 128
     q8, f32 = (f"{bits * values / 8 / 1e6:.2f} MB" for bits in (8.5, 32))
     names = "lm_head, model.embed_tokens, model.layers.0.mlp.down_proj and 2 more"

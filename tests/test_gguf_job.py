@@ -70,7 +70,7 @@ def exported(short_demo, tmp_path_factory) -> Path:
         jobs.prepare("gguf", short_demo, folder / f"{name}.gguf", options | {"type": (name,)})
         for name in EXPORTED
     ]
-    loop.run_all(prepared, Progress())
+    loop.run(prepared, Progress())
     return folder
 
 
@@ -130,8 +130,8 @@ def test_types_that_know_no_importance_gather_none(short_demo, tmp_path):
 
     several = [prepared("Q8_0"), prepared("Q4_0")]
     assert [one.method.output.gathers for one in several] == [False, True]
-    loop.run_all(several, Progress())
-    loop.run(prepared("alone", "Q8_0"), Progress())
+    loop.run(several, Progress())
+    loop.run([prepared("alone", "Q8_0")], Progress())
     assert (tmp_path / "alone.gguf").read_bytes() == (tmp_path / "Q8_0.gguf").read_bytes()
     told = ["quantize.imatrix.entries_count" in read_header(one.staging.output)[0] for one in several]
     assert told == [False, True]
@@ -187,7 +187,7 @@ def test_a_killed_job_goes_on_to_the_same_bytes(tiny_model, tmp_path):
     with jobs.interrupted(before=2):
         jobs.quantize("gguf", model, out, **arguments)
     assert not out.exists()
-    loop.run(jobs.prepare("gguf", model, out, resume=True, **arguments), Progress())
+    loop.run([jobs.prepare("gguf", model, out, resume=True, **arguments)], Progress())
     assert out.read_bytes() == whole.read_bytes()
 
 
@@ -274,7 +274,7 @@ def test_weights_beyond_float16_are_refused_or_told(short_demo, tmp_path):
     wide = re.search("'(.*)'", caught.value.hint)[1]
     assert wide == r"blk\.1\.ffn_up\.weight=BF16"
     progress = jobs.Listener()
-    loop.run(jobs.prepare("gguf", model, out, options | {"tensor_type": (wide,)}), progress)
+    loop.run([jobs.prepare("gguf", model, out, options | {"tensor_type": (wide,)})], progress)
     weight = open_checkpoint(str(model)).read("model.layers.0.self_attn.q_proj.weight", torch.float32)
     lost = int(((weight.half() == 0) & (weight != 0)).sum())
     told = f"blk.0.attn_q.weight: {lost:,} weights became 0, too small for F16"

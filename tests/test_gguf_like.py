@@ -79,7 +79,7 @@ def test_a_recipe_and_another_path_give_the_same_bytes_and_resume(
     )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("quantkit.quantize.staging.folder.Staging.assemble", stop)
-        loop.run(job, jobs.Listener())
+        loop.run([job], jobs.Listener())
     other = changed(tmp_path / "other.gguf", {"blk.0.attn_k.weight": "Q4_K"})
     error, _ = refuse(2, "gguf", model, "--like", other, *text, "-o", "q.gguf", "--resume", "--threads", "1")
     assert "different: --like (" in error and str(tmp_path / "other") not in error

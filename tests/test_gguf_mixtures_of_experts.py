@@ -264,7 +264,7 @@ def test_an_importance_matrix_counts_per_expert(source, tmp_path):
     done = jobs.prepare(
         "gguf", source, tmp_path / "model.gguf", {"type": ("Q4_K_M",), "solver": "rtn"}, calibration=options
     )
-    loop.run(done, Progress())
+    loop.run([done], Progress())
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, torch.device("cpu"))
     gathered = importance.gather(skeleton, done.batches)
     made = importance.as_imatrix(gathered, done.method.output.linears, done.calibration)

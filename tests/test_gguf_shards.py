@@ -392,12 +392,12 @@ def test_a_job_that_stops_leaves_no_shard_and_goes_on(source, tmp_path, monkeypa
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(staging.os, "rename", stopped)
         loop.run(
-            jobs.prepare("gguf", source, place, {"type": ("Q4_0",)}, resume=True, **settings), Progress()
+            [jobs.prepare("gguf", source, place, {"type": ("Q4_0",)}, resume=True, **settings)], Progress()
         )
     assert [path.name for path in gguf_shards.existing(place)] == named("m", 4)[2:]
     for path in gguf_shards.existing(place):
         path.unlink()
-    loop.run(jobs.prepare("gguf", source, place, {"type": ("Q4_0",)}, resume=True, **settings), Progress())
+    loop.run([jobs.prepare("gguf", source, place, {"type": ("Q4_0",)}, resume=True, **settings)], Progress())
     for one, other in zip(named("m", 4), named("whole", 4), strict=True):
         assert (tmp_path / one).read_bytes() == (tmp_path / other).read_bytes()
     assert not (tmp_path / "m.gguf.partial").exists()

@@ -60,7 +60,7 @@ def test_the_head_is_solved_from_the_quantized_model(source, tmp_path):
     text = jobs.calibration(tmp_path)
     job = jobs.prepare("gptq", source, tmp_path / "out", OPTIONS, calibration=text, **RUN)
     tokens = torch.cat(job.batches)
-    jobs.loop.run(job, jobs.Progress())
+    jobs.loop.run([job], jobs.Progress())
     model, made = decoded(tmp_path / "out", source, tmp_path)
     hessian = moments(model, tokens)
     weight = load_file(source / "model.safetensors")["lm_head.weight"].float()
@@ -131,7 +131,7 @@ def test_an_embedding_that_is_the_head_is_solved_by_moments_of_the_original(tiny
     text = jobs.calibration(tmp_path)
     job = jobs.prepare("gptq", source, tmp_path / "out", MLX, calibration=text, **RUN)
     tokens = torch.cat(job.batches)
-    summary = jobs.loop.run(job, jobs.Progress())
+    summary = jobs.loop.run([job], jobs.Progress())[0]
     original = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     weight = original.get_input_embeddings().weight.detach().clone()
     hessian = moments(original, tokens)
@@ -243,7 +243,7 @@ def test_another_form_of_a_tied_model_gives_the_same_files(form, tmp_path, name)
     heard = jobs.Listener()
     for one in ("tied", name):
         job = jobs.prepare("gptq", form(one), tmp_path / f"{one}-out", options, progress=heard)
-        jobs.loop.run(job, jobs.Progress())
+        jobs.loop.run([job], jobs.Progress())
     one, other = (tmp_path / f"{folder}-out" / "model.safetensors" for folder in ("tied", name))
     assert one.read_bytes() == other.read_bytes()
     said = "lm_head is an equal copy of the embedding, to which config.json ties it: quantkit leaves it out "
@@ -256,7 +256,7 @@ def test_a_head_unlike_its_embedding_is_no_longer_tied(form, tmp_path):
     """transformers cannot load a packed head while config.json ties it; other clients would skip it."""
     folder, out, options = form("unlike"), tmp_path / "out", RTN | {"bits": 4, "head": 4}
     job = jobs.prepare("gptq", folder, out, options | {"layout": "compressed-tensors"})
-    jobs.loop.run(job, jobs.Progress())
+    jobs.loop.run([job], jobs.Progress())
     found = read(str(folder))
     assert found.parameters.count == read(str(out)).parameters.count
     assert configured(folder)["tie_word_embeddings"] and configured(out)["tie_word_embeddings"] is False

@@ -103,7 +103,7 @@ def test_codes_do_not_depend_on_calibration_or_threshold(twin, written):
         output = twin.parent / f"free-{threshold:g}"
         job = jobs.prepare("int8", twin, output, {"threshold": threshold}, dtype="float32")
         assert not job.method.needs
-        loop.run(job, Progress())
+        loop.run([job], Progress())
         assert (output / "model.safetensors").read_bytes() == (written / "model.safetensors").read_bytes()
         config = json.loads((output / "config.json").read_text())["quantization_config"]
         assert config["llm_int8_threshold"] == threshold

@@ -168,7 +168,7 @@ def test_states_that_do_not_fit_are_spilled_and_said_so(tiny_model, tmp_path, mo
     monkeypatch.setattr(plan, "free_memory", lambda device: there.memory_bytes)
     made = jobs.prepare("gptq", model, tmp_path / "out", own, listener, **run)
     assert made.plan.execution.states == "disk"
-    summary = loop.run(made, listener)
+    summary = loop.run([made], listener)[0]
     assert summary.steps_down == [
         "hidden states do not fit into memory: a file next to the output keeps them"
     ]
@@ -353,7 +353,7 @@ def test_verification_holds_no_second_embedding(tiny_model, tmp_path, monkeypatc
         return through(skeleton, *arguments, **options)
 
     monkeypatch.setattr(finish.walk, "through", looked)
-    loop.run(made, Progress())
+    loop.run([made], Progress())
     assert places == [{"meta"}]
 
 

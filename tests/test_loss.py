@@ -49,7 +49,7 @@ def test_the_loss_is_that_of_the_models_that_transformers_runs(model, tmp_path, 
     arguments = {"calibration": jobs.calibration(tmp_path, 6, 32), "dtype": "float32", "loss_tokens": 200}
     job = jobs.prepare("gptq", model, tmp_path / "out", {**PLAIN, "bits": bits}, **arguments)
     tokens = job.held_back.tokens
-    found = loop.run(job, Progress()).loss
+    found = loop.run([job], Progress())[0].loss
     rounded = jobs.quantize(
         "gptq",
         model,
@@ -210,7 +210,7 @@ def test_writers_of_hidden_states_that_are_none_are_seen(tmp_path, monkeypatch, 
         "gptq", post_norm(tmp_path), tmp_path / "out", {**PLAIN, "bits": 4}, progress=listener,
         calibration=jobs.calibration(tmp_path, 32, 64), dtype="bfloat16", loss_tokens=None,
     )  # fmt: skip
-    found = loop.run(job, listener).loss
+    found = loop.run([job], listener)[0].loss
     said = [text for text in listener.warnings if "loses more than round to nearest" in text]
     assert (found.kld > found.rtn_kld) == faulty
     assert bool(said) == faulty and all("--target own" in text for text in said)

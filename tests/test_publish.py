@@ -39,7 +39,7 @@ def test_an_output_that_appeared_meanwhile_is_not_replaced(tiny_model, tmp_path,
 )
 def test_the_card_names_the_original_as_the_hub_does(tiny_model, tmp_path, source, base, command):
     prepared = jobs.prepare("nf4", tiny_model("llama"), tmp_path / "out")
-    summary = replace(loop.run(prepared, Progress()), source=source)
+    summary = replace(loop.run([prepared], Progress())[0], source=source)
     manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
     head, card = model_card(tmp_path / "out", prepared.material, manifest, summary)
     assert head.get("base_model") == base and f"\n{base or 'llama-7b'}, compressed by quantkit" in card
@@ -51,6 +51,6 @@ def test_the_card_of_a_calibrated_method_tells_output_errors(tiny_model, tmp_pat
     source = tiny_model("llama", tokenizer=True)
     arguments = {"calibration": jobs.calibration(tmp_path)}
     prepared = jobs.prepare("gptq", source, tmp_path / "out", jobs.GPTQ, **arguments)
-    loop.run(prepared, Progress())
+    loop.run([prepared], Progress())
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Mean relative output error of a linear: " in card

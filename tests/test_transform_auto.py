@@ -143,7 +143,7 @@ def test_auto_loses_less_on_outlier_channels_and_says_what_it_did(twin, tmp_path
     run = {"batch_size": 2, "dtype": "bfloat16", "calibration": text}  # weights wait in float32 beside it
     plain = jobs.quantize("gptq", model, tmp_path / "none", SMALL | {"transform": "none"}, **run)
     prepared = jobs.prepare("gptq", model, tmp_path / "auto", SMALL, **run)
-    auto = jobs.loop.run(prepared, jobs.Progress())
+    auto = jobs.loop.run([prepared], jobs.Progress())[0]
     assert auto.error < 0.9 * plain.error and not plain.scaled
     rows = jobs.manifest(tmp_path / "auto")
     scaled = {name for name, row in rows.items() if row.get("scaled")}

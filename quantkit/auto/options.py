@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from quantkit.capacity.question import Question
 from quantkit.errors import USAGE, QuantkitError, one_of
+from quantkit.models.files.gguf_shards import base_name
 from quantkit.options import check_value, flag_of, option, parse_tokens, size_bytes
 from quantkit.quantize.methods import _options as method_options
-from quantkit.quantize.prepare.names import base_name
 
 BUDGETS = ("bpw", "max_size", "max_kld", "gpu")
 SEARCHED_BY = ("gptq", "yaqa")  # solvers whose results are worth a search

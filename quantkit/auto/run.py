@@ -268,7 +268,7 @@ class _Search:
         if not (auto.request.resume and finished.is_done(request)):
             path.parent.mkdir(exist_ok=True)
             progress.phase(f"making {name}")
-            loop.run(job.prepare(request, progress), progress)
+            loop.run([job.prepare(request, progress)], progress)
         source = auto.job.checkpoint
         models = [source, open_checkpoint(str(path), trust_remote_code=source.trust_remote_code)]
         *_, result = self._evaluated(models, (auto.cache,) if auto.cache else ())

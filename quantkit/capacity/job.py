@@ -162,7 +162,7 @@ def _operations(
     sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
     squares = sum(width**2 for *_, width in sites) * tokens
     moments = squares * (1 + work.sample)
-    if Statistic.DRIFT in needs:  # of the original, and of its inputs with those here
+    if Statistic.DRIFT in needs:  # the original's moments, and products of its inputs with these
         share = 1 / original_every(tokens, max(width for *_, width in sites))
         forwards, moments = forwards + share, moments + 2 * share * squares
     head = [tensor for tensor in parameters.outside if len(tensor.shape) > 1][-1:] if work.outside else []

@@ -138,9 +138,9 @@ def _quantize(
             from quantkit.evaluation import windows as windows_of
             from quantkit.inspection import publish
             from quantkit.models.machine import distributed
-            from quantkit.quantize.prepare import several
+            from quantkit.quantize import job
 
-        outputs, jobs = several.prepare(request, progress, values["dry_run"])
+        outputs, jobs = job.prepare_all(request, progress, values["dry_run"])
         if values["push"] and jobs:
             folder = jobs[0].checkpoint.folder
             head = card.head(card.base_of(request.source, folder), "", folder)

@@ -33,9 +33,9 @@ def _sample(context: typer.Context, model: str, output: Path | None, **values: A
     with listener(values["quiet"]) as progress:
         with uncollected():  # after something is seen: torch takes seconds
             from quantkit.evaluation import generate, self_text
+            from quantkit.models.files.gguf_shards import base_name
             from quantkit.models.files.open import open_checkpoint
             from quantkit.models.machine.device import choose_device
-            from quantkit.quantize.prepare.names import base_name
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
         self_text.check_output(output, values["overwrite"])

@@ -10,8 +10,8 @@ from quantkit.distillation.options import DistillOptions
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.gguf_shards import base_name
 from quantkit.options import CalibrationOptions, RunOptions
-from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging

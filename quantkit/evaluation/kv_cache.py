@@ -23,7 +23,7 @@ from quantkit.models import kv_types
 from quantkit.models.skeleton import Skeleton
 
 EMPTY: Mapping = MappingProxyType({})
-PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # of forward, for the cache
+PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of forward's parameter for the cache
 
 
 @dataclass(frozen=True)

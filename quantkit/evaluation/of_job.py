@@ -55,7 +55,7 @@ def merged(records: Sequence[dict]) -> dict:
 
 def run(jobs: Sequence[Job], windows: Windows | None, progress: Progress) -> Result:
     """Run jobs; compare their outputs on the windows, if given."""
-    summaries, evaluation = loop.run_all(jobs, progress), None
+    summaries, evaluation = loop.run(jobs, progress), None
     outputs = [Path(summary.output) for summary in summaries]
     if windows:
         device = jobs[0].plan.execution.torch_device

@@ -42,6 +42,7 @@ from quantkit.layouts.gptq import SPLIT, GptqLayout
 from quantkit.layouts.mlx import MlxLayout
 from quantkit.models.files import card, untrusted
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.gguf_shards import base_name
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.open import open_checkpoint, watched
 from quantkit.models.gguf.checkpoint import GgmlTensor
@@ -53,7 +54,6 @@ from quantkit.quantize.methods import gguf
 from quantkit.quantize.outputs import Draft, Material
 from quantkit.quantize.outputs.folder import Output
 from quantkit.quantize.outputs.gguf import GgufOutput
-from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
 from quantkit.quantize.staging.folder import Staging, disk_errors
@@ -269,7 +269,7 @@ def _compare(material: Material, output: Output, written: Checkpoint, progress: 
     for done, spec in enumerate(packed):
         progress.counting(WRITTEN, done, len(packed))
         name, weight = f"{spec.name}.weight", _weight(material.checkpoint, spec)
-        if names:  # of a GGUF file's tensors, by their names in the source
+        if names:  # a GGUF file: its tensors by their names in the source
             values = written.read(names[name], torch.float32)
             same = torch.equal(values.t() if spec.conv1d else values, weight.values())
         else:

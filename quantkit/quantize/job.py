@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import transformers
 from torch import Tensor
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
+from quantkit.errors import UNSUPPORTED, QuantkitError, count, name_all, require
 from quantkit.layouts import LinearSpec, Statistic
 from quantkit.models.files import gguf_shards
 from quantkit.models.files.checkpoint import Checkpoint
@@ -24,7 +25,7 @@ from quantkit.models.skeleton.linears import kept_parameters
 from quantkit.options import SHARD_GB, RunOptions
 from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.outputs import Material
-from quantkit.quantize.prepare import linears, plan
+from quantkit.quantize.prepare import finished, linears, plan
 from quantkit.quantize.prepare.memory import loss_tokens
 from quantkit.quantize.prepare.plan import JobPlan
 from quantkit.quantize.prepare.request import Request
@@ -94,6 +95,22 @@ class Job:
         return Material(self.skeleton, self.specs, self.method.layout, self.staging, shard_bytes, errors)
 
 
+def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> tuple[list[Path], list[Job]]:
+    """Return the outputs of a command and a job for each; with `resume`, only the jobs that are left. See
+    `prepare`."""
+    requests = [settled(single) for single in request.each()]
+    outputs = [single.destination for single in requests]
+    if request.resume:
+        left = finished.left(requests, request.overwrite)
+        requests = left or (requests if request.overwrite else [])
+    elif len(requests) > 1 and not request.overwrite and not dry_run:
+        may_replace.check_new(outputs)
+    jobs: list[Job] = []
+    for single in requests:
+        jobs.append(prepare(single, progress, dry_run, jobs[0].source_sha256 if jobs else None))
+    return [gguf_shards.first(output) for output in outputs], jobs
+
+
 def prepare(
     request: Request, progress: Progress, dry_run: bool = False, source_sha256: Future[str] | None = None
 ) -> Job:
@@ -106,7 +123,7 @@ def prepare(
     request.run.check()
     checkpoint = _open_source(request, progress)
     request = settled(request, checkpoint)
-    staging = staging_of(request)
+    staging = request.staging
     may_replace.check_source(staging.output, checkpoint.folder)
     staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
     adopted = staged["execution"] if staged else {}
@@ -185,15 +202,6 @@ def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
         skeleton.add_head()
     method = linears.fitted(skeleton, request.method, request.run.exclude, request.run.override)
     return replace(request, method=method, open_groups=True)
-
-
-def staging_of(request: Request) -> Staging:
-    """Return the staging folder of the job; only rank 0 writes to it."""
-    one_file = request.method.suffix.endswith(".gguf")
-    output, sharded = request.destination, request.run.max_shard_gb
-    odd = one_file and (gguf_shards.whole(output) != output or (sharded and output.suffix != ".gguf"))
-    require(not odd, f"--output {output} is no name for shards", "give one such as model.gguf", USAGE)
-    return Staging(output, one_file, follows=distributed.rank() > 0)
 
 
 def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:

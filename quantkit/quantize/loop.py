@@ -42,24 +42,29 @@ from quantkit.quantize.transforms.expert_by_expert import ExpertByExpert
 from quantkit.quantize.transforms.probe import set_aside
 
 
-def run(job: Job, progress: Progress) -> Summary:
-    """Quantize the checkpoint of a job from `job.prepare`.
+def run(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
+    """Run the jobs of one command, from `job.prepare`: one after another through the loop, or in one pass
+    over the source if none has a solver.
 
-    Raises QuantkitError. Staged blocks survive any error; the output appears complete or not at all.
+    Raises QuantkitError. Staged blocks survive any error; an output appears complete or not at all.
     """
-    return run_all([job], progress)[0]
-
-
-def run_all(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
-    """Run the jobs of one command: one after another, or in one pass over the source if none has a solver."""
     solved = [any(spec.grid for spec in job.specs) for job in jobs]  # else the output encodes all linears
     if not any(solved):
         return _encoded(jobs, progress)
     summaries = []
-    for job, own in zip(jobs, solved, strict=True):
+    for job, has_solver in zip(jobs, solved, strict=True):
         if len(jobs) > 1:
             progress.phase(f"making {job.staging.output}")
-        summaries += _solved(job, progress) if own else _encoded([job], progress)
+        if not has_solver:
+            summaries += _encoded([job], progress)
+            continue
+        (map_large_blocks if job.method.needs else keep_freed_pages)()
+        with (
+            disk_errors(job.staging.folder),
+            job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
+            watched(job.checkpoint),
+        ):
+            summaries += _Loop(job, progress).run()
     return summaries
 
 
@@ -75,17 +80,6 @@ def _encoded(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
         timings = Timings(jobs[0].skeleton.device)
         imatrix = finish.importance_of(jobs, timings, progress)
         return distributed.broadcast(lambda: finish.finish(jobs, None, timings, progress, imatrix))
-
-
-def _solved(job: Job, progress: Progress) -> list[Summary]:
-    """Run one job through the loop."""
-    (map_large_blocks if job.method.needs else keep_freed_pages)()
-    with (
-        disk_errors(job.staging.folder),
-        job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
-        watched(job.checkpoint),
-    ):
-        return _Loop(job, progress).run()
 
 
 class _Loop:
@@ -268,11 +262,11 @@ class _Loop:
         A transform by a sample of the tokens comes before all visits, which measure with all tokens.
         """
         transform, block = self.method.transform, measuring.block
-        if transform is not None and transform.sample == 1:
+        if transform and transform.sees_all:
             by_expert = ExpertByExpert(measuring, transform, parts)
             return by_expert.transformed, by_expert.visits(self._advance)
         visits = schedule.visits(measuring, self._advance)
-        if transform is None:
+        if not transform:
             return None, visits
         if not block.around:
             return Transformed({}), visits

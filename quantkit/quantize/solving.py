@@ -46,18 +46,18 @@ def solve(
 
     See `Solver.solve` for the other arguments.
     """
-    own = list(range(len(weights)))
+    share = list(range(len(weights)))  # the linears that this rank solves
     if distributed.count() > 1:
-        own = distributed.dealt(sorted(own, key=lambda k: -weights[k].numel()))
+        share = distributed.dealt(sorted(share, key=lambda k: -weights[k].numel()))
     solved = []
-    if own:
-        targets = [weights[k] for k in own]
+    if share:
+        targets = [weights[k] for k in share]
         if Statistic.DRIFT in statistics:
             targets = retarget(targets, statistics.pop(Statistic.DRIFT), solver.damp)
-        hessian, curved = statistics.get(Statistic.HESSIAN), [curvatures[k] for k in own if curvatures]
-        solved = solver.solve(targets, [grids[k] for k in own], hessian, curved)
-    everywhere = _gathered(dict(zip(own, solved, strict=True)))
-    return [everywhere[k] for k in range(len(weights))]
+        hessian, curved = statistics.get(Statistic.HESSIAN), [curvatures[k] for k in share if curvatures]
+        solved = solver.solve(targets, [grids[k] for k in share], hessian, curved)
+    by_number = _gathered(dict(zip(share, solved, strict=True)))
+    return [by_number[k] for k in range(len(weights))]
 
 
 def install(
@@ -110,55 +110,50 @@ class Quantizer:
     transformed: Transformed | None
     curvatures: Curvatures | None = None
 
-    def visit(self, visit: Visit) -> Iterator[tuple[LinearSpec, LinearReport]]:
-        """Quantize the linears of a visit's sites and yield the report of each; uses the statistics up."""
-        weights: dict[str, Tensor] = {}
+    def visit(self, sites: Visit) -> Iterator[tuple[LinearSpec, LinearReport]]:
+        """Quantize the linears of a visit's sites and yield the report of each; uses the statistics up.
+
+        Ranks share the linears of one site, or else the sites, which are solved at once if the solver can.
+        """
         with self.timings("solve"):
-            solved = self._solved(visit.statistics, weights)
-        for site, statistics in visit.statistics.items():
-            for spec, result in zip(self.block.quantized(site), solved[site], strict=True):
+            share = distributed.dealt(list(sites)) if len(sites) > 1 else list(sites)
+            weights = {
+                spec.local: self._weight(spec) for site in share for spec in self.block.quantized(site)
+            }
+            problems = [self._problem(site, weights, sites[site]) for site in share]
+            if len(sites) == 1:
+                solved = {share[0].module: solve(self.solver, *problems[0])}
+            else:
+                given = [(w, grids, s.get(Statistic.HESSIAN), G) for w, grids, s, G in problems]
+                results = self.solver.solve_many(given) if given else []
+                solved = _gathered(dict(zip((site.module for site in share), results, strict=True)))
+                del given
+            del problems  # the weights are freed one after another
+        for site, statistics in sites.items():
+            for spec, result in zip(self.block.quantized(site), solved[site.module], strict=True):
                 weight = weights.pop(spec.local, None)
                 if weight is None:  # another rank solved it
                     weight = self._weight(spec)
                 values = self._installed(spec, result.weight, weight, statistics)
                 yield spec, self._report(spec, site, statistics, result, weight, values)
 
-    def _solved(
-        self, sites: Mapping[Site, SiteStatistics], weights: dict[str, Tensor]
-    ) -> dict[Site, list[Solved]]:
-        """Return the results of the linears of each site. weights: receives the weights before rounding, by
-        linear."""
-        if len(sites) == 1:
-            ((site, statistics),) = sites.items()
-            given, grids = self._weights(site, weights)
-            return {site: solve(self.solver, given, grids, statistics, self._curvatures(site))}
-        own = distributed.dealt(list(sites))  # a rank solves some of the sites, at once if the solver can
-        problems = [
-            (*self._weights(site, weights), sites[site].get(Statistic.HESSIAN), self._curvatures(site))
-            for site in own
-        ]
-        solved = self.solver.solve_many(problems) if problems else []
-        everywhere = _gathered(dict(zip((site.module for site in own), solved, strict=True)))
-        return {site: everywhere[site.module] for site in sites}
-
-    def _weights(self, site: Site, weights: dict[str, Tensor]) -> tuple[list[Tensor], list[Grid]]:
-        """Return the weights of a site's linears and their grids; add the weights to `weights`."""
+    def _problem(self, site: Site, weights: Mapping[str, Tensor], statistics: SiteStatistics) -> tuple:
+        """Return the arguments of `solve` for a site. weights: by linear."""
         specs = self.block.quantized(site)
-        given = [self._weight(spec) for spec in specs]
-        weights |= {spec.local: weight for spec, weight in zip(specs, given, strict=True)}
-        return given, [spec.grid.together(given) for spec in specs]
+        given = [weights[spec.local] for spec in specs]
+        grids = [spec.grid.together(given) for spec in specs]
+        return given, grids, statistics, self._curvatures([spec.local for spec in specs])
 
     def _weight(self, spec: LinearSpec) -> Tensor:
         """Return the weight to be quantized, float32 `[out, in]`."""
         exact = self.transformed.exact if self.transformed else {}
         return exact.pop(spec.local, self.skeleton.part(self.block.index, spec.local).weight).float()
 
-    def _curvatures(self, site: Site) -> list[Tensor | None]:
-        """Return the curvatures of a site's outputs; empty if not measured, and for the head."""
+    def _curvatures(self, names: Sequence[str]) -> list[Tensor | None]:
+        """Return the curvatures of linears' outputs; empty if not measured, and for the head."""
         index = self.block.index
         if self.curvatures is None or index == self.skeleton.depth:
             return []
-        names = [spec.local for spec in self.block.quantized(site)]
         curvatures = [self.curvatures.of(index, name) for name in names]
         if self.transformed:
             curvatures = list(map(self.transformed.curvature, names, curvatures))

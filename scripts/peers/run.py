@@ -281,7 +281,7 @@ def quantkit(job: Job, clock: Clock) -> dict[str, str]:
                 return finish(*arguments)
 
         loop.finish.finish = timed_finish
-        loop.run(prepared, Progress())
+        loop.run([prepared], Progress())
     return {"quantkit": f"{__version__} computing in {prepared.plan.execution.dtype}"}
 
 

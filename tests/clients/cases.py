@@ -125,7 +125,7 @@ def quantize(case: Case, source: Path, output: Path, **quick: Any) -> None:
         ),
         output=output,
     )
-    loop.run(job.prepare(request, Progress()), Progress())
+    loop.run([job.prepare(request, Progress())], Progress())
 
 
 def make(cases: dict[str, Case], root: Path, demo_model: Path) -> dict[str, Path]:

@@ -22,6 +22,12 @@ def whole(path: Path) -> Path:
     return path.with_name(NAME.sub(r"\1.gguf", path.name)) if path.name else path
 
 
+def base_name(source: str) -> str:
+    """Return the name of a source on which names of outputs are based."""
+    path = Path(source) if source not in (".", "..") else Path(source).resolve()
+    return whole(path).name.removesuffix(".gguf") or "model"
+
+
 def of(path: Path) -> list[Path]:
     """Return the paths of all shards of the file to which a path, by its name, belongs."""
     match = NAME.fullmatch(path.name)

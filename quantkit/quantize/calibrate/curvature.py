@@ -36,7 +36,7 @@ from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # name of the stage
 BACK = 3  # cost of a block on the way back, in forward passes: one forward, two for gradients
-SEED = 0  # of the tokens that are drawn
+SEED = 0  # for drawing tokens from the model's predictions
 
 
 class Curvatures:

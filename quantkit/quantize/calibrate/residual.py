@@ -20,7 +20,7 @@ from quantkit.grids.distance import token_distances
 from quantkit.models.skeleton.experts import Experts
 from quantkit.quantize.calibrate.sites import Site
 
-TOLERANCE = 1e-5  # of a token in float32: a sum of a few terms
+TOLERANCE = 1e-5  # relative error of a sum of a few terms in float32, per token
 Run = Callable[[Tensor], Tensor]  # a block on hidden states `[batch, tokens, hidden]`
 
 

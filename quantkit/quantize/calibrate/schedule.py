@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from itertools import groupby, takewhile
 
 from torch import Tensor
@@ -24,14 +23,9 @@ from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 
 Advance = Callable[[Iterable[Tensor]], None]
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A site to be solved now, or several independent ones, with the statistics of each. A generator gives
-    its visits away: they are the only owners of the statistics."""
-
-    statistics: dict[Site, SiteStatistics]
+# A site to be solved now, or several independent ones, with the statistics of each. A generator gives its
+# visits away: they are the only owners of the statistics.
+Visit = dict[Site, SiteStatistics]
 
 
 def visits(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
@@ -46,7 +40,7 @@ def visits(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
 def unmeasured(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
     """Visit sites without statistics."""
     for site in measuring.block.chosen:
-        yield Visit({site: SiteStatistics()})
+        yield {site: SiteStatistics()}
     advance(measuring.outputs())
 
 
@@ -65,7 +59,7 @@ def suspended(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
 
         for site in block.chosen:
             if site.linears:
-                yield Visit({site: measured(site)})
+                yield {site: measured(site)}
             else:
                 measured(site)
         advance(forward.outputs())
@@ -95,7 +89,7 @@ def repeated(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
         return measuring.finished(site, gathered.pop(site))
 
     def measured(sites: Sequence[Site]) -> Visit:
-        return Visit({site: measuring.mixed(layers, site, own(site)) for site in sites})
+        return {site: measuring.mixed(layers, site, own(site)) for site in sites}
 
     most = max(1 if measuring.execution.device == "cpu" else at_once, distributed.count())
     for sites in _groups(block.chosen, most):

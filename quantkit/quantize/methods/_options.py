@@ -18,7 +18,7 @@ SOLVERS = ("gptq", "yaqa", "rtn")  # no Literals: their width in the help would 
 TARGETS = ("own", "original")
 
 REWRITE = "Rewrite the model before rounding, without changing its function. "
-OPTIONS = {  # of several methods: name -> default, help, names
+OPTIONS = {  # options that several methods share: name -> (default, help, names)
     "damp": (
         0.01,
         "gptq, yaqa: share of the mean of the Hessian's diagonal that is added to the diagonal.",

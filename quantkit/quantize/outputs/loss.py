@@ -33,7 +33,7 @@ from quantkit.text.calibration import HeldBack
 LARGE = 1.0  # nats: above, the output predicts little like the original
 NOISE = 0.01  # nats that 16-bit arithmetic alone may cost
 ABOVE = 1.2  # times the loss of round to nearest: less may be chance
-REMEDIES = {"target": "own", "transform": "none", "solver": "rtn"}  # of error feedback that fails
+REMEDIES = {"target": "own", "transform": "none", "solver": "rtn"}  # options to try if error feedback fails
 
 
 @dataclass(frozen=True)

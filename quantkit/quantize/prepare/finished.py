@@ -9,7 +9,6 @@ from pathlib import Path
 from quantkit.errors import USAGE, QuantkitError, name_all
 from quantkit.models.files import gguf_shards, headers, untrusted
 from quantkit.models.machine.device import choose_device
-from quantkit.quantize.job import staging_of
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.staging.fingerprint import differences
 from quantkit.text import calibration
@@ -17,7 +16,7 @@ from quantkit.text import calibration
 
 def is_finished(request: Request) -> bool:
     """Return whether the output exists and its staging folder does not."""
-    staging = staging_of(request)
+    staging = request.staging
     return gguf_shards.first(staging.output).exists() and not staging.folder.exists()
 
 

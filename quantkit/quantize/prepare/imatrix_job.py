@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.gguf_shards import base_name
 from quantkit.models.files.open import watched
 from quantkit.models.gguf import imatrix, tensors
 from quantkit.models.machine import distributed
@@ -22,7 +23,6 @@ from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.job import calibrate, open_skeleton
 from quantkit.quantize.prepare import plan
 from quantkit.quantize.prepare.memory import COMFORT, Peak, forward_memory
-from quantkit.quantize.prepare.names import base_name
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace

@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quantkit.errors import USAGE, require
+from quantkit.models.files import gguf_shards
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.methods import Method
 from quantkit.quantize.methods._override import Override
-from quantkit.quantize.prepare.names import base_name
 
 if TYPE_CHECKING:
     from quantkit.models.files.checkpoint import Checkpoint
+    from quantkit.quantize.staging.folder import Staging
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,19 @@ class Request:
         suffix, bits = self.method.suffix, self.method.options.bits
         if any(Override.parse(text).bits != bits for text in self.run.override):
             suffix = re.sub(r"-w\d+(channel|g\d+)", "-mixed", suffix)
-        return Path(f"{base_name(self.source)}-{suffix}")
+        return Path(f"{gguf_shards.base_name(self.source)}-{suffix}")
+
+    @property
+    def staging(self) -> Staging:
+        """The staging folder of the output; only rank 0 writes to it."""
+        from quantkit.models.machine import distributed
+        from quantkit.quantize.staging.folder import Staging
+
+        output, one_file = self.destination, self.method.suffix.endswith(".gguf")
+        sharded = self.run.max_shard_gb and output.suffix != ".gguf"
+        odd = one_file and (gguf_shards.whole(output) != output or sharded)
+        require(not odd, f"--output {output} is no name for shards", "give one such as model.gguf", USAGE)
+        return Staging(output, one_file, follows=distributed.rank() > 0)
 
     def open(self) -> Checkpoint:
         """Open the source."""
@@ -52,5 +66,5 @@ class Request:
 
     def each(self) -> list[Request]:
         """Return a request for each output of the command."""
-        outputs = self.method.each(self.output, base_name(self.source))
+        outputs = self.method.each(self.output, gguf_shards.base_name(self.source))
         return [replace(self, method=method, output=output) for method, output in outputs]

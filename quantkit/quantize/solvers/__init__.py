@@ -58,7 +58,7 @@ class Solver(ABC):
         return [self.solve(*site) for site in sites]
 
 
-MEASURED_ROWS = 1024  # of a linear on which its errors are measured, at most
+MEASURED_ROWS = 1024  # largest sample of a linear's rows on which its errors are measured
 WIDTH = 128  # columns of a loss computed at a time
 
 

@@ -54,7 +54,7 @@ class ExpertByExpert:
             for expert, sites in by_expert.items():
                 statistics = self._lend(expert) if self._expert(sites[0]) else self.transformed.statistics
                 for site in sites:
-                    yield Visit({site: statistics.pop(site)})
+                    yield {site: statistics.pop(site)}
             for expert in sorted(pending):  # scaled, but not quantized
                 self._lend(expert)
         finally:

@@ -57,6 +57,11 @@ class ColumnScaling:
     plain: bool = True
     enough: Mapping[int, float] = {1: 1.0, 2: 1.0}
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether scales are chosen by all calibration tokens, so that no site is measured again."""
+        return self.sample == 1
+
     def reader(self, reader: Reader) -> Reader:
         """Return a reader with the loss of this transform."""
         return reader
@@ -117,7 +122,7 @@ class ColumnScaling:
         """Search the scale of a fold and fold it. Returns the column scales of linears not in memory."""
         sites = [site for site in fold.sites if site in view.statistics]
         here = [site for site in sites if not view.is_away(site)]
-        if not sites or (self.sample < 1 and any(site.pool for site in fold.sites)):
+        if not sites or (not self.sees_all and any(site.pool for site in fold.sites)):
             return {}
         measured = [self._rounded(view, site, result) for site in here if self.rounds]
         entering = _entering(view, sites)
