@@ -108,7 +108,7 @@ LOADING = [
     ("loading", "quantkit.models.skeleton:Skeleton.load_rest", 1),
 ]
 STAGED = [
-    ("solving", "quantkit.quantize.solving:Quantizer._report", 3),
+    ("solving", "quantkit.quantize.solving:Quantizer._record", 3),
     ("staging", "quantkit.quantize.staging.blocks:save_file", 1),
     ("resuming", "quantkit.quantize.staging.folder:Staging.done", 1),
     ("staging", "os:replace", 2),

@@ -7,9 +7,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -22,7 +22,6 @@ from quantkit.tables import print_line
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
-    from quantkit.quantize.staging.report import LinearReport
 
 SILENCE = 30.0  # seconds without output after which a log line is printed
 
@@ -53,10 +52,10 @@ class Quiet(Progress):
         else:
             self._computed += 1
 
-    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
-        if report.fallback:
-            self.warn(f"{spec.name}: {report.fallback}; kept round to nearest")
-        for note in report.notes:
+    def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
+        if record["fallback"]:
+            self.warn(f"{spec.name}: {record['fallback']}; kept round to nearest")
+        for note in record["notes"]:
             self.warn(f"{spec.name}: {note}")
 
     def remaining(self) -> str:
@@ -109,9 +108,9 @@ class Lines(Quiet):
         if done:
             self._say(f"resuming: {done} of {blocks} blocks are done already")
 
-    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
-        super().linear(spec, report)
-        self._errors.append(report.error)
+    def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
+        super().linear(spec, record)
+        self._errors.append(record["error"])
         self._doing = f"in block {spec.block + 1}/{self._blocks}, after {spec.local}"
 
     def block(self, index: int, replayed: bool) -> None:
@@ -174,9 +173,9 @@ class Live(Quiet):
         self.phase("block", blocks)
         self._reach(0, blocks, "--:--")
 
-    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
-        super().linear(spec, report)
-        self._bar.update(self._task, detail=f"{spec.local} error {report.error:#.2g}")
+    def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
+        super().linear(spec, record)
+        self._bar.update(self._task, detail=f"{spec.local} error {record['error']:#.2g}")
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)

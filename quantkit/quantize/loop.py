@@ -222,9 +222,9 @@ class _Loop:
             caching = Statistic.CACHE in self.method.needs
             with closing(visits), cache_peaks.watched(module) if caching else nullcontext({}) as caches:
                 for visit in visits:
-                    for spec, report in quantizer.visit(visit):
-                        records.append(report.record())
-                        self.progress.linear(spec, report)
+                    for spec, record in quantizer.visit(visit):
+                        records.append(record)
+                        self.progress.linear(spec, record)
                     del visit  # frees its statistics before the next are measured
             if original:
                 self.originals.advance(original.leaving)

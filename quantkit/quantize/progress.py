@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.layouts import LinearSpec
-    from quantkit.quantize.staging.report import LinearReport
 
 
 class Progress:
@@ -21,8 +21,8 @@ class Progress:
     def start(self, blocks: int, done: int) -> None:
         """Report that the loop begins; `done` of `blocks` blocks are already staged."""
 
-    def linear(self, spec: LinearSpec, report: LinearReport) -> None:
-        """Report that a linear was quantized."""
+    def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
+        """Report that a linear was quantized. record: its entry in the manifest."""
 
     def block(self, index: int, replayed: bool) -> None:
         """Report that block `index` is finished. replayed: it was already staged and only run."""

@@ -1,16 +1,16 @@
-"""Quantize linears once their inputs are measured: solve ▶ encode ▶ install ▶ stage ▶ report.
+"""Quantize linears once their inputs are measured: solve ▶ encode ▶ install ▶ stage ▶ record.
 
-`solve` and `install` are the two halves. `auto` and the matrices outside the blocks use `solve` as well, and
-`eval --as` uses `install`. Ranks share the linears and experts: each rank solves some, then all get all
-results.
+`auto` and the matrices outside the blocks use `solve` as well. `eval --as` and the loss's baseline use
+`round_block`. Ranks share the linears and experts: each rank solves some, then all get all results.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -27,11 +27,9 @@ from quantkit.quantize.calibrate.statistics import SiteStatistics, retarget
 from quantkit.quantize.calibrate.view import Transformed
 from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.staging.parts import BlockParts
-from quantkit.quantize.staging.report import LinearReport
 from quantkit.quantize.timings import Timings
 
 UNREACHED = "no calibration token entered it"
-Parts = dict[str, Tensor]  # packed tensors of a linear, by suffix
 
 
 def solve(
@@ -60,25 +58,6 @@ def solve(
     return [by_number[k] for k in range(len(weights))]
 
 
-def install(
-    skeleton: Skeleton,
-    spec: LinearSpec,
-    weight: QuantizedWeight,
-    layout: Layout,
-    again: Callable[[], Parts] | None = None,
-    weights_only: bool = False,
-) -> tuple[Parts, Tensor]:
-    """Encode a weight and make its linear compute with it, as a client of `layout` does, or with decoded
-    weights if `weights_only`. Returns the packed tensors and the decoded weight `[out, in]`.
-
-    again: returns the packed tensors of a streamed expert that is needed again; None: they stay in memory.
-    """
-    packed = layout.encode(weight)
-    computing = WeightsOnly(layout) if weights_only else layout
-    stored, again = f"{spec.name}.weight", again or partial(dict, packed)
-    return packed, skeleton.install(spec.block, spec.local, computing, packed, stored, again)
-
-
 def round_block(
     skeleton: Skeleton,
     index: int,
@@ -88,12 +67,30 @@ def round_block(
     weights_only: bool = False,
 ) -> None:
     """Quantize a loaded block in memory with a data-free solver. Streamed experts stay in memory as codes.
-    weights_only: see `install`."""
+    weights_only: linears compute with decoded weights, not as clients of the layout do."""
+    computing = WeightsOnly(layout) if weights_only else layout
     for spec in specs:
         if spec.block == index and spec.grid is not None:
             weight = skeleton.part(index, spec.local).weight.float()
             (solved,) = solver.solve([weight], [spec.grid])
-            install(skeleton, spec, solved.weight, layout, weights_only=weights_only)
+            skeleton.install(spec, computing, layout.encode(solved.weight))
+
+
+def record(
+    name: str,
+    error: float,
+    rtn_error: float | None = None,
+    fallback: str | None = None,
+    notes: Sequence[str] = (),
+    **facts: Any,
+) -> dict[str, Any]:
+    """Return what the manifest says of a quantized linear.
+
+    error: of the linear's output on the calibration tokens (see Solved); without a Hessian `|dW|² / |W|²` of
+    the stored values. rtn_error, fallback, notes: see Solved. facts: more entries, left out if None.
+    """
+    entry = {"name": name, "error": error, "rtn_error": rtn_error, "fallback": fallback, "notes": list(notes)}
+    return entry | {key: value for key, value in facts.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -110,8 +107,8 @@ class Quantizer:
     transformed: Transformed | None
     curvatures: Curvatures | None = None
 
-    def visit(self, sites: Visit) -> Iterator[tuple[LinearSpec, LinearReport]]:
-        """Quantize the linears of a visit's sites and yield the report of each; uses the statistics up.
+    def visit(self, sites: Visit) -> Iterator[tuple[LinearSpec, dict[str, Any]]]:
+        """Quantize the linears of a visit's sites and yield the record of each; uses the statistics up.
 
         Ranks share the linears of one site, or else the sites, which are solved at once if the solver can.
         """
@@ -135,29 +132,24 @@ class Quantizer:
                 if weight is None:  # another rank solved it
                     weight = self._weight(spec)
                 values = self._installed(spec, result.weight, weight, statistics)
-                yield spec, self._report(spec, site, statistics, result, weight, values)
+                yield spec, self._record(spec, site, statistics, result, weight, values)
 
     def _problem(self, site: Site, weights: Mapping[str, Tensor], statistics: SiteStatistics) -> tuple:
-        """Return the arguments of `solve` for a site. weights: by linear."""
-        specs = self.block.quantized(site)
+        """Return the arguments of `solve` for a site. weights: by linear. Curvatures are empty if none were
+        measured, and for the head."""
+        specs, index, curvatures = self.block.quantized(site), self.block.index, []
         given = [weights[spec.local] for spec in specs]
-        grids = [spec.grid.together(given) for spec in specs]
-        return given, grids, statistics, self._curvatures([spec.local for spec in specs])
+        if self.curvatures is not None and index < self.skeleton.depth:
+            curvatures = [self.curvatures.of(index, spec.local) for spec in specs]
+            if self.transformed:
+                names = [spec.local for spec in specs]
+                curvatures = list(map(self.transformed.curvature, names, curvatures))
+        return given, [spec.grid.together(given) for spec in specs], statistics, curvatures
 
     def _weight(self, spec: LinearSpec) -> Tensor:
         """Return the weight to be quantized, float32 `[out, in]`."""
         exact = self.transformed.exact if self.transformed else {}
         return exact.pop(spec.local, self.skeleton.part(self.block.index, spec.local).weight).float()
-
-    def _curvatures(self, names: Sequence[str]) -> list[Tensor | None]:
-        """Return the curvatures of linears' outputs; empty if not measured, and for the head."""
-        index = self.block.index
-        if self.curvatures is None or index == self.skeleton.depth:
-            return []
-        curvatures = [self.curvatures.of(index, name) for name in names]
-        if self.transformed:
-            curvatures = list(map(self.transformed.curvature, names, curvatures))
-        return curvatures
 
     def _installed(
         self, spec: LinearSpec, quantized: QuantizedWeight, weight: Tensor, statistics: SiteStatistics
@@ -169,7 +161,8 @@ class Quantizer:
         with self.timings("pack"):
             again = partial(self.parts.parts, spec.name)
             try:
-                packed, values = install(self.skeleton, spec, quantized, self.layout, again)
+                packed = self.layout.encode(quantized)
+                values = self.skeleton.install(spec, self.layout, packed, again)
             except DamagedError as error:  # values were finite before they were encoded
                 what = f"{spec.name} has weights up to {weight.abs().max():.3g}: too large for "
                 hint = f"keep it in 16 bit: --exclude '{re.escape(spec.name)}$'"
@@ -177,7 +170,7 @@ class Quantizer:
             self.parts.add_linear(spec.name, packed)
         return values
 
-    def _report(
+    def _record(
         self,
         spec: LinearSpec,
         site: Site,
@@ -185,8 +178,8 @@ class Quantizer:
         solved: Solved,
         weight: Tensor,
         values: Tensor,
-    ) -> LinearReport:
-        """Return the report of a linear, with the error of the stored values, by which a checkpoint can be
+    ) -> dict[str, Any]:
+        """Return the record of a linear, with the error of the stored values, by which a checkpoint can be
         verified against its source.
 
         After a transform, the source's weight is read again, as verification will read it: the fit of scales
@@ -194,7 +187,7 @@ class Quantizer:
         """
         scaling = self.transformed.facts.get(spec.local, {}) if self.transformed else {}
         size = spec.grid.group_size if spec.in_features % spec.grid.group_size == 0 else spec.in_features
-        before, kept = (part.reshape(-1, size).any(1) for part in (weight, values))
+        before, kept = (matrix.reshape(-1, size).any(1) for matrix in (weight, values))
         notes = [*scaling.get("notes", ()), *solved.notes]
         if lost := int((before & ~kept).sum()):
             notes.append(f"{count(lost, 'group')} of weights became 0, too small for {spec.grid.describe()}")
@@ -214,9 +207,9 @@ class Quantizer:
         facts["scaled"] = scaling.get("scaled")
         fallback = solved.fallback if site.calls else UNREACHED
         rtn_error = scaling.get("rtn_error", solved.rtn_error)
-        return LinearReport(spec.name, error, rtn_error, fallback, notes, facts)
+        return record(spec.name, error, rtn_error, fallback, notes, **facts)
 
 
-def _gathered(own: dict) -> dict:
+def _gathered(results: dict) -> dict:
     """Return the union of all ranks' dictionaries."""
-    return {key: value for part in distributed.all_gather(own) for key, value in part.items()}
+    return {key: value for of_rank in distributed.all_gather(results) for key, value in of_rank.items()}

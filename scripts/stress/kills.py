@@ -21,7 +21,7 @@ CALLS = {  # functions that a random call is of, and the number of calls to choo
     "os:fsync": 12,
     "os:unlink": 6,
     "quantkit.models.files.checkpoint:Checkpoint.read": 10,
-    "quantkit.quantize.solving:Quantizer._report": 14,
+    "quantkit.quantize.solving:Quantizer._record": 14,
     "quantkit.quantize.outputs.finish:_verify": 1,
 }
 COMMON = 4  # of these functions: all jobs call them

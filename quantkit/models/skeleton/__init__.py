@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from quantkit.errors import UNSUPPORTED, require
-from quantkit.layouts import Layout
+from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import experts, meta_model, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
@@ -224,23 +225,22 @@ class Skeleton:
 
     def install(
         self,
-        index: int,
-        local: str,
+        spec: LinearSpec,
         layout: Layout,
-        parts: dict[str, Tensor],
-        stored: str,
-        again: Callable[[], dict[str, Tensor]],
+        packed: dict[str, Tensor],
+        again: Callable[[], dict[str, Tensor]] | None = None,
     ) -> Tensor:
-        """Make linear `local` of a loaded block compute as clients do with the packed `parts`, and return the
-        decoded weight `[out, in]`.
+        """Make a linear of a loaded block compute as clients of `layout` do with the packed tensors, and
+        return the decoded weight `[out, in]`.
 
         If activations are quantized as well, the layout's own module replaces the linear. again: returns the
-        parts of a streamed expert whenever it is read again.
+        packed tensors of a streamed expert whenever it is read again; None: they stay in memory.
         """
-        self.part(index, local)
-        if keeper := self._keepers.get(index):
-            keeper.keep(local, layout, stored, again)
-        return self._installer.install(self.blocks[index], local, layout, parts, stored)
+        self.part(spec.block, spec.local)
+        stored = f"{spec.name}.weight"
+        if keeper := self._keepers.get(spec.block):
+            keeper.keep(spec.local, layout, stored, again or partial(dict, packed))
+        return self._installer.install(self.blocks[spec.block], spec.local, layout, packed, stored)
 
     def free_block(self, index: int) -> None:
         """Release the memory of block `index`; its parameters return to the meta device. A head becomes

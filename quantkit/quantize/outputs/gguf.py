@@ -40,7 +40,7 @@ from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary
 from quantkit.quantize.outputs.folder import Output, model_card
-from quantkit.quantize.outputs.outside import install, solved_rows
+from quantkit.quantize.outputs.outside import replace_parameter, solved_rows
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 
@@ -184,7 +184,7 @@ class GgufOutput(Output):
             blob = distributed.broadcast(lambda target=target: reading.tensor(staged.rest()[target.name]))
             (name,) = target.parameters
             decoded = partial(_decoded, types[target.name], blob, target.shape[1], skeleton.dtype)
-            install(skeleton, name, own, decoded)
+            replace_parameter(skeleton, name, own, decoded)
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""

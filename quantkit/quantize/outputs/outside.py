@@ -21,9 +21,8 @@ from quantkit.quantize.outputs import Batches, Material
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
 from quantkit.quantize.solvers.rtn import RtnSolver
-from quantkit.quantize.solving import solve
+from quantkit.quantize.solving import record, solve
 from quantkit.quantize.staging.parts import BlockParts
-from quantkit.quantize.staging.report import LinearReport
 
 DECODED = 1 << 12  # rows of an embedding that are decoded at a time
 FINE = 6  # bits: refinement takes half of the time, and the demo model's KL falls by 0.00001 (Q6_K), by 0.2 %
@@ -52,16 +51,18 @@ def solved_rows(
         solver = replace(solver, **fine, **({"damp": TIED} if tied else {}))
     largest = max(spec.weights for spec in material.specs if not spec.embedding)
     rows, parts, fallback = max(1, largest // weight.shape[1]), [], None
-    for part in weight.split(rows):
-        part = part.to(material.skeleton.device, torch.float32)
-        (solved,) = solve(solver, [part], [grid], statistics)
+    for chunk in weight.split(rows):
+        chunk = chunk.to(material.skeleton.device, torch.float32)
+        (solved,) = solve(solver, [chunk], [grid], statistics)
         fallback = fallback or solved.fallback
         encoded = layout.encode(solved.weight).items()
         parts.append({name: tensor.cpu() for name, tensor in encoded if tensor.ndim})
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, fallback
 
 
-def install(skeleton: Skeleton, name: str, own: Collection[str], values: Callable[[], Tensor]) -> None:
+def replace_parameter(
+    skeleton: Skeleton, name: str, own: Collection[str], values: Callable[[], Tensor]
+) -> None:
     """Replace the model's parameter `name` outside the blocks, and those tied to it, except `own`."""
     model = skeleton.model
     twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - {*own}
@@ -91,13 +92,12 @@ def install_embedding(
             statistics = of_head(skeleton, batches, place)
         packed, fallback = solved_rows(weight, spec.grid, layout, material, solver, statistics, tied)
         del statistics
-    install(skeleton, name, (), partial(_decoded, layout, packed, skeleton.dtype))
+    replace_parameter(skeleton, name, (), partial(_decoded, layout, packed, skeleton.dtype))
     if weight is not None:
         error = weight_error(weight.to(skeleton.dtype), skeleton.model.get_parameter(name).cpu())
         parts = BlockParts(staging, spec.block)
         parts.add_linear(spec.name, packed)
-        report = LinearReport(spec.name, error, fallback=fallback, facts={"weight_error": error})
-        parts.finish([report.record()])
+        parts.finish([record(spec.name, error, fallback=fallback, weight_error=error)])
         staging.wait()
 
 
