@@ -150,8 +150,8 @@ def prepare(
     loss_size = loss_tokens(request.run.loss_tokens, bool(method.needs), vocabulary)
     calibrated = calibrate(checkpoint, request, progress, loss_size) if method.needs else None
     tokens = calibrated.tokens if calibrated else _verification_tokens(checkpoint)
-    planned = skeleton, specs, method, request.run, tokens.shape, adopted, 4 * loss_size * vocabulary
-    job_plan = plan.decide(*planned)
+    predicted = 4 * loss_size * vocabulary  # bytes of the original's predictions
+    job_plan = plan.decide(skeleton, specs, method, request.run, tokens.shape, adopted, predicted)
     batch_size, fingerprint = job_plan.execution.batch_size, {}
     if not dry_run:
         distributed.broadcast(lambda: plan.check_disk(staging.output.absolute(), job_plan.disk_bytes))

@@ -47,15 +47,15 @@ def unmeasured(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
 def suspended(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
     """Run each batch once, suspended at each site until the site is installed."""
     block, layers = measuring.block, {}
-    # experts that are kept as they are let all batches wait, too: one reading of their weights serves all
+    # all batches also wait for experts that stay in 16 bit, so that their weights are read once
     waiting = {*block.chosen, *(site for site in block.sites if site.pool and site.linears)}
     sites = [site for site in block.sites if site.calls and site in waiting]
     run, count = measuring.run(), len(measuring.states)
     with closing(forwards.SuspendedForward(block.module, sites, run, count)) as forward:
 
         def measured(site: Site) -> SiteStatistics:
-            own = measuring.summed(site, forward.inputs(site) if site.calls else ())
-            return measuring.mixed(layers, site, own)
+            statistics = measuring.summed(site, forward.inputs(site) if site.calls else ())
+            return measuring.mixed(layers, site, statistics)
 
         for site in block.chosen:
             if site.linears:
@@ -71,7 +71,7 @@ def repeated(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
     gathered: dict[Site, Statistics] = {}
     at_once, count = measuring.execution.at_once, len(measuring.states)
 
-    def own(site: Site) -> SiteStatistics:
+    def unmixed(site: Site) -> SiteStatistics:
         if not _independent(site):
             module = block.module.get_submodule(site.module)
             inputs = forwards.repeated(module, run, count, measuring.in_step, site.whole)
@@ -89,7 +89,7 @@ def repeated(measuring: Measuring, advance: Advance) -> Iterator[Visit]:
         return measuring.finished(site, gathered.pop(site))
 
     def measured(sites: Sequence[Site]) -> Visit:
-        return {site: measuring.mixed(layers, site, own(site)) for site in sites}
+        return {site: measuring.mixed(layers, site, unmixed(site)) for site in sites}
 
     most = max(1 if measuring.execution.device == "cpu" else at_once, distributed.count())
     for sites in _groups(block.chosen, most):

@@ -27,8 +27,8 @@ def by_matrix(rows: Tensor, factor: Tensor) -> Tensor:
     return rows if factor.ndim == 2 else rows.unflatten(1, (len(factor), -1)).movedim(1, 0)
 
 
-def three(matrices: Tensor) -> Tensor:
-    """Return `[matrices, …, …]`, of one matrix as well."""
+def as_batch(matrices: Tensor) -> Tensor:
+    """Return `[matrices, …, …]`; a single matrix becomes a batch of one."""
     return matrices if matrices.ndim == 3 else matrices[None]
 
 
@@ -39,7 +39,7 @@ def add_product(total: Tensor, factor: Tensor, rows: Tensor) -> Tensor:
     return total
 
 
-def picked(rows: Tensor, order: Tensor) -> Tensor:
+def reordered(rows: Tensor, order: Tensor) -> Tensor:
     """Return the rows `[(sites,) n, ...]` in this order `[(sites,) n]`."""
     if order.ndim == 1:
         return rows.contiguous().index_select(0, order)

@@ -25,7 +25,7 @@ from torch import Tensor
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import rows_at_once
-from quantkit.quantize.solvers.batching import add_product, by_matrix, three
+from quantkit.quantize.solvers.batching import add_product, as_batch, by_matrix
 
 BATCH = 128  # columns between two lazy updates; the paper's B
 RUN, LONG_RUN = 32, 128  # minimum and maximum run updated column by column
@@ -152,8 +152,8 @@ class Columns:
             raised = self.Wt[run] + low
             add_product(ideal.copy_(self.E[run]), U.mT, raised).div_(step)
             if self.chain:
-                targets, new_levels = (three(by_matrix(x, U)) for x in (ideal, levels.zero_()))
-                self.chain(targets, new_levels, three(U).contiguous(), self.grid)
+                targets, new_levels = (as_batch(by_matrix(x, U)) for x in (ideal, levels.zero_()))
+                self.chain(targets, new_levels, as_batch(U).contiguous(), self.grid)
             else:
                 self.feed[..., :size, :size].copy_(U.mT)
                 for j, (column, level, correct) in enumerate(self.turns[:size]):

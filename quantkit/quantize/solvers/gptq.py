@@ -30,7 +30,7 @@ from quantkit.layouts import Statistic
 from quantkit.models.machine.device import is_accelerator
 from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.solvers.baseline import Attempt, better
-from quantkit.quantize.solvers.batching import add_product, can_stack, picked
+from quantkit.quantize.solvers.batching import add_product, can_stack, reordered
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
 from quantkit.quantize.solvers.order import column_order, group_order, restored
@@ -125,7 +125,7 @@ class GptqSolver(Solver):
         H = H.mT  # where a scale divided the inputs, rounding leaves H only nearly symmetric
         order = column_order(H.diagonal(dim1=-2, dim2=-1), grid, self.act_order)
         A, damping, note = factorize(H, self.damp, order)
-        Wt = picked((torch.cat(weights, -2) if weights[1:] else weights[0]).mT, order)
+        Wt = reordered((torch.cat(weights, -2) if weights[1:] else weights[0]).mT, order)
         Wt = Wt.movedim(-2, 0).flatten(1)
         fixed = []
         if grid.spans_matrix:

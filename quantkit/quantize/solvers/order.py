@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, QuantkitError
 from quantkit.grids.grid import Grid, QuantizedWeight, join, regrouped
 from quantkit.grids.grid import rows as rows_of
-from quantkit.quantize.solvers.batching import picked
+from quantkit.quantize.solvers.batching import reordered
 
 
 def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
@@ -38,7 +38,7 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
     means = diagonal.unflatten(-1, (-1, grid.group_size)).mean(-1)
     groups = torch.argsort(means, descending=True, stable=True)
     columns = columns.unflatten(-1, (-1, grid.sub_size)).gather(-1, inside).view(*means.shape, -1)
-    return picked(columns, groups).flatten(-2)
+    return reordered(columns, groups).flatten(-2)
 
 
 def group_order(order: Tensor, grid: Grid) -> Tensor:
@@ -55,5 +55,5 @@ def restored(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: 
     if act_order == "full":
         groups = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)
     matrices = regrouped(join(params), groups)
-    codes = picked(codes.unflatten(1, (len(order), -1)).movedim(1, 0), back).mT.contiguous()
+    codes = reordered(codes.unflatten(1, (len(order), -1)).movedim(1, 0), back).mT.contiguous()
     return [QuantizedWeight(grid, codes[k], rows_of(matrices, k), column_group[k]) for k in sites]

@@ -110,47 +110,51 @@ class ColumnScaling:
             columns |= self._scale(view, fold, result)
         for expert in experts:
             inner = Transformed(dict(expert.view.statistics))
-            found = expert.find_folds()
-            own = {site for fold in found for site in fold.sites}
-            self._leave(expert.view, [site for site in expert.view.statistics if site not in own], inner)
-            for fold in found:
+            inner_folds = expert.find_folds()
+            folded = {site for fold in inner_folds for site in fold.sites}
+            self._leave(expert.view, [site for site in expert.view.statistics if site not in folded], inner)
+            for fold in inner_folds:
                 self._scale(expert.view, fold, inner)
             expert.merge(inner, result)
         return columns
 
     def _scale(self, view: BlockView, fold: Fold, result: Transformed) -> dict[str, Tensor]:
-        """Search the scale of a fold and fold it. Returns the column scales of linears not in memory."""
+        """Search the scale of a fold. If it lowers the loss, divide the producer by it and multiply the
+        columns that read the producer. Returns the column scales of linears that are not in memory."""
         sites = [site for site in fold.sites if site in view.statistics]
-        here = [site for site in sites if not view.is_away(site)]
         if not sites or (not self.sees_all and any(site.pool for site in fold.sites)):
             return {}
-        measured = [self._rounded(view, site, result) for site in here if self.rounds]
+        here = [site for site in sites if not view.is_away(site)]
+        rounded = [self._rounded(view, site, result) for site in here if self.rounds]
         entering = _entering(view, sites)
-        alone = measured[-1] if len(fold.sites) == 1 and measured else None
-        losses = alone or self.losses(_sampled(view, sites, entering, self.plain))
-        before, total = sum(losses.plain), sum(part.tokens for part in entering.values()) or 1
-        shares = [(part, part.tokens / total) for part in entering.values()]
+        if rounded and len(fold.sites) == 1:
+            losses = rounded[0]
+        else:
+            losses = self.losses(_sampled(view, sites, entering, self.plain))
+        total = sum(statistics.tokens for statistics in entering.values()) or 1
+        shares = [(statistics, statistics.tokens / total) for statistics in entering.values()]
         scale = self.search(losses, fold.producer, shares)
         if scale is None:
             return {}
-        scale, new = divided(view, fold.producer, scale)
+        producer = fold.producer.name
+        scale, divided_tensors = divided(view, fold.producer, scale)
+        before = sum(losses.plain)
         after = losses.of(scale, limit=float(before))
-        if not after < self.enough[view.block.get_submodule(fold.producer.name).weight.ndim] * before:
+        if not after < self.enough[view.block.get_submodule(producer).weight.ndim] * before:
             return {}
-        names = [name for site in sites for name in _quantized(view, site)]
         spread = (scale.max() / scale.min()).item()
-        scaled = {"into": fold.producer.name, "spread": spread, "loss": after / float(before)}
-        for name in names:
+        scaled = {"into": producer, "spread": spread, "loss": after / float(before)}
+        for name in (name for site in sites for name in _quantized(view, site)):
             result.report(name, scaled=scaled)
-        for name, tensor in new.items():
+        for name, tensor in divided_tensors.items():
             assign(view.block, name, tensor)
-        producer, factor = fold.producer.name, fold.producer.factor(view.block, scale)
+        factor = fold.producer.factor(view.block, scale)
         result.row_factors[producer] = factor * result.row_factors.get(producer, 1)
         away = {f"{name}.weight" for name in view.away}
         columns = [name for name in fold.columns if name not in away]
         for name in columns:
             assign(view.block, name, view.block.get_parameter(name).float() * scale)
-        result.changed.update(new, columns)
+        result.changed.update(divided_tensors, columns)
         for site in here:
             result.statistics[site] = view.statistics[site].divided(scale)
             result.divided_by[site] = scale
@@ -223,10 +227,11 @@ def _readers(view: BlockView, site: Site) -> list[Reader]:
 
 def _entering(view: BlockView, sites: Sequence[Site]) -> dict[Site, SiteStatistics]:
     """Return the statistics of sites; for an expert's site, those of its layer."""
-    return {place: view.statistics[place] for place in map(_place, sites)}
+    return {layer: view.statistics[layer] for layer in map(_layer_of, sites)}
 
 
-def _place(site: Site) -> Site:
+def _layer_of(site: Site) -> Site:
+    """Return the site of an expert's layer; other sites unchanged."""
     return Site((), site.pool) if site.pool else site
 
 
@@ -243,18 +248,18 @@ def _sampled(
     by_grid: dict[tuple[Site, Grid], list[tuple[Site, str]]] = {}  # rounded together
     for site, name in names:
         grid = view.grids[name].plain() if plain else view.grids[name]
-        by_grid.setdefault((_place(site), grid), []).append((site, name))
+        by_grid.setdefault((_layer_of(site), grid), []).append((site, name))
     readers = []
-    for (place, grid), found in by_grid.items():
-        hessian = entering[place].hessian
-        counts = [len(range(0, view.block.get_submodule(name).out_features, step)) for _, name in found]
-        shares = [view.statistics[site].tokens / total for site, _ in found]
+    for (layer, grid), linears in by_grid.items():
+        hessian = entering[layer].hessian
+        counts = [len(range(0, view.block.get_submodule(name).out_features, step)) for _, name in linears]
+        shares = [view.statistics[site].tokens / total for site, _ in linears]
         # one tensor, because small copies would leave holes between experts
         weight = hessian.new_empty(sum(counts), len(hessian))
-        share = torch.cat([weight.new_full((n,), part) for n, part in zip(counts, shares, strict=True)])
-        for (_, name), part in zip(found, weight.split(counts), strict=True):
-            part.copy_(view.linear(name).weight[::step])
-        readers.append(Reader(weight, grid, hessian, share, entering[place].get(Statistic.INPUTS)))
+        share = torch.cat([weight.new_full((n,), value) for n, value in zip(counts, shares, strict=True)])
+        for (_, name), sample in zip(linears, weight.split(counts), strict=True):
+            sample.copy_(view.linear(name).weight[::step])
+        readers.append(Reader(weight, grid, hessian, share, entering[layer].get(Statistic.INPUTS)))
     return readers
 
 

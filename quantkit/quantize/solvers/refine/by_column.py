@@ -26,7 +26,7 @@ def refine(
 ) -> None:
     """See `refine` in `__init__.py`."""
     curvature = hessian.diagonal(dim1=-2, dim2=-1).clone()
-    hessian.div_(curvature[..., None])  # row j is what column j goes by
+    hessian.div_(curvature[..., None])  # its products with E then are the best moves, R_j / H_jj
     hessian, curvature = hessian.view(-1, *hessian.shape[-2:]), curvature.view(-1, len(Wt))
     size, count = grid.group_size, len(chosen.params)
     pairs = (count + 1) // 2
@@ -35,21 +35,21 @@ def refine(
     visit = _Visit(grid)
     for _ in range(cycles):
         for k in range(pairs):
-            where = slice(k, count, pairs)
-            E, codes, W = (view[:, where] for view in views)
-            rows = hessian.unflatten(1, (-1, size))[:, where]
-            residual = rows.flatten(1, 2) @ by_matrix(chosen.E, hessian)  # r_j / H_jj
+            pair = slice(k, count, pairs)  # groups k and k + pairs, if there are so many
+            E, codes, W = (view[:, pair] for view in views)
+            rows = hessian.unflatten(1, (-1, size))[:, pair]
+            residual = rows.flatten(1, 2) @ by_matrix(chosen.E, hessian)
             given = (
                 W,
                 residual.view(-1, *W.shape[2:]),
-                rows.unflatten(3, (-1, size))[:, :, :, where].contiguous(),
-                curvature.unflatten(1, (-1, 1, size))[:, where].flatten(0, 1),
+                rows.unflatten(3, (-1, size))[:, :, :, pair].contiguous(),
+                curvature.unflatten(1, (-1, 1, size))[:, pair].flatten(0, 1),
             )
-            changed, params = (E, codes, chosen.lost), chosen.params[where]
-            if replays is None:
-                chosen.params[where] = visit.improve(*changed, *given, params)
+            changed, params = (E, codes, chosen.lost), chosen.params[pair]
+            if replays:
+                chosen.params[pair] = replays(visit.improve, ("visit", grid), changed, given, params)
             else:
-                chosen.params[where] = replays(visit.improve, ("visit", grid), changed, given, params)
+                chosen.params[pair] = visit.improve(*changed, *given, params)
 
 
 class _Visit:
@@ -78,6 +78,7 @@ class _Visit:
         self._descend()
         values, scaled = self._rescaled()
         moved = values.sub_(before)
+        # the change of `tr(E H Eᵀ)`, from the residuals before and after
         change = -self._weigh(moved, residual.add_(self.residual)).unflatten(0, self.shape).sum(1)
         keep = (change <= 0)[:, None, None]  # not a number stays out
         lost += torch.where(keep[:, 0, 0], change, 0.0).flatten()
