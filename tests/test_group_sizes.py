@@ -68,7 +68,7 @@ def test_a_model_of_width_576_gets_groups_of_64_and_one_line_says_so(model):
     typed = prepared(source, options=PLAIN | {"group_size": 64})
     assert found.fingerprint == typed.fingerprint and typed.method.notes == ()
     asked = job.Request(str(source), methods.create("awq"), CalibrationOptions(), RunOptions())
-    assert job.settled(asked).destination == Path("tiny-awq-w4g64")
+    assert job.linears.settled(asked).destination == Path("tiny-awq-w4g64")
 
 
 def test_a_linear_that_32_does_not_divide_stays_in_16_bit_and_is_named(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -98,7 +98,7 @@ class Job:
 def prepare_all(request: Request, progress: Progress, dry_run: bool = False) -> tuple[list[Path], list[Job]]:
     """Return the outputs of a command and a job for each; with `resume`, only the jobs that are left. See
     `prepare`."""
-    requests = [settled(single) for single in request.each()]
+    requests = [linears.settled(single) for single in request.each()]
     outputs = [single.destination for single in requests]
     if request.resume:
         left = finished.left(requests, request.overwrite)
@@ -122,7 +122,7 @@ def prepare(
     request.method.check()
     request.run.check()
     checkpoint = _open_source(request, progress)
-    request = settled(request, checkpoint)
+    request = linears.settled(request, checkpoint)
     staging = request.staging
     may_replace.check_source(staging.output, checkpoint.folder)
     staged = distributed.broadcast(staging.stored_fingerprint) if request.resume else None
@@ -137,12 +137,12 @@ def prepare(
     if first := source_sha256 is None:
         source_sha256 = Future() if dry_run or distributed.rank() else _hashed(checkpoint)
 
-    checkpoint = skeleton.checkpoint
     if method.outside and Statistic.HESSIAN in method.needs:
-        checkpoint = method.output.rounded(checkpoint, specs)
-    if checkpoint is not skeleton.checkpoint:
-        dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
-        skeleton = open_skeleton(checkpoint, request.run, adopted | dtype)
+        rounded = method.output.rounded(skeleton.checkpoint, specs)
+        if rounded is not skeleton.checkpoint:
+            dtype = {"dtype": str(skeleton.dtype).removeprefix("torch.")}
+            skeleton = open_skeleton(rounded, request.run, adopted | dtype)
+    checkpoint = skeleton.checkpoint
     for warning in filter(None, _warnings(request, skeleton, method, specs, staging.one_file)):
         progress.warn(warning)
 
@@ -162,12 +162,9 @@ def prepare(
         fingerprint = _fingerprint(request, source_sha256, calibrated, job_plan, skeleton.is_mixture)
         check_equal(fingerprint)
     batches = plan.own_batches(tokens, batch_size) if method.needs else [tokens]
-    held_back = calibrated.held_back if calibrated else None
-    if not held_back and loss_size and not dry_run:
-        held_back = calibration.shipped_held_out(checkpoint, loss_size)
-    measured, asked = held_back.tokens.numel() if held_back else 0, request.run.loss_tokens
-    if asked and not dry_run and measured <= asked - calibration.HELD_BACK:
-        progress.warn(f"--loss-tokens {asked}: the loss is measured on {count(measured, 'token')} only")
+    held_back = None
+    if loss_size and not dry_run:
+        held_back = _held_back(checkpoint, calibrated, loss_size, request.run.loss_tokens, progress)
     return Job(
         request, checkpoint, method, skeleton, specs, job_plan, calibrated, batches, staging, fingerprint,
         source_sha256, -(-len(tokens) // batch_size), held_back,
@@ -190,18 +187,6 @@ def _open_source(request: Request, progress: Progress) -> Checkpoint:
         )
     progress.warn(f"{request.source} is quantized already: the errors of both quantizations add up")
     return checkpoint
-
-
-def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
-    """Return the request with the group size for its model, if the user left it open. The output's name and
-    the job's identity contain it."""
-    if not request.method.has_open_groups:
-        return request
-    skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
-    if request.method.options.head:
-        skeleton.add_head()
-    method = linears.fitted(skeleton, request.method, request.run.exclude, request.run.override)
-    return replace(request, method=method, open_groups=True)
 
 
 def open_skeleton(checkpoint: Checkpoint, run: RunOptions, adopted: dict | None = None) -> Skeleton:
@@ -258,6 +243,23 @@ def calibrate(
     if calibrated.warning:
         progress.warn(calibrated.warning)
     return calibrated
+
+
+def _held_back(
+    checkpoint: Checkpoint,
+    calibrated: CalibrationSet | None,
+    loss_size: int,
+    asked: int | None,
+    progress: Progress,
+) -> HeldBack | None:
+    """Return the tokens on which the loss is measured: of the calibration text if it has some left, else of
+    the shipped text. Warns if they are much fewer than `asked`."""
+    held_back = calibrated.held_back if calibrated else None
+    held_back = held_back or calibration.shipped_held_out(checkpoint, loss_size)
+    measured = held_back.tokens.numel() if held_back else 0
+    if asked and measured <= asked - calibration.HELD_BACK:
+        progress.warn(f"--loss-tokens {asked}: the loss is measured on {count(measured, 'token')} only")
+    return held_back
 
 
 def _verification_tokens(checkpoint: Checkpoint) -> Tensor:

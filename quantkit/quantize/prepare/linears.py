@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+import torch
+
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, compiled, count, name_all, require
 from quantkit.layouts import Layout, LinearSpec, fusions
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.experts import Experts
 from quantkit.models.skeleton.linears import embedding as embedding_of
@@ -69,6 +72,18 @@ def resolve(
     specs = _without_unfit(skeleton, specs, named, layout, open_groups)
     _refuse_unfit([spec for spec in specs if spec.grid is not None], layout)
     return specs
+
+
+def settled(request: Request, checkpoint: Checkpoint | None = None) -> Request:
+    """Return the request with the group size for its model, if the user left it open. The output's name and
+    the job's identity contain it."""
+    if not request.method.has_open_groups:
+        return request
+    skeleton = Skeleton(checkpoint or request.open(), torch.float32, torch.device("cpu"))
+    if request.method.options.head:
+        skeleton.add_head()
+    method = fitted(skeleton, request.method, request.run.exclude, request.run.override)
+    return replace(request, method=method, open_groups=True)
 
 
 def fitted(skeleton: Skeleton, method: Method, exclude: Sequence[str], override: Sequence[str]) -> Method:
