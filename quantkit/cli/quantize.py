@@ -167,7 +167,7 @@ def _quantize(
         if values["eval_text"]:  # raises for an unsuitable text
             column = request.calibration.text_column
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
-        stages = [one.staging for one in jobs]
+        stages = [prepared.staging for prepared in jobs]
 
         def made() -> list[Path]:
             return [gguf_shards.first(stage.output) for stage in stages if stage.finished()]

@@ -29,9 +29,7 @@ def column_order(diagonal: Tensor, grid: Grid, act_order: str) -> Tensor:
             what = f"columns on a grid of {grid.describe()} have fixed places"
             raise QuantkitError(what, "use --act-order group", UNSUPPORTED)
         return torch.argsort(diagonal, descending=True, stable=True)
-    sub_blocks = diagonal.unflatten(
-        -1, (-1, grid.sub_size)
-    )  # in a sub-block: columns that share all parameters
+    sub_blocks = diagonal.unflatten(-1, (-1, grid.sub_size))  # columns that share all parameters
     inside = torch.argsort(sub_blocks, descending=True, stable=True)
     if grid.vector_size > 1:  # the columns of a vector belong together
         inside = torch.arange(grid.sub_size, device=sub_blocks.device).expand_as(sub_blocks)
@@ -50,10 +48,13 @@ def restored(codes: Tensor, params: list, order: Tensor, grid: Grid, act_order: 
     """Return each site's weight, columns in their original order, from codes `[in, sites * out]` and the
     parameters of the groups. order: `[(sites,) in]`."""
     order = order.view(-1, len(codes))
-    back, groups, sites = torch.argsort(order), torch.argsort(group_order(order, grid)), range(len(order))
-    column_group = [back[k] // grid.group_size if act_order == "full" else None for k in sites]
-    if act_order == "full":
-        groups = torch.arange(groups.shape[1], device=groups.device).expand_as(groups)
-    matrices = regrouped(join(params), groups)
+    back = torch.argsort(order)
     codes = reordered(codes.unflatten(1, (len(order), -1)).movedim(1, 0), back).mT.contiguous()
-    return [QuantizedWeight(grid, codes[k], rows_of(matrices, k), column_group[k]) for k in sites]
+    if act_order == "full":  # groups stay in the solver's order, and columns say which group is theirs
+        groups = torch.arange(len(params), device=order.device).expand(len(order), -1)
+        column_groups = [columns // grid.group_size for columns in back]
+    else:
+        groups, column_groups = torch.argsort(group_order(order, grid)), [None] * len(order)
+    matrices = regrouped(join(params), groups)
+    sites = zip(codes, column_groups, strict=True)
+    return [QuantizedWeight(grid, c, rows_of(matrices, k), group) for k, (c, group) in enumerate(sites)]
