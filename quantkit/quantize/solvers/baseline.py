@@ -10,7 +10,6 @@ from torch import Tensor
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.grids.grid import rows as rows_of
 from quantkit.quantize.solvers import Solved, clipping, measured, row_losses, rtn
-from quantkit.quantize.solvers.hessian import Indefinite
 
 CANCELLED = 0.02  # least share of the undamped loss in the damped loss: below, digits cancel
 
@@ -30,41 +29,54 @@ class Attempt:
     clipped: bool
 
 
-def better(
-    attempt: Attempt | Indefinite, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor
-) -> list[Solved]:
+def better(attempt: Attempt, weight: Tensor, rows: slice, grid: Grid, hessian: Tensor) -> list[Solved]:
     """Return, for each site, the better of the attempt and round to nearest for one linear.
 
     weight: `[(sites,) out, in]`, which is `rows` of the attempt. hessian: `[(sites,) in, in]`. Losses are
-    compared on an even sample of rows. An Indefinite attempt gives round to nearest and the reason.
+    compared on an even sample of rows.
     """
-    sampled = slice(None) if grid.spans_matrix else measured(weight.shape[-2])
-    sample = weight[..., sampled, :]
-    flat = sample.flatten(0, -2)
-    nearest = rtn.missed(flat, grid, rtn.fitted(flat, grid, hessian)).view(sample.shape)
-    losses = [row_losses(delta, hessian).sum(-1).view(-1) for delta in (sample, nearest)]
-    if isinstance(attempt, Attempt):
-        losses += attempt.lost[..., rows][..., sampled].sum(-1)
+    sampled = _sampled(weight, grid)
+    losses = [*_losses(weight, grid, hessian), *attempt.lost[..., rows][..., sampled].sum(-1)]
     weights, hessians = (stacked.view(-1, *stacked.shape[-2:]) for stacked in (weight, hessian))
     solved = []
-    for k, (total, rtn_loss, *lost) in enumerate(torch.stack(losses, 1).tolist()):  # one wait for the device
+    for k, (total, rtn_loss, damped, damping) in enumerate(torch.stack(losses, 1).tolist()):
         weight, hessian, scale = weights[k], hessians[k], max(total, 1e-30)
-        rtn_error = rtn_loss / scale
-        if isinstance(attempt, Indefinite):
-            notes, reason = (), str(attempt)
+        error, rtn_error = (damped - damping) / scale, rtn_loss / scale
+        chosen = attempt.weights[k]
+        chosen = replace(chosen, codes=chosen.codes[rows], params=rows_of(chosen.params, rows))
+        if not damped - damping > CANCELLED * damped:  # too little is left of their digits
+            error = row_losses(chosen.values()[sampled] - weight[sampled], hessian).sum().item() / scale
+        notes = (attempt.note,) if attempt.note else ()
+        if error <= rtn_error:  # not a number loses, too
+            notes += clipping(chosen) if attempt.clipped else ()
+            solved.append(Solved(chosen, error, rtn_error, notes=notes))
         else:
-            chosen, notes = attempt.weights[k], (attempt.note,) if attempt.note else ()
-            chosen = replace(chosen, codes=chosen.codes[rows], params=rows_of(chosen.params, rows))
-            damped, damping = lost
-            error = (damped - damping) / scale
-            if not damped - damping > CANCELLED * damped:  # too little is left of their digits
-                error = row_losses(chosen.values()[sampled] - weight[sampled], hessian).sum().item() / scale
-            if error <= rtn_error:  # not a number loses, too
-                notes += clipping(chosen) if attempt.clipped else ()
-                solved.append(Solved(chosen, error, rtn_error, notes=notes))
-                continue
             reason = f"gptq's error {error:.3g} is above round-to-nearest's {rtn_error:.3g}"
-        rounded = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian))
-        notes += clipping(rounded)
-        solved.append(Solved(rounded, rtn_error, rtn_error, fallback=reason, notes=notes))
+            solved.append(_rounded(weight, grid, hessian, rtn_error, reason, notes))
     return solved
+
+
+def nearest(weight: Tensor, grid: Grid, hessian: Tensor, reason: str) -> Solved:
+    """Return a linear `[out, in]` rounded to nearest. reason: why there is no error feedback."""
+    total, rtn_loss = (loss.item() for loss in _losses(weight, grid, hessian))
+    return _rounded(weight, grid, hessian, rtn_loss / max(total, 1e-30), reason)
+
+
+def _rounded(
+    weight: Tensor, grid: Grid, hessian: Tensor, error: float, reason: str, notes: tuple[str, ...] = ()
+) -> Solved:
+    rounded = rtn.nearest(weight, grid, rtn.fitted(weight, grid, hessian))
+    return Solved(rounded, error, error, fallback=reason, notes=notes + clipping(rounded))
+
+
+def _losses(weight: Tensor, grid: Grid, hessian: Tensor) -> list[Tensor]:
+    """Return `tr(W H Wᵀ)` and the loss of round to nearest, `[sites]` each, on a sample of the rows."""
+    sample = weight[..., _sampled(weight, grid), :]
+    flat = sample.flatten(0, -2)
+    missed = rtn.missed(flat, grid, rtn.fitted(flat, grid, hessian)).view(sample.shape)
+    return [row_losses(delta, hessian).sum(-1).view(-1) for delta in (sample, missed)]
+
+
+def _sampled(weight: Tensor, grid: Grid) -> slice:
+    """Return the rows on which losses are compared."""
+    return slice(None) if grid.spans_matrix else measured(weight.shape[-2])

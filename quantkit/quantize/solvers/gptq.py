@@ -29,7 +29,7 @@ from quantkit.grids.grid import Grid, group, join, stack
 from quantkit.layouts import Statistic
 from quantkit.models.machine.device import is_accelerator
 from quantkit.quantize.solvers import Solved, Solver
-from quantkit.quantize.solvers.baseline import Attempt, better
+from quantkit.quantize.solvers.baseline import Attempt, better, nearest
 from quantkit.quantize.solvers.batching import add_product, can_stack, reordered
 from quantkit.quantize.solvers.columns import Chosen, Columns
 from quantkit.quantize.solvers.hessian import Indefinite, damped, factorize, unit_upper
@@ -86,11 +86,14 @@ class GptqSolver(Solver):
             except Indefinite as error:
                 if hessian.ndim > 2:
                     raise
-                attempt = error.with_traceback(None)  # frees the tensors of its frames
+                attempt, reason = None, str(error)
             start = 0
             for k in members:
                 rows = slice(start, start := start + weights[k].shape[-2])
-                solved[k] = better(attempt, weights[k], rows, grid, hessian)
+                if attempt:
+                    solved[k] = better(attempt, weights[k], rows, grid, hessian)
+                else:
+                    solved[k] = [nearest(weights[k], grid, hessian, reason)]
         return [result for k in range(len(weights)) for result in solved[k]]
 
     def solve_many(self, sites: Sequence[tuple]) -> list[list[Solved]]:
