@@ -39,10 +39,10 @@ REMEDIES = {"target": "own", "transform": "none", "solver": "rtn"}  # of error f
 @dataclass(frozen=True)
 class Expected:
     """Predictions of the original model for the tokens that all jobs of a command are measured on. log_probs:
-    float32 `[tokens, vocabulary]` on the host. rtn_kld: see Loss."""
+    of some tokens each, float32 `[tokens, vocabulary]` on the host. rtn_kld: see Loss."""
 
     held_back: HeldBack
-    log_probs: Tensor
+    log_probs: list[Tensor]
     rtn_kld: float | None
 
 
@@ -50,7 +50,7 @@ def of_original(job: Job) -> Expected:
     """Run the held-back tokens of a job through its source. All but one block is on the meta device."""
     skeleton = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device)
     skeleton.streams = job.skeleton.streams
-    skeleton.load_rest()
+    skeleton.load_rest(on_disk=True)
     hidden = skeleton.embed(job.held_back.tokens)
     baseline = _Baseline.of(job, skeleton)
     for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
@@ -58,8 +58,8 @@ def of_original(job: Job) -> Expected:
         if baseline:
             baseline.run(index)
     if baseline and baseline.outside:
-        skeleton.load_rest()
-    log_probs = torch.cat(list(_log_probs(skeleton, hidden)))
+        skeleton.load_rest(on_disk=True)
+    log_probs = list(_log_probs(skeleton, hidden))
     kld = baseline.loss(log_probs) if baseline else None
     skeleton.model.to("meta")
     return Expected(job.held_back, log_probs, kld)
@@ -89,7 +89,7 @@ class _Baseline:
         round_block(self.skeleton, index, self.job.specs, RtnSolver(), self.job.method.layout)
         self.hidden = self.skeleton.run_block(index, self.hidden)
 
-    def loss(self, expected: Tensor) -> float | None:
+    def loss(self, expected: list[Tensor]) -> float | None:
         """Return the KL divergence from the original's log-probabilities; None if it is not finite."""
         self._install()
         kld = _compared(expected, self.skeleton, self.hidden)[0].mean().item()
@@ -134,20 +134,20 @@ def warning(loss: Loss | None, options: Any, dtype: str) -> str | None:
     return None
 
 
-def _compared(expected: Tensor, skeleton: Skeleton, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _compared(expected: list[Tensor], skeleton: Skeleton, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Return the KL divergence of each token, and 1.0 where both models predict the same token, else 0.0."""
-    kld, same, start = [], [], 0
-    for log_probs in _log_probs(skeleton, hidden):
-        original = expected[start : start + len(log_probs)]
+    kld, same = [], []
+    for original, log_probs in zip(expected, _log_probs(skeleton, hidden), strict=True):
         kld.append(divergence.of_log_probs(original, log_probs))
         same.append((original.argmax(-1) == log_probs.argmax(-1)).float())
-        start += len(log_probs)
     return torch.cat(kld), torch.cat(same)
 
 
 def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Iterator[Tensor]:
-    """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens of one sequence at a time: a
-    model may have no more positions."""
+    """Yield log-probabilities `[tokens, vocabulary]` on the host, LOSS_BYTES at a time. Logits are computed
+    for a whole sequence, because a head may be read from disk for each call; a model may not have positions
+    for more."""
     size = max(1, LOSS_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
-    for states in (states for sequence in hidden for states in sequence.split(size)):
-        yield torch.log_softmax(skeleton.logits(states).float(), -1).cpu()
+    for sequence in hidden:
+        for logits in skeleton.logits(sequence).split(size):
+            yield torch.log_softmax(logits.float(), -1).cpu()

@@ -206,8 +206,9 @@ def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
     largest tensor, and measuring the loss."""
     shapes, accelerated = stages.shapes, stages.accelerated
-    later = max(shapes.largest, loss_memory(shapes, accelerated))
-    computing = shapes.rest * shapes.element + max(sum(stages.computing().values()), later)
+    away = 0 if accelerated or stages.outside else shapes.by_rows
+    later = max(0 if away else shapes.largest, loss_memory(shapes, accelerated))
+    computing = (shapes.rest - away) * shapes.element + max(sum(stages.computing().values()), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
     reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear
@@ -230,11 +231,13 @@ def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
 
 def loss_memory(shapes: Shapes, away: bool = False) -> int:
     """Return the peak bytes of measuring the loss of an output, without the tensors outside the blocks: a
-    block, the rounding of one of its linears, and predictions. away: predictions are on the host."""
+    block, the rounding of one of its linears, predictions, and logits of a sequence. away: predictions are on
+    the host."""
     if not shapes.predicted:
         return 0
     block = shapes.block * shapes.element + ROUNDED * shapes.largest_linear
-    return block + (0 if away else shapes.predicted) + LOGITS * min(LOSS_BYTES, shapes.predicted)
+    logits = shapes.predicted * shapes.element // FLOAT32 + LOGITS * min(LOSS_BYTES, shapes.predicted)
+    return block + (0 if away else shapes.predicted) + logits
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:
