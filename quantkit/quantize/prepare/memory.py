@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
-from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES, original_every
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, original_every
 from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
 
 MIB = 1 << 20
@@ -231,13 +231,10 @@ def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
 
 def loss_memory(shapes: Shapes, away: bool = False) -> int:
     """Return the peak bytes of measuring the loss of an output, without the tensors outside the blocks: a
-    block, the rounding of one of its linears, predictions, and logits of a sequence. away: predictions are on
-    the host."""
-    if not shapes.predicted:
-        return 0
+    block, the rounding of one of its linears, and logits of both models. away: predictions are on the
+    host."""
     block = shapes.block * shapes.element + ROUNDED * shapes.largest_linear
-    logits = shapes.predicted * shapes.element // FLOAT32 + LOGITS * min(LOSS_BYTES, shapes.predicted)
-    return block + (0 if away else shapes.predicted) + logits
+    return block + (1 if away else 2) * shapes.predicted if shapes.predicted else 0
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:

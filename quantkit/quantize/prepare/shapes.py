@@ -24,7 +24,7 @@ class Shapes:
     element: bytes per value in a forward pass. tokens: of the calibration text; batch_tokens: per forward
     pass. width: of hidden states; None: the smallest in_features. experts: names of the linears that are an
     expert's. streamed: experts are read when called. active: experts per token. predicted: bytes of
-    log-probabilities by which the loss of the output is measured.
+    the logits by which the loss of the output is measured.
     """
 
     linears: Sequence[Linear]
