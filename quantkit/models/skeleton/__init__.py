@@ -22,7 +22,6 @@ from torch.func import functional_call
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import experts, meta_model, rows, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names, set_aside
@@ -130,15 +129,17 @@ class Skeleton:
         self.model.tie_weights(missing_keys=tensors.keys() - stored, recompute_mapping=False)
         self.model.requires_grad_(False)
         for module, name in away.items():
-            rows.stay_on_disk(module, partial(self._reader.rows, name, module.weight))
+            read = partial(self._reader.rows, name, module.weight)
+            rows.stay_on_disk(module, read)
+            for part in rows.slices(module.weight) if isinstance(module, nn.Embedding) else ():
+                read(part)  # checked; `learn` reads and checks all of the head
         self._recorder.learn()
 
     def rows_on_disk(self) -> dict[nn.Module, str]:
         """Return embedding and head with the model's name of their stored weight, if a CPU can read them by
         rows: neither is packed or computed, and the head is a plain linear. {} if one does not fit."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        plain = isinstance(embedding, nn.Embedding) and type(head) is nn.Linear
-        if not plain or is_accelerator(self.device):
+        if not all(rows.can_stay(module, self.device) for module in (embedding, head)):
             return {}
         modules = {module: f"{name}.weight" for name, module in self.model.named_modules()}
         tied, found = self.model.all_tied_weights_keys.items(), {}

@@ -2,13 +2,13 @@
 
 With a vocabulary of 150,000 tokens, embedding and head are larger than everything else that a job keeps in
 memory. But an embedding looks up one row per token, and a head may multiply by SLICE_BYTES of its rows at a
-time. As long as the weight of such a module is on the meta device, the module reads its rows from the
-checkpoint. Once a weight is installed, the module computes with the installed weight.
+time. As long as the weight of such a module is on the meta device, the module reads its rows: from the
+checkpoint, or from what a job has made of them (`install`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 
 import torch
@@ -25,13 +25,33 @@ def slices(weight: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
+def can_stay(module: nn.Module, device: torch.device) -> bool:
+    """Return whether a module can leave its weight on disk: an embedding or a plain linear, on a CPU."""
+    return device.type == "cpu" and (isinstance(module, nn.Embedding) or type(module) is nn.Linear)
+
+
 def stay_on_disk(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
-    """Make an embedding or a head read the rows of its weight. All rows of an embedding are checked at once,
-    those of a head whenever it computes."""
-    if isinstance(module, nn.Embedding):
-        for part in slices(module.weight):
-            rows(part)
+    """Make an embedding or a head read the rows of its weight."""
     module.forward = partial(_look_up if isinstance(module, nn.Embedding) else _multiply, module, rows)
+
+
+def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.device) -> None:
+    """Replace a matrix of the model, which has these names in it. It stays on disk if all its modules can
+    leave it there."""
+    owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+    values = getattr(*owners[0]).to("meta")
+    for owner, leaf in owners:  # free the old tensor before the new one is allocated
+        setattr(owner, leaf, None)
+    if all(can_stay(owner, device) for owner, _ in owners):
+        for owner, _ in owners:
+            stay_on_disk(owner, rows)
+    else:
+        values = torch.empty_like(values, device=device)
+        for part in slices(values):
+            values[part] = rows(part)
+    parameter = nn.Parameter(values, requires_grad=False)
+    for owner, leaf in owners:
+        setattr(owner, leaf, parameter)
 
 
 def _look_up(embedding: nn.Embedding, rows: Rows, ids: Tensor) -> Tensor:

@@ -206,8 +206,9 @@ def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
     largest tensor, and measuring the loss."""
     shapes, accelerated = stages.shapes, stages.accelerated
-    away = 0 if accelerated or stages.outside else shapes.by_rows
-    later = max(0 if away else shapes.largest, loss_memory(shapes, accelerated))
+    away = 0 if accelerated else shapes.by_rows
+    largest = 0 if away and not stages.outside else shapes.largest
+    later = max(largest, loss_memory(shapes, accelerated))
     computing = (shapes.rest - away) * shapes.element + max(sum(stages.computing().values()), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
