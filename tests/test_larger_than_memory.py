@@ -25,6 +25,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import memory
 from quantkit.models.machine.memory import Room
 from quantkit.models.skeleton import Skeleton, linears
+from quantkit.models.skeleton import rows as by_rows
 from quantkit.quantize import job, loop
 from quantkit.quantize.calibrate.states import Place, Spill, States
 from quantkit.quantize.outputs import finish
@@ -225,10 +226,10 @@ def read(monkeypatch):
     return found
 
 
-def times(read, checkpoint: Checkpoint) -> dict[str, int]:
-    """How often each tensor of a checkpoint was read: all its bytes alike."""
+def times(read, checkpoint: Checkpoint, names=None) -> dict[str, int]:
+    """How often each tensor of a checkpoint was read: all its bytes alike. names: of these only."""
     found = defaultdict(int)
-    for info in checkpoint.infos.values():
+    for info in map(checkpoint.infos.get, names or checkpoint.infos):
         for file, offset, nbytes in read:
             if file == info.file and offset < info.offset + info.nbytes and info.offset < offset + nbytes:
                 assert offset == info.offset and nbytes == info.nbytes
@@ -248,18 +249,20 @@ METHODS = {
 
 @pytest.mark.parametrize("name", by_day(METHODS, ["nf4", "gptq suspend", "gguf rtn"]))
 def test_weights_are_loaded_once_and_in_the_order_of_the_file(name, tiny_model, tmp_path, read):
-    """And once more for the model's hash; what is not quantized is copied besides, byte for byte."""
+    """And once more for the model's hash; what is not quantized is copied besides, byte for byte. Rows of
+    embedding and head are read when they are needed."""
     method, options, run = METHODS[name]
     model = tiny_model("llama", tokenizer=True, num_hidden_layers=3, tie_word_embeddings=False)
     run = run | ({"calibration": jobs.calibration(tmp_path)} if "batch_size" in run else {})
     out = tmp_path / ("out.gguf" if method == "gguf" else "out")
     jobs.quantize(method, model, out, options, **run)
     source = open_checkpoint(str(model))
-    counts = times(read, source)
-    kept = {name for name in source.infos if "_proj" not in name} if method != "gguf" else set()
+    outside = {"model.embed_tokens.weight", "lm_head.weight"} if method != "gguf" else set()
+    counts = times(read, source, source.infos.keys() - outside)
+    kept = {name for name in counts if "_proj" not in name} if method != "gguf" else set()
     if "calibration" in run:  # scales were folded into some norms, which are written as they have become
         kept -= {name for name in kept if "layernorm" in name and counts[name] == 1}
-    assert counts == {name: 2 if name in kept else 1 for name in source.infos}
+    assert counts == {name: 2 if name in kept else 1 for name in source.infos.keys() - outside}
     if method == "gguf":
         return
     for block in range(3):
@@ -267,6 +270,64 @@ def test_weights_are_loaded_once_and_in_the_order_of_the_file(name, tiny_model, 
         own = {i.offset for i in source.infos.values() if f"layers.{block}." in i.name}
         first = [offset for offset in offsets if offset in own][: len(own)]
         assert first == sorted(own)
+
+
+OUTSIDE = {  # method, options, whether head and embedding are one matrix
+    "nf4": ("nf4", {}, True),
+    "int8": ("int8", {}, False),
+    "fp8": ("fp8", {"solver": "rtn"}, False),
+    "gptq": ("gptq", SMALL, True),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_no_job_holds_embedding_or_head(name, tiny_model, tmp_path, read, monkeypatch):
+    """Of the source, of the original whose loss is measured, and of the output that is verified: at most
+    SLICE_BYTES at a time."""
+    method, options, tied = OUTSIDE[name]
+    model = tiny_model("llama", tokenizer=True, tie_word_embeddings=tied)
+    source, skeletons, held = open_checkpoint(str(model)), [], []
+    matrices = [info for info in source.infos.values() if "embed" in info.name or "lm_head" in info.name]
+    most = matrices[0].nbytes // 8
+    monkeypatch.setattr(by_rows, "SLICE_BYTES", most)
+    built, run_block = Skeleton.__init__, Skeleton.run_block
+
+    def noted(self, *arguments):
+        built(self, *arguments)
+        skeletons.append(self)
+
+    def run(self, *arguments):
+        parameters = [p for skeleton in skeletons for p in skeleton.model.parameters() if not p.is_meta]
+        held.append(sum(parameter.nbytes for parameter in parameters))
+        return run_block(self, *arguments)
+
+    monkeypatch.setattr(Skeleton, "__init__", noted)
+    monkeypatch.setattr(Skeleton, "run_block", run)
+    calibration = {"calibration": jobs.calibration(tmp_path)} if method in ("gptq", "fp8") else {}
+    summary = jobs.quantize(method, model, tmp_path / "out", options, loss_tokens=32, **calibration)
+    assert summary.loss.tokens == 32 and len(held) >= 3 * len(skeletons[0].blocks)
+    assert max(held) < most  # norms
+    copied = [(info.file, info.offset, info.nbytes) for info in matrices]
+    for info in matrices:
+        pieces = [piece for piece in read if piece not in copied and piece[0] == info.file]
+        pieces = [piece for piece in pieces if info.offset <= piece[1] < info.offset + info.nbytes]
+        assert max(nbytes for *_, nbytes in pieces) == most
+        assert sum(nbytes for *_, nbytes in pieces) >= 2 * info.nbytes
+    assert sorted(piece for piece in read if piece in copied) == sorted(copied)
+
+
+def test_embedding_and_head_on_disk_compute_what_those_in_memory_do(tiny_model, monkeypatch):
+    for kind, sizes in (("llama", {}), ("gemma3", {}), ("gpt2", {})):
+        checkpoint = open_checkpoint(str(tiny_model(kind, **sizes)))
+        loaded, on_disk = (Skeleton(checkpoint, torch.bfloat16, CPU) for _ in range(2))
+        loaded.load_rest()
+        monkeypatch.setattr(by_rows, "SLICE_BYTES", 10_000)
+        on_disk.load_rest(on_disk=True)
+        assert on_disk.model.get_input_embeddings().weight.is_meta
+        ids = torch.tensor([[3, 511, 3, 0]])
+        assert torch.equal(on_disk.embed(ids), loaded.embed(ids))
+        hidden = torch.randn(5, 64).bfloat16()
+        torch.testing.assert_close(on_disk.logits(hidden), loaded.logits(hidden))
 
 
 def test_a_tensor_of_a_large_file_needs_no_more_memory_than_its_own(tmp_path):

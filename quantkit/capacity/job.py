@@ -13,7 +13,7 @@ from typing import Any
 
 from quantkit import layouts
 from quantkit.capacity import formats
-from quantkit.capacity.parameters import DTYPE_BYTES, Parameters
+from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Parameters, Tensor
 from quantkit.capacity.question import Question
 from quantkit.capacity.source import Source
 from quantkit.layouts import Statistic
@@ -180,6 +180,7 @@ def _shapes(source: Source, question: Question, element: int, free: int | None) 
         lambda block: [name for tensor, name in named if tensor.block == block and tensor.is_expert],
         rest=sum(tensor.size for tensor in outside),
         largest=max((tensor.nbytes for tensor in outside), default=0),
+        by_rows=sum(tensor.size for tensor in outside if _of_vocabulary(tensor, source)),
         element=element,
         tokens=samples * seqlen,
         batch_tokens=min(max(1, BATCH_TOKENS // seqlen), samples) * seqlen,
@@ -190,6 +191,13 @@ def _shapes(source: Source, question: Question, element: int, free: int | None) 
     routed = sum(out * width for name, out, width in shapes.linears if name in shapes.experts)
     active = source.settings.filled(*expert_share.ROUTED) or 1
     return replace(shapes, streamed=expert_share.streams(element * routed, free), active=active)
+
+
+def _of_vocabulary(tensor: Tensor, source: Source) -> bool:
+    """Return whether a tensor outside the blocks is embedding or head, in values or ggml blocks."""
+    rows, packed = tensor.shape[0], tensor.stored_nbytes is not None and source.layout != "gguf"
+    fits = len(tensor.shape) == 2 and rows == source.settings.filled("vocab_size")
+    return fits and not packed and not TABLES.search(tensor.name)
 
 
 def compute_dtype(stored: str, on_gpu: bool) -> str:

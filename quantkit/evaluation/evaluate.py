@@ -191,18 +191,17 @@ def _score(
     nll, kld, agree = [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
     for batch, span, targets in _chunks(states, windows, model.chunk_tokens):
-        log_probs = model.log_probs(states[batch][span])
-        targets = targets.to(log_probs.device)
-        nll.append(-log_probs.gather(1, targets[:, None])[:, 0].cpu())
+        logits = model.skeleton.logits(states[batch][span])
+        nll.append(divergence.nll(logits, targets.to(logits.device)).cpu())
         if compared:
             original, expected_states = base
-            expected = original.log_probs(expected_states[batch][span])
-            agree.append((expected.argmax(-1) == log_probs.argmax(-1)).cpu())
-            kld.append(divergence.of_log_probs(expected, log_probs).cpu())
+            expected = original.skeleton.logits(expected_states[batch][span])
+            for scores, values in zip((kld, agree), divergence.of_logits(expected, logits), strict=True):
+                scores.append(values.cpu())
     return Scores(
         torch.cat(nll),
         torch.cat(kld) if compared and "kld" in chosen else None,
-        torch.cat(agree) if compared and "top1" in chosen else None,
+        torch.cat(agree).bool() if compared and "top1" in chosen else None,
     )
 
 

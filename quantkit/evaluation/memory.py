@@ -20,8 +20,8 @@ from quantkit.quantize.prepare.memory import COMFORT, LOADED_LATER_BYTES, forwar
 from quantkit.quantize.prepare.plan import TENTH, check_disk, check_memory, shapes_of
 from quantkit.quantize.prepare.shapes import FLOAT32
 
-CHUNK_BYTES = 1 << 26  # float32 logits in memory at a time, per model
-CHUNKS = 5  # in memory: two models' logits and log-probabilities, and their difference
+CHUNK_BYTES = 1 << 26  # logits in memory at a time, per model
+CHUNKS = 4  # in memory: two models' logits, and two copies where a model caps its logits
 
 
 def need(

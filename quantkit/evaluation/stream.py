@@ -69,10 +69,6 @@ class StreamedModel:
         listen(self.name, count, count)
         return states
 
-    def log_probs(self, hidden: Tensor) -> Tensor:
-        """Return log-probabilities `[tokens, vocabulary]`, float32, from final states `[tokens, hidden]`."""
-        return torch.log_softmax(self.skeleton.logits(hidden).float(), -1)
-
     @property
     def kv(self) -> Kv | None:
         """Describe the quantized cache after a run; None without one. Raises QuantkitError for a model
@@ -82,4 +78,5 @@ class StreamedModel:
     @property
     def chunk_tokens(self) -> int:
         """Return the number of tokens whose logits are computed at a time."""
-        return max(1, CHUNK_BYTES // (4 * self.skeleton.checkpoint.text_config.vocab_size))
+        skeleton = self.skeleton
+        return max(1, CHUNK_BYTES // (skeleton.dtype.itemsize * skeleton.checkpoint.text_config.vocab_size))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.evaluation.stream import Listener, StreamedModel
+from quantkit.quantize.calibrate import divergence
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 
 ROUND_TOKENS = 1 << 16  # tokens whose hidden states are in memory at a time
@@ -81,9 +82,9 @@ def _scores(model: StreamedModel, rows: Sequence[Row], hidden: Tensor) -> dict[i
     log_probs, likeliest = [], []
     size = model.chunk_tokens
     for part, expected in zip(picked.split(size), targets.split(size), strict=True):
-        predicted = model.log_probs(part)
-        log_probs.append(predicted.gather(1, expected[:, None].to(predicted.device))[:, 0].cpu().double())
-        likeliest.append(predicted.argmax(-1).cpu() == expected.cpu())
+        logits = model.skeleton.logits(part)
+        log_probs.append(-divergence.nll(logits, expected.to(logits.device)).cpu().double())
+        likeliest.append(logits.argmax(-1).cpu() == expected.cpu())
     counts = [len(row.targets) for row in rows]
     sums, hits = torch.cat(log_probs).split(counts), torch.cat(likeliest).split(counts)
     return {

@@ -138,11 +138,15 @@ class Checkpoint:
         names = self._quantized[linear]
         return _Parts(linear, {suffix: self.load(stored) for suffix, stored in names.items()})
 
-    def load(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return one stored or computed tensor, in `dtype` if given."""
+    def stores_rows(self, name: str) -> bool:
+        """Return whether `load` can return some rows of a tensor: neither packed nor computed."""
+        return not self.is_quantized(name) and type(self.infos[name]) is TensorInfo
+
+    def load(self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None) -> torch.Tensor:
+        """Return one stored or computed tensor, in `dtype` if given. rows: only these; see `stores_rows`."""
         info = self.infos[name]
         try:
-            stored = reading.read(info)
+            stored = reading.read(info) if rows is None else reading.tensor(info, (rows,))
             return stored.to(dtype or stored.dtype).contiguous()
         except OSError as error:
             what = f"{name} could not be read from {info.file}: {error}"

@@ -65,6 +65,19 @@ class GgmlTensor(TensorInfo):
             values = values[:, None]
         return values.t().contiguous() if target.conv1d else values
 
+    @property
+    def in_rows(self) -> bool:
+        """Return whether rows of the file are rows of transformers' tensor."""
+        target = self.target
+        moved = self.pieces or target.index is not None or target.changed or target.conv1d
+        return len(self.shape) == 2 and not moved
+
+    def part(self, rows: slice) -> GgmlTensor:
+        """Return some rows of a tensor that is `in_rows`."""
+        shape, size = (rows.stop - rows.start, *self.shape[1:]), self.nbytes // self.shape[0]
+        place = {"offset": self.offset + rows.start * size, "nbytes": shape[0] * size}
+        return replace(self, shape=shape, target=replace(self.target, shape=shape), **place)
+
     def _decoded(self, dtype: torch.dtype | None) -> Tensor:
         """Return the stored values in `target.shape`. Rows are put into the model's order before they are
         decoded."""
@@ -151,10 +164,17 @@ class GgufCheckpoint(Checkpoint):
         """Return the size of the file, or of all its shards."""
         return sum(path.stat().st_size for path in gguf_shards.of(self.folder))
 
-    def load(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+    def stores_rows(self, name: str) -> bool:
+        """See `Checkpoint.stores_rows`; rows of codes are decoded."""
+        info = self.infos[name]
+        return info.in_rows if isinstance(info, GgmlTensor) else super().stores_rows(name)
+
+    def load(self, name: str, dtype: torch.dtype | None = None, rows: slice | None = None) -> Tensor:
         """Return a tensor's values; those of the file as `GgmlTensor.values` says."""
         info = self.infos[name]
-        return info.values(dtype) if isinstance(info, GgmlTensor) else super().load(name, dtype)
+        if not isinstance(info, GgmlTensor):
+            return super().load(name, dtype, rows)
+        return (info if rows is None else info.part(rows)).values(dtype)
 
     def plain(self, info: TensorInfo) -> TensorInfo:
         """Return dtype, shape and bytes of a tensor in a safetensors file; types that safetensors lacks

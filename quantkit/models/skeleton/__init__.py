@@ -22,7 +22,7 @@ from torch.func import functional_call
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.skeleton import experts, meta_model, streaming
+from quantkit.models.skeleton import experts, meta_model, rows, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names, set_aside
 from quantkit.models.skeleton.recording import Recorder
@@ -112,22 +112,44 @@ class Skeleton:
         `Reader.read`."""
         return self._reader.read(name, expected)
 
-    def load_rest(self) -> None:
+    def load_rest(self, on_disk: bool = False) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
-        tensor.
+        tensor. on_disk: embedding and head stay on disk if they can (`rows_on_disk`).
 
         Raises QuantkitError if the architecture's blocks cannot run alone.
         """
         tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
+        away = self.rows_on_disk() if on_disk else {}
         state = {
-            name: self.read(name, tensor).to(self.device)
+            name: tensor.to("meta") if name in away.values() else self.read(name, tensor).to(self.device)
             for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.offset(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)
         self.model.tie_weights(missing_keys=tensors.keys() - stored, recompute_mapping=False)
         self.model.requires_grad_(False)
+        for module, name in away.items():
+            read = partial(self._reader.rows, name, module.weight)
+            rows.stay_on_disk(module, read)
+            for part in rows.slices(module.weight) if isinstance(module, nn.Embedding) else ():
+                read(part)  # checked; `learn` reads and checks all of the head
         self._recorder.learn()
+
+    def rows_on_disk(self) -> dict[nn.Module, str]:
+        """Return embedding and head with the model's name of their stored weight, if a CPU can read them by
+        rows: neither is packed or computed, and the head is a plain linear. {} if one does not fit."""
+        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        if not all(rows.can_stay(module, self.device) for module in (embedding, head)):
+            return {}
+        modules = {module: f"{name}.weight" for name, module in self.model.named_modules()}
+        tied, found = self.model.all_tied_weights_keys.items(), {}
+        for module in (embedding, head):
+            twins = {twin for pair in tied if modules[module] in pair for twin in pair}
+            name = next((name for name in (modules[module], *twins) if name in self.names.stored), None)
+            if name is None or not self.checkpoint.stores_rows(self.names.stored[name]):
+                return {}
+            found[module] = name
+        return found
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the hidden states `[batch, tokens, hidden]` that enter block 0, for `ids [batch, tokens]`.

@@ -53,6 +53,12 @@ class Reader:
             tensor = tensor.t().contiguous()
         return checked(tensor, expected.shape, stored)
 
+    def rows(self, name: str, expected: Tensor, rows: slice) -> Tensor:
+        """Return some rows of the model's matrix `name`; errors as in `read`."""
+        stored = self.names.stored[name]
+        shape = rows.stop - rows.start, *expected.shape[1:]
+        return checked(self.checkpoint.load(stored, self.dtype, rows), shape, stored)
+
     def block(
         self, index: int, block: nn.Module, decoded: bool, names: Collection[str] | None = None
     ) -> FetchedBlock:

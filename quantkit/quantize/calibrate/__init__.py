@@ -1,7 +1,6 @@
 """Run a block on the calibration text and sum the statistics of its sites."""
 
 LOGITS_BYTES, LOGITS_TOKENS = 1 << 26, 1024  # limits of float32 logits per backward pass
-LOSS_BYTES = 1 << 24  # limit of float32 logits at a time when an output's loss is measured
 
 ENOUGH = 24  # tokens that the original model sees for each input of the widest linear
 

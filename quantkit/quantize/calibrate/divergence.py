@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from quantkit.grids.grid import by_rows
 from quantkit.quantize.calibrate.backward import chunk_tokens
 
 Logits = Callable[[Tensor], Tensor]  # from hidden states `[tokens, hidden]`
@@ -28,6 +29,32 @@ def of_tokens(
             parts = (states.flatten(0, 1).split(size) for states in both)
             found += [kl(teacher(a), student(b)).cpu() for a, b in zip(*parts, strict=True)]
     return torch.cat(found).double()
+
+
+def of_logits(expected: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the KL divergence of each token in nats, and 1.0 where both predictions are the same token, else
+    0.0, float32 `[tokens]`, from logits `[tokens, vocabulary]`.
+
+    As many tokens at a time as fit the cache: float32 copies of all logits would cost more in page faults
+    than the work itself.
+    """
+
+    def work(expected: Tensor, found: Tensor) -> Tensor:
+        original, log_probs = (torch.log_softmax(logits.float(), -1) for logits in (expected, found))
+        same = original.argmax(-1) == log_probs.argmax(-1)
+        return torch.stack([of_log_probs(original, log_probs), same.float()], 1)
+
+    return by_rows(work, torch.empty(len(found), 2, device=found.device), expected, found).unbind(1)
+
+
+def nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the negative log-likelihood of each target id in nats, float32 `[tokens]`, from logits
+    `[tokens, vocabulary]`; in pieces, as `of_logits`."""
+
+    def work(logits: Tensor, targets: Tensor) -> Tensor:
+        return -torch.log_softmax(logits.float(), -1).gather(1, targets[:, None])
+
+    return by_rows(work, torch.empty(len(logits), 1, device=logits.device), logits, targets)[:, 0]
 
 
 def kl(teacher: Tensor, student: Tensor, temperature: float = 1.0) -> Tensor:

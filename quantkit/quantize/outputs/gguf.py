@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -43,8 +43,8 @@ from quantkit.quantize.outputs.folder import Output, model_card
 from quantkit.quantize.outputs.outside import replace_parameter, solved_rows
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.solvers import Solver
+from quantkit.quantize.staging.folder import Staging
 
-DECODED = 1 << 24  # values that are decoded at a time
 FEW = 0.01  # share of weights too small for a float type that is not worth a warning: many models have some
 LOSS_ROOM = 2048  # bytes reserved in the metadata for the loss, which is measured later
 
@@ -181,10 +181,9 @@ class GgufOutput(Output):
             staged.write_rest(blobs)
         own = {name for target in rest for name in target.parameters}
         for target in rest:
-            blob = distributed.broadcast(lambda target=target: reading.tensor(staged.rest()[target.name]))
             (name,) = target.parameters
-            decoded = partial(_decoded, types[target.name], blob, target.shape[1], skeleton.dtype)
-            replace_parameter(skeleton, name, own, decoded)
+            coded = types[target.name], _staged_rows(staged, target.name), target.shape[1]
+            replace_parameter(skeleton, name, own, partial(_decoded, *coded, skeleton.dtype))
 
     def write(self, drafts: Sequence[Draft], imatrix: Imatrix | None, progress: Progress) -> None:
         """Write the files of one model in one pass over the source. Staged tensors require a single file."""
@@ -297,13 +296,19 @@ class GgufOutput(Output):
         return infos
 
 
-def _decoded(type_name: str, blob: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """Decode rows to `[rows, width]`, some at a time: a whole embedding in float32 may not fit in memory."""
-    values = torch.empty(len(blob), width, dtype=dtype)
-    step = max(1, DECODED // width)
-    for start in range(0, len(blob), step):
-        values[start : start + step] = decode_rows(type_name, blob[start : start + step], width)
-    return values
+def _staged_rows(staged: Staging, name: str) -> Callable[[tuple[slice]], Tensor]:
+    """Return a function that returns the bytes of some rows. Only rank 0 can read what is staged: several
+    ranks keep all rows in memory."""
+    if distributed.count() == 1:
+        return partial(reading.tensor, staged.rest()[name])
+    return distributed.broadcast(lambda: reading.tensor(staged.rest()[name])).__getitem__
+
+
+def _decoded(
+    type_name: str, stored: Callable[[tuple[slice]], Tensor], width: int, dtype: torch.dtype, rows: slice
+) -> Tensor:
+    """Return the values of some rows `[rows, width]`. stored: returns their bytes."""
+    return decode_rows(type_name, stored((rows,)), width).to(dtype)
 
 
 def _narrow(target: Target, type_name: str, checkpoint: Checkpoint, name: str) -> Tensor:

@@ -5,14 +5,13 @@ Errors of single linears are relative to all tokens together, so a massive first
 do not show how errors add up. The KL divergence compares the predictions of the whole model, token by token.
 
 The original model runs block by block. Meanwhile the same tokens run through a second model, whose blocks are
-rounded to nearest: error feedback that loses more than this failed. Log-probabilities of the original are
-kept, so the two models are never in memory together.
+rounded to nearest: error feedback that loses more than this failed. Logits of the original are kept, so the
+two models are never in memory together.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from quantkit.layouts import Statistic
 from quantkit.models.skeleton import Skeleton
-from quantkit.quantize.calibrate import LOSS_BYTES, divergence, walk
+from quantkit.quantize.calibrate import divergence, walk
 from quantkit.quantize.calibrate.states import HERE
 from quantkit.quantize.job import Job
 from quantkit.quantize.outputs import Loss
@@ -38,11 +37,11 @@ REMEDIES = {"target": "own", "transform": "none", "solver": "rtn"}  # options to
 
 @dataclass(frozen=True)
 class Expected:
-    """Predictions of the original model for the tokens that all jobs of a command are measured on. log_probs:
-    float32 `[tokens, vocabulary]` on the host. rtn_kld: see Loss."""
+    """Predictions of the original model for the tokens that all jobs of a command are measured on. logits: of
+    each sequence, `[tokens, vocabulary]` on the host. rtn_kld: see Loss."""
 
     held_back: HeldBack
-    log_probs: Tensor
+    logits: list[Tensor]
     rtn_kld: float | None
 
 
@@ -50,7 +49,7 @@ def of_original(job: Job) -> Expected:
     """Run the held-back tokens of a job through its source. All but one block is on the meta device."""
     skeleton = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device)
     skeleton.streams = job.skeleton.streams
-    skeleton.load_rest()
+    skeleton.load_rest(on_disk=True)
     hidden = skeleton.embed(job.held_back.tokens)
     baseline = _Baseline.of(job, skeleton)
     for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
@@ -58,11 +57,11 @@ def of_original(job: Job) -> Expected:
         if baseline:
             baseline.run(index)
     if baseline and baseline.outside:
-        skeleton.load_rest()
-    log_probs = torch.cat(list(_log_probs(skeleton, hidden)))
-    kld = baseline.loss(log_probs) if baseline else None
+        skeleton.load_rest(on_disk=True)
+    logits = [skeleton.logits(states).cpu() for states in hidden]
+    kld = baseline.loss(logits) if baseline else None
     skeleton.model.to("meta")
-    return Expected(job.held_back, log_probs, kld)
+    return Expected(job.held_back, logits, kld)
 
 
 class _Baseline:
@@ -89,8 +88,8 @@ class _Baseline:
         round_block(self.skeleton, index, self.job.specs, RtnSolver(), self.job.method.layout)
         self.hidden = self.skeleton.run_block(index, self.hidden)
 
-    def loss(self, expected: Tensor) -> float | None:
-        """Return the KL divergence from the original's log-probabilities; None if it is not finite."""
+    def loss(self, expected: list[Tensor]) -> float | None:
+        """Return the KL divergence from the original's logits; None if it is not finite."""
         self._install()
         kld = _compared(expected, self.skeleton, self.hidden)[0].mean().item()
         return kld if math.isfinite(kld) else None
@@ -105,7 +104,7 @@ class _Baseline:
 def of_output(expected: Expected, skeleton: Skeleton, hidden: Tensor) -> Loss | None:
     """Return the loss; None if predictions are not finite. skeleton: of the output. hidden: its final states
     of the held-back tokens, `[batch, tokens, hidden]`."""
-    kld, same = _compared(expected.log_probs, skeleton, hidden)
+    kld, same = _compared(expected.logits, skeleton, hidden)
     if not kld.isfinite().all():
         return None
     figures = kld.mean(), kld.std() / len(kld) ** 0.5, same.mean(), expected.rtn_kld
@@ -134,20 +133,12 @@ def warning(loss: Loss | None, options: Any, dtype: str) -> str | None:
     return None
 
 
-def _compared(expected: Tensor, skeleton: Skeleton, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the KL divergence of each token, and 1.0 where both models predict the same token, else 0.0."""
-    kld, same, start = [], [], 0
-    for log_probs in _log_probs(skeleton, hidden):
-        original = expected[start : start + len(log_probs)]
-        kld.append(divergence.of_log_probs(original, log_probs))
-        same.append((original.argmax(-1) == log_probs.argmax(-1)).float())
-        start += len(log_probs)
-    return torch.cat(kld), torch.cat(same)
-
-
-def _log_probs(skeleton: Skeleton, hidden: Tensor) -> Iterator[Tensor]:
-    """Yield log-probabilities `[tokens, vocabulary]` on the host, some tokens of one sequence at a time: a
-    model may have no more positions."""
-    size = max(1, LOSS_BYTES // (4 * skeleton.checkpoint.text_config.vocab_size))
-    for states in (states for sequence in hidden for states in sequence.split(size)):
-        yield torch.log_softmax(skeleton.logits(states).float(), -1).cpu()
+def _compared(expected: list[Tensor], skeleton: Skeleton, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the KL divergence of each token, and 1.0 where both models predict the same token, else 0.0. A
+    model may have no positions for more than one sequence at a time."""
+    pairs = (
+        divergence.of_logits(logits, skeleton.logits(states).cpu())
+        for logits, states in zip(expected, hidden, strict=True)
+    )
+    kld, same = map(torch.cat, zip(*pairs, strict=True))
+    return kld, same

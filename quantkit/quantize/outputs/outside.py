@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from quantkit.grids.distance import weight_error
 from quantkit.grids.grid import Grid
 from quantkit.layouts import Layout, LinearSpec, Statistic
 from quantkit.models.machine import distributed
 from quantkit.models.skeleton import Skeleton
+from quantkit.models.skeleton import rows as by_rows
+from quantkit.models.skeleton.rows import Rows
 from quantkit.quantize.calibrate.importance import of_head
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.calibrate.statistics import SiteStatistics
@@ -24,7 +26,6 @@ from quantkit.quantize.solvers.rtn import RtnSolver
 from quantkit.quantize.solving import record, solve
 from quantkit.quantize.staging.parts import BlockParts
 
-DECODED = 1 << 12  # rows of an embedding that are decoded at a time
 FINE = 6  # bits: refinement takes half of the time, and the demo model's KL falls by 0.00001 (Q6_K), by 0.2 %
 TIED = 1.0  # KL of a Q6_K embedding alone, demo model: 0.00033, with 0.01 0.00035, by ggml's encoder 0.00066
 
@@ -60,18 +61,11 @@ def solved_rows(
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}, fallback
 
 
-def replace_parameter(
-    skeleton: Skeleton, name: str, own: Collection[str], values: Callable[[], Tensor]
-) -> None:
+def replace_parameter(skeleton: Skeleton, name: str, own: Collection[str], rows: Rows) -> None:
     """Replace the model's parameter `name` outside the blocks, and those tied to it, except `own`."""
-    model = skeleton.model
-    twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - {*own}
-    owners = [parameter.rpartition(".")[::2] for parameter in {name, *twins}]
-    for owner, leaf in owners:  # free the old tensor before the new one is allocated
-        setattr(model.get_submodule(owner), leaf, None)
-    parameter = nn.Parameter(values().to(skeleton.device, skeleton.dtype), requires_grad=False)
-    for owner, leaf in owners:
-        setattr(model.get_submodule(owner), leaf, parameter)
+    tied = skeleton.model.all_tied_weights_keys.items()
+    twins = {a for pair in tied if name in pair for a in pair} - {*own}
+    by_rows.install(skeleton.model, {name, *twins}, rows, skeleton.device)
 
 
 def install_embedding(
@@ -92,16 +86,17 @@ def install_embedding(
             statistics = of_head(skeleton, batches, place)
         packed, fallback = solved_rows(weight, spec.grid, layout, material, solver, statistics, tied)
         del statistics
-    replace_parameter(skeleton, name, (), partial(_decoded, layout, packed, skeleton.dtype))
+    rows = partial(_decoded, layout, packed, skeleton.dtype)
+    replace_parameter(skeleton, name, (), rows)
     if weight is not None:
-        error = weight_error(weight.to(skeleton.dtype), skeleton.model.get_parameter(name).cpu())
+        weight = weight.to(skeleton.dtype)
+        error = weight_error(weight, torch.cat([rows(part) for part in by_rows.slices(weight)]))
         parts = BlockParts(staging, spec.block)
         parts.add_linear(spec.name, packed)
         parts.finish([record(spec.name, error, fallback=fallback, weight_error=error)])
         staging.wait()
 
 
-def _decoded(layout: Layout, packed: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the weight, decoded some rows at a time: whole in float32 it may not fit in memory."""
-    pieces = zip(*(tensor.split(DECODED) for tensor in packed.values()), strict=True)
-    return torch.cat([layout.values(dict(zip(packed, rows, strict=True))).to(dtype) for rows in pieces])
+def _decoded(layout: Layout, packed: Mapping[str, Tensor], dtype: torch.dtype, rows: slice) -> Tensor:
+    """Return the values of some rows."""
+    return layout.values({name: tensor[rows] for name, tensor in packed.items()}).to(dtype)

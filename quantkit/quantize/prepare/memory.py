@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
-from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, LOSS_BYTES, original_every
+from quantkit.quantize.calibrate import LOGITS_BYTES, LOGITS_TOKENS, original_every
 from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
 
 MIB = 1 << 20
@@ -206,8 +206,10 @@ def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
     largest tensor, and measuring the loss."""
     shapes, accelerated = stages.shapes, stages.accelerated
-    later = max(shapes.largest, loss_memory(shapes, accelerated))
-    computing = shapes.rest * shapes.element + max(sum(stages.computing().values()), later)
+    away = 0 if accelerated else shapes.by_rows
+    largest = 0 if away and not stages.outside else shapes.largest
+    later = max(largest, loss_memory(shapes, accelerated))
+    computing = (shapes.rest - away) * shapes.element + max(sum(stages.computing().values()), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
     reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear
@@ -230,11 +232,10 @@ def loss_tokens(wanted: int | None, calibrates: bool, vocabulary: int) -> int:
 
 def loss_memory(shapes: Shapes, away: bool = False) -> int:
     """Return the peak bytes of measuring the loss of an output, without the tensors outside the blocks: a
-    block, the rounding of one of its linears, and predictions. away: predictions are on the host."""
-    if not shapes.predicted:
-        return 0
+    block, the rounding of one of its linears, and logits of both models. away: predictions are on the
+    host."""
     block = shapes.block * shapes.element + ROUNDED * shapes.largest_linear
-    return block + (0 if away else shapes.predicted) + LOGITS * min(LOSS_BYTES, shapes.predicted)
+    return block + (1 if away else 2) * shapes.predicted if shapes.predicted else 0
 
 
 def scratch_bytes(depth: int, shapes: Shapes) -> int:

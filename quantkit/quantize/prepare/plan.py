@@ -101,7 +101,8 @@ def job_memory(
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
         forward = forward_memory(shapes, execution.states == "disk") if method.needs else 0
-        loss = loss_memory(shapes) and shapes.rest * shapes.element + loss_memory(shapes)
+        rest = shapes.rest - shapes.by_rows * (not accelerated)
+        loss = loss_memory(shapes) and rest * shapes.element + loss_memory(shapes)
         peak = max(encode, forward, loss)
         return Peak(peak, encode) if accelerated else Peak(0, peak)
     sample = method.transform.sample if method.transform else 0
@@ -124,11 +125,13 @@ def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batc
     config, inside = skeleton.checkpoint.text_config, f"{skeleton.names.blocks}."
     stored = re.compile(rf"(^|\.){re.escape(inside.split('.')[-2])}\.\d+\.")
     infos = skeleton.checkpoint.infos.values()
-    parameters = skeleton.model.named_parameters()
+    parameters = dict(skeleton.model.named_parameters())
+    by_rows = {} if any(spec.head for spec in specs) else skeleton.rows_on_disk()
     return of_largest_block(
         ((s.block, (s.local, s.out_features, s.in_features)) for s in specs if not s.embedding),
         lambda block: streamed(skeleton.blocks[block]),
-        rest=sum(parameter.numel() for name, parameter in parameters if not name.startswith(inside)),
+        rest=sum(p.numel() for name, p in parameters.items() if not name.startswith(inside)),
+        by_rows=sum(weight.numel() for weight in {module.weight for module in by_rows}),
         largest=max((info.nbytes for info in infos if not stored.search(info.name)), default=0),
         element=skeleton.dtype.itemsize,
         tokens=tokens,

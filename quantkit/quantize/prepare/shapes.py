@@ -19,11 +19,12 @@ Linear = tuple[str, int, int]  # (name in the block, out_features, in_features)
 class Shapes:
     """The shapes that decide peak memory.
 
-    linears: of one block. rest: parameters outside the blocks; largest: stored bytes of the largest of these.
+    linears: of one block. rest: parameters outside the blocks; largest: stored bytes of the largest of these;
+    by_rows: how many of them a CPU reads by rows: embedding and head.
     element: bytes per value in a forward pass. tokens: of the calibration text; batch_tokens: per forward
     pass. width: of hidden states; None: the smallest in_features. experts: names of the linears that are an
     expert's. streamed: experts are read when called. active: experts per token. predicted: bytes of
-    log-probabilities by which the loss of the output is measured.
+    the logits by which the loss of the output is measured.
     """
 
     linears: Sequence[Linear]
@@ -37,6 +38,7 @@ class Shapes:
     streamed: bool = False
     active: int = 1
     predicted: int = 0
+    by_rows: int = 0
 
     @cached_property
     def weights(self) -> int:
