@@ -204,9 +204,10 @@ class Stages:
 
 def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
-    largest tensor, and measuring the loss."""
+    largest tensor, and measuring the loss. An embedding that is encoded is there three times: stored, encoded
+    and decoded."""
     shapes, accelerated = stages.shapes, stages.accelerated
-    later = max(shapes.largest, loss_memory(shapes, accelerated))
+    later = max(shapes.largest, loss_memory(shapes, accelerated)) + 2 * shapes.largest * stages.outside
     computing = shapes.rest * shapes.element + max(sum(stages.computing().values()), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
