@@ -19,7 +19,7 @@ from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import BATCH_TOKENS, LOSS_TOKENS
 
 FACTOR = 2  # the time is between the predicted one divided by this, and multiplied by this
-START = 8.0  # seconds: imports, tokenizer, calibration text
+START, TOKEN = 5.5, 4e-5  # seconds: imports and calibration text; tokenizer, for each of its tokens
 VALUES = 2.5  # operations of transformers' blocks besides products / those of the benchmark's block
 REPEATED = 3.0  # passes of a token through a block, with --sequential repeat
 COUNTERPART = 1.5  # products of a token that also runs through the original model / those of second moments
@@ -102,7 +102,8 @@ class Model:
             rounded += NEAREST * self.speed.weight * sum(site.weights for site in self.sites)
         run = passes * tokens + compared + min(tokens, BATCH_TOKENS) * calibrated
         run = self.forward * run + self.moments * moments * tokens * calibrated + self.logits * compared
-        return START + run + rounded + PARAMETER * self.speed.value * self.parameters
+        start = START + TOKEN * self.head.rows
+        return start + run + rounded + PARAMETER * self.speed.value * self.parameters
 
 
 def model_of(source: Source, speed: Speed) -> Model:

@@ -37,9 +37,7 @@ USUAL = (None, "suspend", "device")  # how a job runs if memory is no concern
 H200_TFLOPS = 989
 LIKE_H200 = ("h100", "h200")  # names of devices for which the measured times hold, by their FLOPS
 SCALED = 3  # factor of a time that was measured on another device
-EXPERTS_SLOWER = (
-    2.0  # time of a layer of experts / that of a dense block with as many weights; gptq on an H200
-)
+MIXTURE = 2.0  # time of a layer of experts / that of a dense block of the same size; gptq on an H200
 
 
 def of_model(source: Source, question: Question) -> dict[str, Any]:
@@ -149,11 +147,7 @@ def _seconds(
         return model.job(work, tokens, suspend), duration.FACTOR, basis
     if not device.name.startswith(LIKE_H200) or not work.h200_seconds or not device.tflops:
         return None, None, "unknown on this device: no such job was measured on it"
-    slower = (
-        H200_TFLOPS
-        / device.tflops
-        * (EXPERTS_SLOWER if any(t.is_expert for t in parameters.linears) else 1.0)
-    )
+    slower = H200_TFLOPS / device.tflops * (MIXTURE if any(t.is_expert for t in parameters.linears) else 1)
     weights = sum(tensor.size for tensor in parameters.linears)
     seconds = duration.START + slower * work.h200_seconds * weights / 1e9
     if device.name.startswith("h200"):
