@@ -51,7 +51,7 @@ class Awq(AffineMethod):
 
     Options = Options
     options: Options
-    work = Work(0.6, products=20.0, sample=1.0, h200_seconds=6.4)
+    work = Work(0.7, search=0.5, products=20.0, sample=1.0, h200_seconds=6.4)
 
     @property
     def suffix(self) -> str:

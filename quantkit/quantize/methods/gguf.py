@@ -105,7 +105,7 @@ class Gguf(Method):
     options: Options
     layout = GgmlLayout()
     unused = ("override", "allow_unread")
-    work = Work(1.7, search=6.5, sample=1 / 8, outside=True, h200_seconds=26.8)
+    work = Work(2.0, search=8.0, sample=1 / 8, outside=True, h200_seconds=26.8)
 
     @property
     def suffix(self) -> str:
