@@ -1,8 +1,8 @@
 """Peak memory of a quantization job, estimated from shapes, for jobs and for `quantkit plan`.
 
 The peak is the bytes of everything outside the blocks, plus the bytes of all stages of quantizing a block
-(`Stages`). Every stage computes its own bytes and names the code that allocates them. The stages do not all
-reach their peaks together, so the sum is an upper limit, less than twice the true peak. torch is not imported.
+(`Stages`). Every stage computes its own bytes and names the code that allocates them. Stages do not all reach
+their peaks together, so the sum is an upper limit, less than twice the true peak. torch is not imported.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Stages:
     at_once: int = 1
 
     def computing(self) -> dict[str, int]:
-        """Return the bytes of each stage on the device that computes. A batch runs (calibrate/forwards.py) or a
-        site is solved, while suspended batches wait. A job without calibration needs the stored and the
+        """Return the bytes of each stage on the device that computes. A batch runs (calibrate/forwards.py)
+        or a site is solved, while suspended batches wait. A job without calibration needs the stored and the
         decoded block, batches that wait for experts, a linear that is rounded, and freed pages that a CPU
         keeps for the next linears (machine/memory.py)."""
         shapes = self.shapes
