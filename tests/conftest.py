@@ -18,9 +18,11 @@ from pathlib import Path
 import failing
 import forked
 import pytest
+import speed_of_tests
 from stand_in_hub import StandInHub
 
 from quantkit import cli
+from quantkit.capacity import speed
 
 REPOSITORY = Path(__file__).parents[1]
 Done = namedtuple("Done", "code out err")
@@ -38,6 +40,14 @@ def pytest_itemcollected(item):
     """scripts/test finds the files of the processor passes by searching for their mark."""
     if item.get_closest_marker("processor") and "mark.processor" not in item.path.read_text():
         raise pytest.UsageError(f"{item.path} must say mark.processor itself: scripts/test searches for it")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_benchmark():
+    """The speed of this machine is a constant: `plan` is as fast, and says the same, everywhere."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(speed, "of_machine", lambda dtype: speed_of_tests.SPEED)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,11 +5,16 @@ import io
 import json
 import sys
 
+import speed_of_tests
+
 from quantkit import cli
+from quantkit.capacity import speed
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
 from quantkit.text import calibration, sources
+
+speed.of_machine = lambda dtype: speed_of_tests.SPEED
 
 
 def run(arguments: list[str]) -> dict:

@@ -252,8 +252,8 @@ def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
     found = auto("--bpw", "4", "--dry-run")
     assert found["units"] == 7 and found["presets"]["4 bit g32"] == pytest.approx(4.5, abs=0.1)
     assert found["least_bits"] < 4 < found["most_bits"] and not (tmp_path / "found.auto").exists()
-    soonest, latest = found["expected_seconds"]
-    assert 4 < soonest < latest < 600 and auto("--max-kld", "1", "--dry-run")["expected_seconds"][1] > latest
+    seconds = found["expected_seconds"]
+    assert 4 < seconds < 600 and auto("--max-kld", "1", "--dry-run")["expected_seconds"] > seconds
     refused = auto("--bpw", "1", code=4)
     assert "1.00 bits per weight is too small; the smallest possible result is 2." in refused
     refused = auto("--max-size", "1KB", code=4)

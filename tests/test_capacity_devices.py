@@ -1,10 +1,12 @@
 """Devices by name, and what their numbers allow."""
 
 import pytest
+from speed_of_tests import SPEED
 
 from quantkit.capacity import devices
 from quantkit.capacity.question import Question
 from quantkit.errors import QuantkitError
+from quantkit.models.machine import memory
 
 GIB = 1 << 30
 
@@ -25,6 +27,7 @@ def test_the_roofline_of_an_a100():
         ("GeForce RTX 5090", "rtx-5090"),
         ("h100_80GiB", "h100-80g"),
         ("CPU", "cpu"),
+        ("NVIDIA H100 PCIe 80GB", "h100-pcie-80g"),
         ("4070ti", "rtx-4070-ti"),
         ("RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         # as nvidia-smi prints them
@@ -71,6 +74,16 @@ def test_numbers_of_a_device_can_be_said():
     for said in ({"vram": 0}, {"bandwidth": -1}, {"tflops": float("nan")}, {"vram": float("inf")}):
         with pytest.raises(QuantkitError, match="is invalid"):
             Question(gpu="t4", **said).check()
+
+
+def test_the_cpu_is_this_machine(monkeypatch):
+    monkeypatch.setattr(memory, "room", lambda: memory.Room(7 * GIB))
+    question = Question(gpu="cpu", threads=1)
+    mine = question.device
+    assert mine.memory_bytes == 7 * GIB and question.memory == int(0.9 * 7 * GIB)
+    assert mine.bandwidth_gbs == pytest.approx(1e-9 / SPEED.byte)
+    assert mine.tflops in (pytest.approx(0.8), pytest.approx(2e-12 / SPEED.float32))
+    assert Question(gpu="cpu", threads=4).device.tflops == pytest.approx(mine.tflops / (0.05 + 0.95 / 4))
 
 
 def test_types_of_fewer_bits():

@@ -41,7 +41,7 @@ def record(quantkit, tmp_path):
 
 def test_a_textbook_answer(record):
     found = record("Llama-2-13b", "--gpu", "a100-40g", "--ctx", 4096)
-    assert found["schema"] == "quantkit.capacity/1"
+    assert found["schema"] == "quantkit.capacity/2"
     assert found["parameters"] == {
         "count": PARAMETERS["Llama-2-13b"],
         "active": PARAMETERS["Llama-2-13b"],
@@ -213,7 +213,7 @@ def test_a_folder_is_exact(record, tiny_model):
     assert found["kv_cache"]["dtype"] == "fp8" and found["kv_cache"]["tokens"] == 256
     assert found["kv_cache"]["bytes"] == 3 * found["kv_cache"]["bytes_per_sequence"] == 3 * 3 * 2 * 64 * 256
     for job in (row for name, row in found["job"].items() if row["peak_memory_bytes"]):
-        assert job["disk_bytes"] > 0 and len(job["seconds"]) == 2 and job["basis"]
+        assert job["disk_bytes"] > 0 and job["seconds"] > 0 and job["seconds_factor"] == 2 and job["basis"]
     plain, both = (found["weights"][name] for name in ("fp4", "fp4a4"))
     assert (plain["bytes"], plain["computes"], both["computes"]) == (both["bytes"] - 84, "16 bit", "fp4")
     rows, groups = (found["weights"][name] for name in ("fp8", "mxfp8"))
@@ -254,7 +254,7 @@ def test_what_people_read(quantkit, tmp_path, monkeypatch):
     assert "KV cache     3.36 GB per sequence of 4,096 tokens (bfloat16)" in out
     assert re.search(r"^ bf16 +26\.03 GB +16\.00 +no +0 +– +76", out, re.M)
     assert re.search(r"^ int8 +13\.35 GB +8\.21 +yes +2 +≤ 57 +38", out, re.M)
-    assert re.search(r"^ gptq +\S+ GB +\S+ GB +\S+ (s|min) to \S+ (min|h)", out, re.M)
+    assert re.search(r"^ gptq +\S+ GB +\S+ GB +unknown", out, re.M)
     assert "to make it: on rtx-3090 in bfloat16" in out
     tables = [line for line in out.splitlines() if line.startswith(" ")]
     assert max(map(len, tables)) <= 80 and not any("…" in line for line in tables)
@@ -269,7 +269,6 @@ OPT_175B = {
 
 def test_large_models_stay_in_80_columns(quantkit, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr("quantkit.models.machine.processor.cores", lambda: 2)
     path = tmp_path / "config.json"
     path.write_text(json.dumps(OPT_175B))
     for arguments in ([path], [path, "--gpu", "rtx-pro-6000"], [path, "--gpu", "h200", "--gpus", 16]):
@@ -277,16 +276,13 @@ def test_large_models_stay_in_80_columns(quantkit, tmp_path, monkeypatch):
         tables = [line for line in out.splitlines() if line.startswith(" ")]
         assert code == 0 and max(map(len, tables)) <= 80 and "…" not in out
     assert re.search(r"^ bf16 +349\.21 GB +16\.00 ", out, re.M)
-    times = re.search(r"^ gptq .* (\S+) days to (\S+) days", quantkit(path)[1], re.M)
-    assert float(times[2]) > float(times[1]) > 2
+    assert re.search(r"^ gptq .* about \S+ days", quantkit(path, "--threads", "2")[1], re.M)
 
 
 def test_small_models_show_their_size(quantkit, demo_model):
     out = quantkit(demo_model, "--gpu", "m3-max")[1]
     assert re.search(r"^ bf16 +11\.54 MB +16\.00", out, re.M)
-    assert (
-        "time unknown: nothing was measured on Apple's processors" in out and "time from nothing" not in out
-    )
+    assert "time unknown on this device: no such job was measured on it" in out and "time within" not in out
     quiet = quantkit(demo_model, "--gpu", "m3-max", "-q")
     assert quiet[0] == 0 and "time unknown" not in quiet[1] and quiet[1] == out[: len(quiet[1])]
 

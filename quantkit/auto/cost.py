@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
+from dataclasses import replace
 
 from quantkit.auto.job import Auto
 from quantkit.auto.units import anchors, nbytes, usual
+from quantkit.capacity import duration, source, speed
 from quantkit.capacity import job as capacity_job
-from quantkit.capacity import source
 from quantkit.capacity.question import Question
-from quantkit.models.machine import processor
 from quantkit.tables import megabytes
 
 CHOICES_TRIED = 3  # maximum of results to make with --max-kld
@@ -28,41 +26,35 @@ def most_steps(auto: Auto) -> int:
     return 1 + (options.gpu is not None) + 2 * results
 
 
-def seconds(auto: Auto) -> tuple[float, float] | None:
-    """Return the shortest and the longest time; None for an accelerator, on which nothing was measured.
+def seconds(auto: Auto) -> float | None:
+    """Return the time of a search; None for an accelerator, on which nothing was measured.
 
     A result takes the time of its job (`quantkit plan`) and an evaluation of two models.
     """
-    execution, options = auto.job.plan.execution, auto.request.options
+    execution, options, work = auto.job.plan.execution, auto.request.options, auto.space.method.work
     if execution.device != "cpu":
         return None
     samples, seqlen = auto.job.calibration.tokens.shape
-    read, question = source.read(str(auto.job.checkpoint.folder)), Question(samples=samples, seqlen=seqlen)
+    read = source.read(str(auto.job.checkpoint.folder))
+    question = Question(samples=samples, seqlen=seqlen, threads=execution.threads)
     job_seconds = capacity_job.of_model(read, question)[auto.space.method.name]["seconds"]
     if job_seconds is None:
         return None
-    work, specs = auto.space.method.work, [spec for spec in auto.job.specs if spec.grid]
-    config, weights = auto.job.checkpoint.text_config, sum(spec.weights for spec in specs)
-    forward, head = capacity_job.forward_operations(weights), 2 * config.hidden_size * config.vocab_size
+    model = duration.model_of(read, speed.of_machine(execution.dtype).with_threads(execution.threads))
+    weights = sum(site.weights for site in model.sites)
     candidates = sum(len(unit.candidates) for unit in auto.units)
     rounded, solved = (number / len(auto.units) for number in (candidates, streams(auto)))
     measured = auto.tokens.numel() * (2 + streams(auto))
-    search = forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel()) + head * measured
-    shapes = [(spec.out_features, spec.in_features) for spec in specs]
-    search += capacity_job.solver_operations(work, shapes) * (solved + 2)
-    search += 2 * rounded * sum(math.prod(shape) * shape[1] for shape in shapes)  # errors tr(dW H dWᵀ)
-    evaluation = 2 * (forward + head) * auto.windows.protocol.tokens
-    cpu_seconds = partial(capacity_job.cpu_seconds, work, cores=execution.threads)
-    searches, evaluations = cpu_seconds(search, weights * (rounded / 3 + solved)), cpu_seconds(evaluation, 0)
+    search = model.forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel())
+    search += model.logits * measured
+    search += model.solve(replace(work, search=0.0), model.sites) * (solved + 1)
+    search += rounded / 3 * weights * duration.NEAREST * model.speed.weight
+    products = sum(site.weights * site.columns for site in model.sites)  # errors tr(dW H dWᵀ)
+    search += rounded * products * model.speed.float32
+    evaluation = 2 * (model.forward + model.logits) * auto.windows.protocol.tokens
     if options.sensitivities and options.sensitivities.exists():
-        searches = [0.0, 0.0]
-    slower, results = processor.cores() / execution.threads, (2, most_steps(auto) // 2)
-    bounds = zip(capacity_job.START_SECONDS, job_seconds, searches, evaluations, results, strict=True)
-    shortest, longest = (
-        start + search + count * (evaluation + (job - start) * slower)
-        for start, job, search, evaluation, count in bounds
-    )
-    return shortest, longest
+        search = 0.0
+    return duration.START + search + most_steps(auto) // 2 * (evaluation + job_seconds - duration.START)
 
 
 def outside_bytes(auto: Auto) -> int:

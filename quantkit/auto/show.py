@@ -72,10 +72,10 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
     )
 
 
-def _time(seconds: tuple[float, float] | None) -> str:
+def _time(seconds: float | None) -> str:
     if seconds is None:
         return "unknown: nothing was measured on an accelerator"
-    return f"{duration(seconds[0])} to {duration(seconds[1])}, if a core computes 20 to 80 GFLOPS"
+    return f"about {duration(seconds)}, by a benchmark of this machine"
 
 
 def _print_rooms(console: Console, rooms: list[dict[str, Any]]) -> None:

@@ -1,7 +1,7 @@
 """Memory and time that a model needs, computed before anything is loaded; `quantkit plan` prints them.
 
-Everything follows from config.json and the headers of the weight files, in less than a second and without
-torch. transformers fills in missing values; importing transformers takes a few seconds.
+Everything but the time of a job follows from config.json and the headers of the weight files, in less than a
+second and without torch. transformers fills in missing values; importing transformers takes a few seconds.
 
     source.py        the input: a folder, a hub id, a config.json, or a number of parameters;
                      quantized.py: original shapes of codes and scales
@@ -12,6 +12,8 @@ torch. transformers fills in missing values; importing transformers takes a few 
     formats.py       bytes of the weights in each format, llama.cpp's file types included
     question.py      the command's flags
     devices.py       memory, bandwidth and FLOPS of known devices; the roofline
+    speed.py         a benchmark of this machine
+    duration.py      amounts of work of a job, and its time on this machine
     job.py           peak memory, disk and time of a quantization job
     forecast.py      the complete JSON record; show.py prints it
 

@@ -4,7 +4,7 @@ A row of devices.json: GiB, GB/s, TFLOPS in 16 bit; then TFLOPS in each type of 
 NVIDIA and AMD: data sheets; dense products that accumulate in float32 (int8: in int32); memory as the driver
 shows it; rtx-pro-6000 is the Blackwell Workstation Edition. Apple: the full chip with the most memory sold;
 bandwidth as stated; FLOPS of the GPU in float32 (16 bit is no faster), computed by others from clock rates.
-`cpu` is a desktop with eight cores and two channels of DDR5-5600.
+`cpu` is this machine: its free memory, and a benchmark.
 
 The roofline of decoding (Williams, Waterman, Patterson 2009): a step reads every weight once and uses it in
 one multiplication and one addition per sequence:
@@ -25,7 +25,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from quantkit.capacity import speed as speeds
 from quantkit.errors import USAGE, QuantkitError
+from quantkit.models.machine import processor
 
 GIB = 1 << 30
 FEWER = ("int8", "fp8", "fp4")
@@ -83,6 +85,14 @@ MEANINGLESS = re.compile(  # words of drivers that do not distinguish two device
 )
 
 
+def this_machine(threads: int) -> Device:
+    """Return this machine's processor, with the memory that is free."""
+    from quantkit.models.machine import memory
+
+    speed = speeds.of_machine("bfloat16" if processor.has_bfloat16() else "float32").with_threads(threads)
+    return Device("cpu", "cpu", memory.room().nbytes / GIB, 1e-9 / speed.byte, 2e-12 / speed.product)
+
+
 def find(name: str) -> Device:
     """Return the device with this name; `rtx-3090`, `RTX 3090` and `NVIDIA GeForce RTX 3090` are the same.
 
@@ -91,7 +101,8 @@ def find(name: str) -> Device:
     requested = {*_words(name)} - {"rtx"}
     words = {device: {*_words(device)} - {"rtx"} for device in DEVICES}
     near = [device for device in DEVICES if {w for w in words[device] if not MEMORY.match(w)} == requested]
-    exact = [device for device in DEVICES if words[device] in (requested, requested - {"pcie"})]
+    exact = [device for device in DEVICES if words[device] == requested]
+    exact = exact or [device for device in DEVICES if words[device] == requested - {"pcie"}]
     if matches := exact or (near if len(near) == 1 else []):
         return DEVICES[matches[0]]
     near = near or difflib.get_close_matches("-".join(_words(name)), DEVICES, 3, 0.5)

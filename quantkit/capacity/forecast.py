@@ -16,7 +16,7 @@ from quantkit.capacity.source import AS_IF_PACKED, Source
 from quantkit.errors import UNSUPPORTED, USAGE, require
 from quantkit.models import kv_types
 
-SCHEMA = "quantkit.capacity/1"
+SCHEMA = "quantkit.capacity/2"
 USUAL_TOKENS = 4096  # default tokens per sequence
 PAGES = (16, 32)
 NO_LAYERS = "--params gives no layers and heads"

@@ -1,31 +1,26 @@
-"""Peak memory, disk space and a range of time of a quantization job, for each method, from shapes.
-
-CPU time: floating-point operations divided by the rate of matrix products, plus a time per weight; both from
-scripts/bench*.py. GPU time: measured on an H200, on other devices scaled by FLOPS.
-"""
+"""Peak memory, disk space and time of a quantization job, for each method, from shapes."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quantkit import layouts
-from quantkit.capacity import formats
-from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Parameters, Tensor
+from quantkit.capacity import duration, formats, speed
+from quantkit.capacity.duration import model_of
+from quantkit.capacity.parameters import DTYPE_BYTES
 from quantkit.capacity.question import Question
 from quantkit.capacity.source import Source
+from quantkit.errors import count
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share, processor
 from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
-from quantkit.quantize.calibrate import original_every
-from quantkit.quantize.methods import MethodOptions, Work
+from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import (
     BATCH_TOKENS,
     COMFORT,
-    LOSS_TOKENS,
     MIB,
     Peak,
     Stages,
@@ -35,13 +30,14 @@ from quantkit.quantize.prepare.memory import (
 )
 from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 
-INTERPRETER_BYTES = 300 * MIB  # Python with torch for CPUs and transformers, before a job begins; measured
+INTERPRETER_BYTES = 420 * MIB  # Python with torch for CPUs, transformers and a tokenizer; measured
 NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
-CORE_FLOPS = (80e9, 20e9)  # float32 products of one core: with wide vectors at a high clock, and old or busy
-START_SECONDS = (4.0, 12.0)  # imports, tokenizer, calibration text
+MEASURED = "blocks of large models, measured on an H200"
+USUAL = (None, "suspend", "device")  # how a job runs if memory is no concern
 H200_TFLOPS = 989
-BYTES_PER_SECOND = (1e9, 1e8)  # reading to writing, without calibration
-OVERHEAD = 1.7  # time of a block's forward pass / time of its linears' products
+LIKE_H200 = ("h100", "h200")  # names of devices for which the measured times hold, by their FLOPS
+SCALED = 3  # factor of a time that was measured on another device
+MIXTURE = 2.0  # time of a layer of experts / that of a dense block of the same size; gptq on an H200
 
 
 def of_model(source: Source, question: Question) -> dict[str, Any]:
@@ -63,111 +59,100 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     if weights.reason:
         return NOTHING | {"reason": weights.reason}
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
-    memory = device.memory_bytes if on_gpu else room().nbytes
-    free = memory if on_gpu else None
-    shapes = _shapes(source, question, DTYPE_BYTES[dtype], free)
-    calibrated = work.forwards > 0
-    sample = 1.0 if work.transform else work.sample
-    needs = _needs(chosen.options) if calibrated else frozenset()
-    if vocabulary := settings.filled("vocab_size"):
-        shapes = replace(shapes, predicted=4 * vocabulary * loss_tokens(None, calibrated, vocabulary))
-
-    def peak(suspend: bool, at_once: int = 1) -> Peak:
-        stages = Stages(shapes, needs, sample, work.outside, suspend, accelerated=on_gpu, at_once=at_once)
-        return peak_memory(stages)
-
-    ordered = calibrated and not work.transform  # sites are solved one after another
-    together = on_gpu and shapes.experts and Statistic.HESSIAN in needs  # experts, with repeated passes
-    suspend = ordered and not together and (memory is None or peak(True).computing < COMFORT * memory)
-    need = peak(suspend)
-    if ordered and not suspend:
-        need = peak(suspend, sites_at_once(shapes, memory, need))
-    seconds, basis = _seconds(work, needs, parameters, question, suspend)
+    elsewhere = device is not None and device.kind != "cpu"
+    memory = device.memory_bytes if elsewhere else max(0, room().nbytes - INTERPRETER_BYTES)
+    size = partial(_execution, work, source, DTYPE_BYTES[dtype], memory, on_gpu)
+    execution, need = size(question)
+    fits = None if memory is None else need.computing <= memory
+    seconds, factor, basis = _seconds(work, source, question, dtype, execution)
     return {
         "peak_memory_bytes": need.computing + (0 if on_gpu else INTERPRETER_BYTES),
         "above_interpreter_bytes": need.computing,
         "host_memory_bytes": need.host + INTERPRETER_BYTES,
-        "fits": None if memory is None else need.computing <= memory,
+        "fits": fits,
         "device": device.name if on_gpu else "cpu",
         "dtype": dtype,
-        "sequential": ("suspend" if suspend else "repeat") if ordered else None,
-        "calibration_tokens": question.samples * question.seqlen if calibrated else 0,
+        **execution,
+        "calibration_tokens": question.samples * question.seqlen if work.sample else 0,
         "disk_bytes": weights.packed_bytes + weights.bytes,  # staged blocks and the finished files
         "output_bytes": weights.bytes,
         "seconds": seconds,
+        "seconds_factor": factor,
         "basis": basis,
+        "remedy": None if fits is not False or not work.sample else _remedy(size, question, memory),
     }
 
 
-def _needs(options: MethodOptions) -> frozenset[Statistic]:
-    """Return the statistics that the solver of these options needs."""
-    feeds_back = options.solver != "rtn" and options.target == "original"
-    return frozenset({Statistic.HESSIAN, Statistic.DRIFT} if feeds_back else {Statistic.HESSIAN})
+def _execution(
+    work: Work, source: Source, element: int, memory: int | None, on_gpu: bool, question: Question
+) -> tuple[dict[str, str | None], Peak]:
+    """Return how a job runs, as it decides itself (quantize/prepare/plan.py), and its peak: the fastest
+    execution that fits comfortably, else the one with the least memory. memory: None if unknown."""
+    shapes = _shapes(source, question, element, memory if on_gpu else None)
+    if vocabulary := source.settings.filled("vocab_size"):
+        predicted = 4 * vocabulary * loss_tokens(None, work.sample > 0, vocabulary)
+        shapes = replace(shapes, predicted=predicted)
+    drift = {Statistic.DRIFT} if work.feeds_back else set()
+    needs = {Statistic.HESSIAN} | drift if work.sample else frozenset()
+
+    def peak(suspend: bool, states: str, at_once: int = 1) -> Peak:
+        return peak_memory(Stages(shapes, needs, work.sample, work.outside, suspend, states, on_gpu, at_once))
+
+    together = on_gpu and shapes.experts  # experts are solved together, in repeated passes
+    executions = [
+        (suspend, states)
+        for suspend in ((True, False) if work.feeds_back and not together else (False,))
+        for states in ("device", *["host"] * on_gpu, *["disk"] * (not suspend))
+    ]
+    executions = executions if needs else [(False, "device")]
+    fitting = (e for e in executions if memory is None or peak(*e).computing <= COMFORT * memory)
+    suspend, states = next(fitting, None) or min(executions, key=lambda e: peak(*e).computing)
+    need = peak(suspend, states)
+    if work.feeds_back and not suspend and memory is not None:
+        need = peak(suspend, states, sites_at_once(shapes, memory, need))
+    sequential = ("suspend" if suspend else "repeat") if work.feeds_back else None
+    return {"sequential": sequential, "states": states if needs else None}, need
+
+
+def _remedy(size: Any, question: Question, memory: int) -> dict[str, Any] | None:
+    """Return the largest number of calibration sequences, halved again and again, with which a job fits, and
+    its peak; None if one sequence is too much. size: `_execution` of a question."""
+    samples = question.samples // 2
+    while samples:
+        execution, need = size(replace(question, samples=samples))
+        if need.computing <= memory:
+            flags = {"samples": samples} | execution
+            return {"flags": typed(flags), "peak_memory_bytes": need.computing}
+        samples //= 2
+    return None
+
+
+def typed(flags: dict[str, Any]) -> str:
+    """Return flags as a user types them, without those that say what a job does anyway."""
+    return " ".join(f"--{name} {value}" for name, value in flags.items() if value not in USUAL)
 
 
 def _seconds(
-    work: Work, needs: frozenset[Statistic], parameters: Parameters, question: Question, suspend: bool
-) -> tuple[list[float] | None, str]:
-    """Return ([shortest, longest time], basis); without data, None instead of times, and the reason."""
-    (soonest, latest), device = START_SECONDS, question.single_device
-    if device is not None and device.kind == "apple":
-        return None, "nothing was measured on Apple's processors"
-    if device is None or device.kind != "cuda":
-        cores = processor.cores()
-        encoded = [tensor for tensor in parameters.outside if len(tensor.shape) > 1] if work.outside else []
-        operations = _operations(work, needs, parameters, question, suspend)
-        weights = sum(tensor.size for tensor in [*parameters.linears, *encoded])
-        times = cpu_seconds(work, operations, weights, cores)
-        times = [start + seconds for start, seconds in zip(START_SECONDS, times, strict=True)]
-        return times, f"operations at 20 to 80 GFLOPS a core, {cores} cores of this machine"
-    if work.h200_seconds is None:
-        quick, slow = (parameters.stored_bytes / rate for rate in BYTES_PER_SECOND)
-        return [soonest + quick, latest + slow], "the source at 0.1 to 1 GB/s"
-    if not device.tflops:
-        return None, "no FLOPS are known"
-    quick, slow = (each * parameters.count / 1e9 for each in work.h200_seconds)
-    ratio = H200_TFLOPS / device.tflops  # at most: a good part is not matrix products
-    basis = "blocks of large models, measured on an H200; slower devices by their FLOPS"
-    return [soonest + quick * min(1.0, ratio), latest + slow * max(1.0, ratio)], basis
-
-
-def cpu_seconds(work: Work, operations: float, weights: float, cores: int) -> list[float]:
-    """Return the shortest and the longest time on a CPU. operations: floating-point operations of matrix
-    products. weights: number of weights that the method handles one by one."""
-    rates = zip(CORE_FLOPS, work.seconds, strict=True)
-    return [(operations / flops + seconds * weights) / cores for flops, seconds in rates]
-
-
-def forward_operations(weights: int) -> float:
-    """Return the floating-point operations per token of running blocks with this number of weights."""
-    return OVERHEAD * 2 * weights
-
-
-def solver_operations(work: Work, shapes: Iterable[Sequence[int]]) -> float:
-    """Return the floating-point operations of solving matrices of the given `(out, in)`."""
-    return work.products * sum(math.prod(shape) * shape[-1] for shape in shapes)
-
-
-def _operations(
-    work: Work, needs: frozenset[Statistic], parameters: Parameters, question: Question, suspend: bool
-) -> float:
-    """Return the number of floating-point operations of forward passes, Hessians, solver and verification."""
-    linears, tokens = parameters.linears, question.samples * question.seqlen
-    forward = forward_operations(sum(tensor.size for tensor in linears))
-    measured = LOSS_TOKENS[work.forwards > 0] * (3 if work.forwards else 2)  # tokens that run for the loss
-    if not work.forwards:
-        return forward * measured
-    forwards = work.forwards if suspend or work.forwards > 1 else 3.0  # the block runs again for each site
-    forwards += work.sample + work.outside + min(1.0, max(BATCH_TOKENS, question.seqlen) / tokens)
-    sites = {(t.block, t.local.rpartition(".")[0], t.in_features) for t in linears}
-    squares = sum(width**2 for *_, width in sites) * tokens
-    moments = squares * (1 + work.sample)
-    if Statistic.DRIFT in needs:  # the original's moments, and products of its inputs with these
-        share = 1 / original_every(tokens, max(width for *_, width in sites))
-        forwards, moments = forwards + share, moments + 2 * share * squares
-    head = [tensor for tensor in parameters.outside if len(tensor.shape) > 1][-1:] if work.outside else []
-    solver = solver_operations(work, (tensor.shape for tensor in [*linears, *head]))
-    return forward * (forwards * tokens + measured) + moments + solver
+    work: Work, source: Source, question: Question, dtype: str, execution: dict[str, str | None]
+) -> tuple[float | None, float | None, str]:
+    """Return (time, factor, basis): the time is right within the factor. If nothing was measured, None for
+    both, and the reason."""
+    parameters, device = source.parameters, question.single_device
+    if device is None or device.kind == "cpu":
+        threads = question.cpu_threads
+        tokens = question.samples * question.seqlen if work.sample else 0
+        model = model_of(source, speed.of_machine(dtype).with_threads(threads))
+        suspend = execution["sequential"] != "repeat"
+        basis = f"a benchmark of this machine with {count(threads, 'thread')}"
+        return model.job(work, tokens, suspend), duration.FACTOR, basis
+    if not device.name.startswith(LIKE_H200) or not work.h200_seconds or not device.tflops:
+        return None, None, "unknown on this device: no such job was measured on it"
+    slower = H200_TFLOPS / device.tflops * (MIXTURE if any(t.is_expert for t in parameters.linears) else 1)
+    weights = sum(tensor.size for tensor in parameters.linears)
+    seconds = duration.START + slower * work.h200_seconds * weights / 1e9
+    if device.name.startswith("h200"):
+        return seconds, duration.FACTOR, MEASURED
+    return seconds, SCALED, f"{MEASURED}, scaled by FLOPS"
 
 
 def _shapes(source: Source, question: Question, element: int, free: int | None) -> Shapes:

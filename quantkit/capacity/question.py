@@ -10,6 +10,7 @@ from quantkit.capacity import devices
 from quantkit.capacity.devices import Device
 from quantkit.errors import USAGE, require
 from quantkit.models import kv_types
+from quantkit.models.machine import processor
 from quantkit.options import MOST, check_value, flag_of, option, parse_tokens
 
 
@@ -45,10 +46,13 @@ class Question:
     )
     samples: int = option(128, "Number of calibration sequences of a job.")
     seqlen: int = option(512, "Tokens per calibration sequence of a job.")
+    threads: int | None = option(
+        None, "CPU threads of a job on this machine. (default: OMP_NUM_THREADS, or all cores)"
+    )
 
     def check(self) -> None:
         """Raise QuantkitError for values that are invalid for every model."""
-        for name in ("gpus", "batch", "samples", "seqlen"):
+        for name in ("gpus", "batch", "samples", "seqlen", "threads"):
             value = getattr(self, name)
             check_value(flag_of(name), value, value is None or 1 <= value <= MOST, "choose 1 or more")
         for name in ("vram", "bandwidth", "tflops"):
@@ -64,6 +68,11 @@ class Question:
         """Return the bytes per value of the KV cache."""
         return kv_types.TYPES[kv_types.named(self.kv_dtype)].nbytes
 
+    @property
+    def cpu_threads(self) -> int:
+        """Return the number of threads of a job on this machine."""
+        return self.threads or processor.threads()
+
     @cached_property
     def single_device(self) -> Device | None:
         """Return the device of --gpu, changed by --vram, --bandwidth and --tflops; None without flags."""
@@ -72,6 +81,7 @@ class Question:
         if self.gpu is None and not given:
             return None
         base = devices.find(self.gpu) if self.gpu else Device("custom", "cuda", None, None, None)
+        base = devices.this_machine(self.cpu_threads) if base.kind == "cpu" else base
         return replace(base, fewer={} if self.tflops else base.fewer, **given)
 
     @cached_property

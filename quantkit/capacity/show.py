@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quantkit.capacity.formats import STORED
+from quantkit.capacity.job import typed
 from quantkit.tables import MODEL_BITS, make_table, megabytes, print_facts, print_line, size
 
 METHODS = ("fp8", "w8a8", "int8", "nf4", "fp4", "fp4a4", "gptq", "awq")
@@ -66,7 +67,7 @@ def _about(record: Record) -> dict[str, str]:
     if device:
         numbers = [size(device["memory_bytes"])] if device["memory_bytes"] else []
         numbers += [f"{device['bandwidth'] / 1e9:,.0f} GB/s"] if device["bandwidth"] else []
-        numbers += [f"{device['flops'] / 1e12:,.0f} TFLOPS"] if device["flops"] else []
+        numbers += [f"{device['flops'] / 1e12:,.3g} TFLOPS"] if device["flops"] else []
         fewer = device["flops_of_fewer_bits"].items()
         numbers += [f"{flops / 1e12:,.0f} in {name}" for name, flops in fewer]
         if device["usable_bytes"]:
@@ -135,8 +136,7 @@ def _jobs(record: Record) -> Table:
         if job["peak_memory_bytes"] is None:
             table.add_row(method, *[MISSING] * 3)
             continue
-        seconds = job["seconds"]
-        time = f"{duration(seconds[0])} to {duration(seconds[1])}" if seconds else "unknown"
+        time = f"about {duration(job['seconds'])}" if job["seconds"] else "unknown"
         memory = size(job["peak_memory_bytes"]) + (", too much" if job["fits"] is False else "")
         table.add_row(method, memory, megabytes(job["disk_bytes"]), time)
     return table
@@ -151,8 +151,9 @@ def _remarks(record: Record) -> Iterator[str]:
             remarks.setdefault(f"not possible: {row['reason']}", []).append(name)
     for method, job in record["job"].items():
         if job["peak_memory_bytes"] is not None:
-            known = "time from" if job["seconds"] else "time unknown:"
-            remarks.setdefault(f"{known} {job['basis']}", []).append(method)
+            remarks.setdefault(_time_basis(job), []).append(method)
+            if memory := _memory_basis(job):
+                remarks.setdefault(memory, []).append(method)
             if job["needs"]:
                 why = "the errors of both quantizations add up"
                 remarks.setdefault(f"only with {job['needs']}: {why}", []).append(method)
@@ -172,6 +173,25 @@ def _remarks(record: Record) -> Iterator[str]:
             "tokens/s: upper bound for one sequence; best batch: larger batches are compute-bound (for the "
             "linears)"
         )
+
+
+def _time_basis(job: Record) -> str:
+    if job["seconds"] is None:
+        return f"time {job['basis']}"
+    return f"time within a factor of {job['seconds_factor']}, from {job['basis']}"
+
+
+def _memory_basis(job: Record) -> str | None:
+    """Return how a job uses less memory than usual, or with which options it would fit; None if it fits."""
+    if job["fits"] is False:
+        remedy = job["remedy"]
+        return (
+            f"{size(remedy['peak_memory_bytes'])} with {remedy['flags']}"
+            if remedy
+            else "no option makes it fit"
+        )
+    flags = typed({name: job[name] for name in ("sequential", "states")})
+    return f"memory with {flags}, which the job chooses" if flags else None
 
 
 def _table(*columns: str) -> Table:

@@ -18,7 +18,7 @@ EPILOG = """Examples:
 PANELS = {
     "device": ("gpu", "gpus", "vram", "bandwidth", "tflops"),
     "serving": ("ctx", "batch", "kv_dtype", "format"),
-    "quantizing": ("samples", "seqlen"),
+    "quantizing": ("samples", "seqlen", "threads"),
 }
 MODEL = Annotated[
     str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")

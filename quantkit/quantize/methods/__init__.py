@@ -63,22 +63,26 @@ def summary(name: str) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """Cost of a method besides running blocks.
+    """Time and memory of a method with default options, for `quantkit plan` (capacity/duration.py).
 
-    forwards: passes of all tokens through a block; 0 without calibration. products: operations per linear, in
-    `out · in²`. seconds: per weight and core, everything but matrix products (fast and slow). h200_seconds:
-    per billion parameters, a dense block and a layer of experts (docs/gpu.md). transform: a transform needs
-    statistics of all sites first. sample: share of the tokens that it uses, if not all. outside: embedding
-    and head are encoded too; the head needs another pass of all tokens through the blocks.
+    weight: time of choosing a weight's code / that of 4-bit error feedback on this machine. search: the same
+    for each weight that a transform looks at. products: matrix products of a transform, in `out · in²`.
+    sample: share of the calibration tokens that a transform uses. 0: no calibration; below 1: error feedback
+    after the transform. outside: embedding and head are encoded too. h200_seconds: per billion weights of the
+    blocks (docs/gpu.md).
     """
 
-    forwards: float
-    products: float
-    seconds: tuple[float, float]
-    h200_seconds: tuple[float, float] | None = None
-    transform: bool = False
+    weight: float
+    search: float = 0.0
+    products: float = 0.0
     sample: float = 0.0
     outside: bool = False
+    h200_seconds: float | None = None
+
+    @property
+    def feeds_back(self) -> bool:
+        """Return whether the solver is error feedback with the original model as target."""
+        return 0 < self.sample < 1
 
 
 class MethodOptions:

@@ -51,7 +51,7 @@ class Awq(AffineMethod):
 
     Options = Options
     options: Options
-    work = Work(2, 25, (0.3e-6, 1.2e-6), (6, 12), True)
+    work = Work(0.7, search=0.5, products=20.0, sample=1.0, h200_seconds=6.4)
 
     @property
     def suffix(self) -> str:

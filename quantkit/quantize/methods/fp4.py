@@ -54,7 +54,7 @@ class Fp4(Method):
     Options = Options
     options: Options
     variants = {"fp4a4": ({"activations": True}, "fp4")}
-    work = Work(1, 10, (0.5e-6, 2e-6), (10, 20), sample=1 / 8)
+    work = Work(2.2, search=5.0, sample=1 / 8, h200_seconds=10.6)
 
     @property
     def suffix(self) -> str:

@@ -71,7 +71,7 @@ class Fp8(Method):
     options: Options
     computes = "fp8"
     variants = {"mxfp8": ({"format": "mxfp8"}, "fp8")}
-    work = Work(0, 0, (5e-9, 30e-9))
+    work = Work(0.1, h200_seconds=2.8)
 
     @property
     def suffix(self) -> str:

@@ -105,7 +105,7 @@ class Gguf(Method):
     options: Options
     layout = GgmlLayout()
     unused = ("override", "allow_unread")
-    work = Work(1, 10, (0.35e-6, 1.9e-6), (20, 40), sample=1 / 8, outside=True)
+    work = Work(2.0, search=8.0, sample=1 / 8, outside=True, h200_seconds=26.8)
 
     @property
     def suffix(self) -> str:

@@ -31,7 +31,7 @@ class Int8(Method):
     Options = Options
     options: Options
     suffix = "int8"
-    work = Work(0, 0, (12e-9, 50e-9))
+    work = Work(0.085)
 
     @property
     def layout(self) -> Int8Layout:

@@ -1,9 +1,8 @@
 """Peak memory of a quantization job, estimated from shapes, for jobs and for `quantkit plan`.
 
 The peak is the bytes of everything outside the blocks, plus the bytes of all stages of quantizing a block
-(`Stages`). Every stage computes its own bytes and names the code that allocates them. Batches, statistics and
-solver never reach their peaks together, so the sum is an upper limit, less than twice the true peak. torch is
-not imported.
+(`Stages`). Every stage computes its own bytes and names the code that allocates them. Stages do not all reach
+their peaks together, so the sum is an upper limit, less than twice the true peak. torch is not imported.
 """
 
 from __future__ import annotations
@@ -67,9 +66,10 @@ class Stages:
     at_once: int = 1
 
     def computing(self) -> dict[str, int]:
-        """Return the bytes of each stage on the device that computes. A job without calibration needs the
-        stored and the decoded block, batches that wait for experts, a linear that is rounded, and freed pages
-        that a CPU keeps for the next linears (machine/memory.py)."""
+        """Return the bytes of each stage on the device that computes. A batch runs (calibrate/forwards.py)
+        or a site is solved, while suspended batches wait. A job without calibration needs the stored and the
+        decoded block, batches that wait for experts, a linear that is rounded, and freed pages that a CPU
+        keeps for the next linears (machine/memory.py)."""
         shapes = self.shapes
         if not self.needs:
             return {
@@ -81,9 +81,9 @@ class Stages:
         stages = {
             "block": self.block,
             "hidden states": self.hidden_states,
-            "batches": self.batches,
+            "waiting batches": shapes.tokens * shapes.suspended * self.suspends,
             "statistics": self.capture,
-            "solver": self.solve,
+            "batch or solver": max(shapes.batch, self.solve),
         }
         return stages if self.offloads else stages | {"original": self.original, "experts": self.experts}
 
@@ -110,11 +110,6 @@ class Stages:
         with --states disk."""
         away = self.states != "device"
         return self.shapes.states * (self.suspends or not away) + self.shapes.moving * away
-
-    @property
-    def batches(self) -> int:
-        """calibrate/forwards.py: the batch that runs through the block, and suspended batches."""
-        return self.shapes.batch + self.shapes.tokens * self.shapes.suspended * self.suspends
 
     @property
     def capture(self) -> int:
