@@ -419,7 +419,7 @@ def test_gradients_flow_back_there(both, tiny_model, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path):
+def test_auto_measures_what_it_measures_on_the_cpu(tiny_model, text, tmp_path, few_tokens):
     """The search alone: what is made of it are other commands' jobs."""
     source, found = tiny_model("llama", tokenizer=True, **SIZES | {"num_hidden_layers": 1}), {}
     for device in ("cpu", NAME):

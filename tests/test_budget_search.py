@@ -11,20 +11,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.auto import allocation, cost, curve, run, unit_divergence
+from quantkit.auto import allocation, cost, curve, results, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import ENGINES, GgufOutside
 from quantkit.auto.job import prepare
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.auto.solving import Solving
-from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
+from quantkit.auto.units import Candidate, Unit, bits_per_weight, measured_candidates, nbytes, usual
 from quantkit.cli.progress import Lines
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import size_bytes
 
+pytestmark = pytest.mark.usefixtures("few_tokens")
 CPU = torch.device("cpu")
 
 
@@ -77,42 +78,34 @@ def test_what_cannot_be_is_said_with_what_can():
         allocation.within_loss(units, losses, 1e-9)
 
 
-def test_the_curve_goes_through_what_was_measured_and_between():
+def test_losses_are_proportional_to_errors():
     row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 20, 30, 40), strict=True))
     unit = Unit("u", 0, (), 80, row)
     errors = Errors({"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05})
-    found = curve.losses(unit, errors, {"a": Divergence(0.7, 0.0)}, "c")  # a factor of 2
+    found = curve.losses(unit, errors, {"a": Divergence(0.9, 0.0)}, "c")  # a factor of 2
     assert found == pytest.approx({"a": 0.8, "c": 0.1, "b": 0.4, "d": 0.02})  # rounding's errors, halved
-    errors.solved["d"] = 0.01
-    measured = {"a": Divergence(0.7, 0.0), "d": Divergence(-0.12, 0.0)}  # 2 above c, 3 below it
-    found = curve.losses(unit, errors, measured, "c")
-    assert found["a"] - found["c"] == pytest.approx(0.7) and found["d"] - found["c"] == pytest.approx(-0.12)
-    assert found["d"] == pytest.approx(0.03) and found["b"] - found["c"] == pytest.approx(0.15 * 2)
-    measured["d"] = Divergence(-0.12, 0.12)  # badly known: leans towards the other
-    found = curve.losses(unit, errors, measured, "c")
-    assert found["a"] - found["c"] == pytest.approx(0.7)
-    assert found["d"] - found["c"] == pytest.approx(-0.04 * 2, rel=0.02)
-    noise = curve.losses(unit, errors, {"a": Divergence(0.7, 0.0), "d": Divergence(0.05, 0.0)}, "c")
-    assert 0 <= noise["d"] < noise["c"] < noise["a"]  # more bits are never said to be worse
     alone = curve.losses(unit, errors, {"a": Divergence(0.8, 0.0)}, None)  # from the original
     assert alone["a"] == pytest.approx(0.8) and alone["d"] == pytest.approx(0.02)
+    assert set(curve.losses(unit, errors, {}, "c").values()) == {0.0}  # nothing to choose
 
 
 def test_usual_candidates_add_up_to_what_was_measured_of_them():
     row = tuple(Candidate(name, size) for name, size in zip("abc", (20, 30, 40), strict=True))
     units = [Unit(name, 0, (), 80, row) for name in "uv"]
     errors = Errors({"a": 0.4, "b": 0.1, "c": 0.02}, {"a": 0.4, "b": 0.1, "c": 0.02})
-    measured = {"a": Divergence(0.6, 0.0), "c": Divergence(-0.16, 0.0)}
+    measured = {"a": Divergence(0.6, 0.0)}
     table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), dict.fromkeys("uv", Row(errors, measured)))
     found = table.losses(units)
     assert usual(units[0]).name == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
     assert found["u", "a"] / found["u", "b"] == pytest.approx(4)
 
 
-def test_anchors_are_far_apart():
+def test_the_smallest_is_measured_and_the_usual_is_larger():
     row = tuple(Candidate(str(bits), bits * 10) for bits in (2, 2.5, 3, 3.5, 4, 5, 8))
     unit = Unit("u", 0, (), 80, row)
-    assert [one.name for one in anchors(unit)] == ["2", "3", "4"]
+    assert usual(unit).name == "3" and [one.name for one in measured_candidates(unit)] == ["2"]
+    assert [one.name for one in measured_candidates(replace(unit, block=None))] == ["3"]
+    assert measured_candidates(replace(unit, candidates=row[:2])) == ()
 
 
 @pytest.mark.parametrize(
@@ -190,12 +183,18 @@ def test_embeddings_that_take_most_of_the_budget_are_named(tiny_model, tmp_path,
 
 @pytest.mark.parametrize(
     "options, most",
-    [({"bpw": 4.0}, 5), ({"max_size": "1GB"}, 5), ({"max_kld": 0.1}, 11), ({"gpu": "h100-80g"}, 6)],
+    [
+        ({"bpw": 4.0}, 7),
+        ({"bpw": 4.0, "engine": "vllm"}, 5),
+        ({"max_size": "1GB"}, 7),
+        ({"max_kld": 0.1}, 13),
+        ({"gpu": "h100-80g"}, 8),
+    ],
 )
 def test_the_steps_of_a_search_are_counted(options, most, capsys):
     auto = SimpleNamespace(request=SimpleNamespace(options=AutoOptions(**options)))
     progress = Lines()
-    search = run._Search(auto, {}, progress)
+    search = results.Search(auto, {}, progress)
     progress.step(1, cost.most_steps(auto))
     for _ in range(most):
         progress.phase("loading")
@@ -258,9 +257,6 @@ class Noisy:
         draw = torch.Generator().manual_seed(hash((unit.block, candidate.nbytes)) % 2**31)
         return weight + candidate.nbytes / 100 * torch.randn(weight.shape, generator=draw)
 
-    def needed(self, unit: Unit):
-        return unit.candidates
-
     def usual(self, index: int, entering):
         """Every linear, with noise of its own."""
         names = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj"]
@@ -272,7 +268,7 @@ class Noisy:
         return weight + 0.05 * torch.randn(weight.shape, generator=draw)
 
     def of_block(self, unit: Unit, entering):
-        for candidate in unit.candidates:
+        for candidate in measured_candidates(unit):
             own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
             yield candidate, {name: self.values(unit, candidate, weight) for name, weight in own.items()}
 
@@ -287,7 +283,7 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     space = ENGINES["vllm"]
     row = (Candidate("small", 1), Candidate("large", 9))
     units = [
-        Unit(unit.name, unit.block, unit.rows, unit.weights, row)
+        Unit(unit.name, unit.block, unit.rows, 8, row)
         for unit in space.units(prepared_for(space, source, tmp_path))
     ]
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, CPU)
@@ -298,15 +294,15 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
         *_, measured = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
     found = measured.by_candidate
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = model(ids).logits.log_softmax(-1)
 
-    def divergence() -> float:
+    def predictions() -> torch.Tensor:
         with torch.no_grad():
-            moved = model(ids).logits.log_softmax(-1)
-        return (expected.exp() * (expected - moved)).sum(-1).mean().item()
+            return model(ids).logits.log_softmax(-1)
 
-    originals = {}
+    def divergence(expected: torch.Tensor) -> float:
+        return (expected.exp() * (expected - predictions())).sum(-1).mean().item()
+
+    originals, original = {}, predictions()
     for name, module in model.named_modules():
         _, _, place = name.partition("model.layers.")
         index, _, leaf = place.partition(".")
@@ -314,21 +310,21 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
             originals[module] = module.weight.data
             if not leaf.endswith("down_proj"):
                 module.weight.data = noisy.noisy(module.weight.data, int(index))
-    whole = divergence()
-    assert measured.usual.mean == pytest.approx(whole, rel=1e-3) and whole > 0
-    assert len(found) == 2 * len(units)
+    assert measured.usual.mean == pytest.approx(divergence(original), rel=1e-3) and measured.usual.mean > 0
+    replaced = predictions()
+    assert len(found) == len(units)
     for unit in units[::3]:
-        for candidate in unit.candidates:
+        for candidate in measured_candidates(unit):
             own = {}
             for linear in unit.rows:
                 module = model.get_submodule(linear.name)
                 own[module] = module.weight.data
                 module.weight.data = noisy.values(unit, candidate, originals[module])
-            naive = divergence() - whole
+            naive = divergence(replaced)
             for module, weight in own.items():
                 module.weight.data = weight
             mean, stderr = found[unit.name, candidate.name].mean, found[unit.name, candidate.name].stderr
-            assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive != 0 and stderr > 0
+            assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive > 0 and stderr > 0
 
 
 def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_path):
@@ -357,8 +353,9 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
     with torch.no_grad():
         found = solving.usual(0, entering)["self_attn.q_proj"]
         others = {one.name for one, _ in solving.of_block(unit, entering)}
-    assert others == {one.name for one in anchors(unit)} - {stored.name}
-    assert solving.errors[unit.name].solved.keys() == {one.name for one in anchors(unit)}
+    (smallest,) = measured_candidates(unit)
+    assert others == {smallest.name}
+    assert solving.errors[unit.name].solved.keys() == {smallest.name, stored.name}
     for name, part in skeleton.blocks[0].named_parameters():
         assert torch.equal(part, before[name]), name
     bits, group_size = map(int, stored.name.split(","))

@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 from quantkit.auto.job import Auto
-from quantkit.auto.units import anchors, nbytes, usual
+from quantkit.auto.units import measured_candidates, nbytes, usual
 from quantkit.capacity import job as capacity_job
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
@@ -18,13 +18,13 @@ CHOICES_TRIED = 3  # maximum of results to make with --max-kld
 
 def streams(auto: Auto) -> int:
     """Return the number of streams of hidden states, one for each measured candidate."""
-    return sum(len(anchors(unit)) - (unit.block is not None) for unit in auto.units)
+    return sum(len(measured_candidates(unit)) for unit in auto.units)
 
 
 def most_steps(auto: Auto) -> int:
     """Return the number of steps of a search: sensitivities, caches, and making and measuring each result."""
     options = auto.request.options
-    results = 2 if options.max_kld is None else CHOICES_TRIED + 2
+    results = (2 if options.max_kld is None else CHOICES_TRIED + 2) + (options.engine == "any")
     return 1 + (options.gpu is not None) + 2 * results
 
 
@@ -56,7 +56,7 @@ def seconds(auto: Auto) -> tuple[float, float] | None:
     searches, evaluations = cpu_seconds(search, weights * (rounded / 3 + solved)), cpu_seconds(evaluation, 0)
     if options.sensitivities and options.sensitivities.exists():
         searches = [0.0, 0.0]
-    slower, results = processor.cores() / execution.threads, (2, most_steps(auto) // 2)
+    slower, results = processor.cores() / execution.threads, (2, (most_steps(auto) - 1) // 2)
     bounds = zip(capacity_job.START_SECONDS, job_seconds, searches, evaluations, results, strict=True)
     shortest, longest = (
         start + search + count * (evaluation + (job - start) * slower)

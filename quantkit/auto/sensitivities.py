@@ -23,13 +23,13 @@ from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
 
 USUAL = "usual"  # folder of the usual weights of blocks
-SCHEMA = "quantkit.sensitivities/2"
+SCHEMA = "quantkit.sensitivities/3"
 ANEW = "leave out --sensitivities to measure anew"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A unit's errors by candidate, and the changes of divergence by its measured candidates."""
+    """A unit's errors by candidate, and the divergence of its measured candidate."""
 
     errors: Errors
     measured: Mapping[str, Divergence]

@@ -20,7 +20,7 @@ from quantkit.auto import scaling
 from quantkit.auto.curve import TINY, Errors
 from quantkit.auto.engines import GgufOutside, Space, nearest
 from quantkit.auto.scaling import Scales
-from quantkit.auto.units import Candidate, Unit, anchors, usual
+from quantkit.auto.units import Candidate, Unit, measured_candidates, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.measure import Measuring
@@ -57,10 +57,6 @@ class Solving:
         self._usual = {spec.name: usual(unit).name for unit in units for spec in unit.rows}
         self._known: Known | None = None
 
-    def needed(self, unit: Unit) -> Sequence[Candidate]:
-        """Return the candidates of a unit to measure: its anchors, in blocks without the usual one."""
-        return [anchor for anchor in anchors(unit) if unit.block is None or anchor != usual(unit)]
-
     def usual(self, index: int, entering: States) -> Values:
         """Return the weights of all units of the loaded block in their usual candidates. entering: hidden
         states before the block. The weights are solved once and stored in a file for later walks."""
@@ -79,9 +75,9 @@ class Solving:
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
         """Yield (candidate, weights) of the candidates to measure. entering: states before the block."""
         solved, self.errors[unit.name] = self._solved(
-            unit, entering, [*self.needed(unit), usual(unit)], unit.candidates
+            unit, entering, [*measured_candidates(unit), usual(unit)], unit.candidates
         )
-        for candidate in self.needed(unit):
+        for candidate in measured_candidates(unit):
             yield candidate, solved.pop(candidate.name)
 
     def _solved(
@@ -130,7 +126,7 @@ class Solving:
         """Return a context in which a matrix outside the blocks is replaced by a candidate."""
         assert self._outside is not None, "the space has units outside the blocks, and replaces them"
         if unit.name not in self.errors:
-            self.errors[unit.name] = self._outside.solve(unit, self.needed(unit))
+            self.errors[unit.name] = self._outside.solve(unit, measured_candidates(unit))
         return self._outside.replaced(unit, candidate)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
