@@ -45,11 +45,11 @@ def seconds(auto: Auto) -> tuple[float, float] | None:
     config, weights = auto.job.checkpoint.text_config, sum(spec.weights for spec in specs)
     forward, head = capacity_job.forward_operations(weights), 2 * config.hidden_size * config.vocab_size
     candidates = sum(len(unit.candidates) for unit in auto.units)
-    rounded, solved = (number / len(auto.units) for number in (candidates, streams(auto)))
+    rounded, solved = candidates / len(auto.units), 1 + streams(auto) / len(auto.units)
     measured = auto.tokens.numel() * (2 + streams(auto))
     search = forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel()) + head * measured
     shapes = [(spec.out_features, spec.in_features) for spec in specs]
-    search += capacity_job.solver_operations(work, shapes) * (solved + 2)
+    search += capacity_job.solver_operations(work, shapes) * solved
     search += 2 * rounded * sum(math.prod(shape) * shape[1] for shape in shapes)  # errors tr(dW H dWᵀ)
     evaluation = 2 * (forward + head) * auto.windows.protocol.tokens
     cpu_seconds = partial(capacity_job.cpu_seconds, work, cores=execution.threads)

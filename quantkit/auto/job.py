@@ -137,11 +137,12 @@ class Auto:
         budget = self.budget_bytes()
         if budget is None:  # the smallest within a divergence is not known yet
             budget = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
-        two_results = 2 * (budget + self.fixed_bytes) + budget
+        results = 3 if self.request.options.engine == "any" else 2
+        made = results * (budget + self.fixed_bytes) + budget
         return {
             "memory_bytes": plan.memory_bytes + streams,
             "host_bytes": plan.host_bytes + (streams if plan.execution.device == "cpu" else 0),
-            "disk_bytes": max(waiting, two_results),
+            "disk_bytes": max(waiting, made),
         }
 
     @cached_property

@@ -54,6 +54,7 @@ class Solving:
         self._job, self._space, self._outside = job, space, outside
         self._units, self._folder = units, folder
         self.errors: dict[str, Errors] = {}
+        self._usual_errors: dict[str, dict[str, float]] = {}  # by unit, {usual candidate: error}
         self._usual = {spec.name: usual(unit).name for unit in units for spec in unit.rows}
         self._known: Known | None = None
 
@@ -65,18 +66,20 @@ class Solving:
             values: dict[str, Tensor] = {}
             for unit in self._units:
                 if unit.block == index:
-                    solved, _ = self._solved(unit, entering, [usual(unit)])
+                    solved, errors = self._solved(unit, entering, [usual(unit)])
                     values |= solved[usual(unit).name]
+                    self._usual_errors[unit.name] = errors.solved
             host = {name: weight.to(KEPT_IN).cpu().contiguous() for name, weight in values.items()}
             save_file(host, path)
         device = self._job.skeleton.device
         return {name: weight.to(device) for name, weight in load_file(path).items()}
 
     def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Yield (candidate, weights) of the candidates to measure. entering: states before the block."""
-        solved, self.errors[unit.name] = self._solved(
-            unit, entering, [*measured_candidates(unit), usual(unit)], unit.candidates
-        )
+        """Yield (candidate, weights) of the candidates to measure, after `usual` of the block. entering:
+        hidden states before the block."""
+        solved, errors = self._solved(unit, entering, measured_candidates(unit), unit.candidates)
+        errors.solved |= self._usual_errors[unit.name]
+        self.errors[unit.name] = errors
         for candidate in measured_candidates(unit):
             yield candidate, solved.pop(candidate.name)
 
