@@ -227,6 +227,16 @@ def test_too_few_tokens_are_refused(quantkit, source, monkeypatch, typed, messag
     assert quantkit("auto", source, "--bpw", "4", "--dry-run", *least).code == 0
 
 
+def test_any_engine_is_compared_with_a_gguf_file(auto, tmp_path):
+    found = auto("--bpw", "6", "-o", "found", "--engine", "any", "--sensitivities", "table.json")
+    kept, gguf = found[found["kept"]], found["gguf"]
+    assert gguf["disk_bytes"] <= kept["disk_bytes"] and gguf["kld"] > 0 and gguf["predicted_kld"] is None
+    assert [path.name for path in tmp_path.iterdir() if "found" in path.name] == ["found"]
+    scale = found["uniform"]["kld"] / found["uniform"]["predicted_kld"]
+    units = json.loads((tmp_path / "table.json").read_text())["units"]
+    assert units.keys() == found["choice"].keys() and scale > 0
+
+
 def _linears(source: Path) -> list[Tensor]:
     tensors = load_file(source / "model.safetensors")
     return [tensor for name, tensor in tensors.items() if name.endswith("proj.weight")]

@@ -208,6 +208,26 @@ def test_the_steps_of_a_search_are_counted(options, most, capsys):
     ]
 
 
+def test_the_uniform_model_scales_predictions_and_is_not_made_twice(monkeypatch):
+    units, losses = toy(1)
+    choice = allocation.within_bytes(units, losses, 400)
+    other = {unit.name: unit.candidates[-1].name for unit in units}
+    presets = [results.Preset("best", choice, {}), results.Preset("too large", other, {})]
+    options = SimpleNamespace(options=AutoOptions(bpw=4.0))
+    search = results.Search(SimpleNamespace(request=options, units=units, presets=presets), losses, None)
+
+    def make(auto, preset, folder, predicted):
+        record = {"predicted_kld": predicted, "kld": 3 * predicted, "disk_bytes": 1}
+        return results.Made(preset, None, "", record)
+
+    monkeypatch.setattr(search, "_make", make)
+    uniform = search.uniform(400)
+    assert uniform.preset.name == "best" and uniform.record["predicted_kld"] == lost(losses, choice)
+    assert search._predicted(other) == pytest.approx(3 * lost(losses, other))
+    assert search.within_bytes(400, uniform) is uniform
+    assert search.uniform(nbytes(units, {unit.name: unit.candidates[0].name for unit in units}) - 1) is None
+
+
 def options_of(values: dict) -> dict:
     """Method and run options of a recipe's values."""
     from quantkit.quantize import methods
