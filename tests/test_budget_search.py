@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from quantkit.auto.job import prepare
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.auto.solving import Solving
-from quantkit.auto.units import Candidate, Unit, bits_per_weight, measured_candidates, nbytes, usual
+from quantkit.auto.units import Candidate, Unit, bits_per_weight, measured, nbytes, usual
 from quantkit.cli.progress import Lines
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
@@ -79,22 +78,22 @@ def test_what_cannot_be_is_said_with_what_can():
 
 
 def test_losses_are_proportional_to_errors():
-    row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 20, 30, 40), strict=True))
+    row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 15, 20, 40), strict=True))
     unit = Unit("u", 0, (), 80, row)
+    assert measured(unit).name == "a" and usual(unit).name == "c"
     errors = Errors({"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05})
-    found = curve.losses(unit, errors, {"a": Divergence(0.9, 0.0)}, "c")  # a factor of 2
+    found = curve.losses(unit, errors, Divergence(0.9, 0.0))  # a factor of 2
     assert found == pytest.approx({"a": 0.8, "c": 0.1, "b": 0.4, "d": 0.02})  # rounding's errors, halved
-    alone = curve.losses(unit, errors, {"a": Divergence(0.8, 0.0)}, None)  # from the original
-    assert alone["a"] == pytest.approx(0.8) and alone["d"] == pytest.approx(0.02)
-    assert set(curve.losses(unit, errors, {}, "c").values()) == {0.0}  # nothing to choose
+    outside = curve.losses(replace(unit, block=None), errors, Divergence(0.1, 0.0))  # of c, from the original
+    assert outside == pytest.approx(found)
 
 
 def test_usual_candidates_add_up_to_what_was_measured_of_them():
     row = tuple(Candidate(name, size) for name, size in zip("abc", (20, 30, 40), strict=True))
     units = [Unit(name, 0, (), 80, row) for name in "uv"]
     errors = Errors({"a": 0.4, "b": 0.1, "c": 0.02}, {"a": 0.4, "b": 0.1, "c": 0.02})
-    measured = {"a": Divergence(0.6, 0.0)}
-    table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), dict.fromkeys("uv", Row(errors, measured)))
+    rows = dict.fromkeys("uv", Row(errors, Divergence(0.6, 0.0)))
+    table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), rows)
     found = table.losses(units)
     assert usual(units[0]).name == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
     assert found["u", "a"] / found["u", "b"] == pytest.approx(4)
@@ -103,9 +102,9 @@ def test_usual_candidates_add_up_to_what_was_measured_of_them():
 def test_the_smallest_is_measured_and_the_usual_is_larger():
     row = tuple(Candidate(str(bits), bits * 10) for bits in (2, 2.5, 3, 3.5, 4, 5, 8))
     unit = Unit("u", 0, (), 80, row)
-    assert usual(unit).name == "3" and [one.name for one in measured_candidates(unit)] == ["2"]
-    assert [one.name for one in measured_candidates(replace(unit, block=None))] == ["3"]
-    assert measured_candidates(replace(unit, candidates=row[:2])) == ()
+    assert usual(unit).name == "3" and measured(unit).name == "2"
+    assert measured(replace(unit, block=None)).name == "3"
+    assert usual(replace(unit, candidates=row[:2])).name == "2"
 
 
 @pytest.mark.parametrize(
@@ -287,13 +286,9 @@ class Noisy:
         draw = torch.Generator().manual_seed(index)
         return weight + 0.05 * torch.randn(weight.shape, generator=draw)
 
-    def of_block(self, unit: Unit, entering):
-        for candidate in measured_candidates(unit):
-            own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
-            yield candidate, {name: self.values(unit, candidate, weight) for name, weight in own.items()}
-
-    def outside(self, unit: Unit, candidate: Candidate):
-        return nullcontext()
+    def measured(self, unit: Unit, entering):
+        own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
+        return {name: self.values(unit, measured(unit), weight) for name, weight in own.items()}
 
 
 @pytest.mark.parametrize("room", [3, 64])
@@ -311,8 +306,8 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
     noisy = Noisy(skeleton)
     with torch.no_grad():
-        *_, measured = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
-    found = measured.by_candidate
+        *_, changes = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
+    found = changes.by_unit
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
 
     def predictions() -> torch.Tensor:
@@ -330,21 +325,20 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
             originals[module] = module.weight.data
             if not leaf.endswith("down_proj"):
                 module.weight.data = noisy.noisy(module.weight.data, int(index))
-    assert measured.usual.mean == pytest.approx(divergence(original), rel=1e-3) and measured.usual.mean > 0
+    assert changes.usual.mean == pytest.approx(divergence(original), rel=1e-3) and changes.usual.mean > 0
     replaced = predictions()
     assert len(found) == len(units)
     for unit in units[::3]:
-        for candidate in measured_candidates(unit):
-            own = {}
-            for linear in unit.rows:
-                module = model.get_submodule(linear.name)
-                own[module] = module.weight.data
-                module.weight.data = noisy.values(unit, candidate, originals[module])
-            naive = divergence(replaced)
-            for module, weight in own.items():
-                module.weight.data = weight
-            mean, stderr = found[unit.name, candidate.name].mean, found[unit.name, candidate.name].stderr
-            assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive > 0 and stderr > 0
+        own = {}
+        for linear in unit.rows:
+            module = model.get_submodule(linear.name)
+            own[module] = module.weight.data
+            module.weight.data = noisy.values(unit, measured(unit), originals[module])
+        naive = divergence(replaced)
+        for module, weight in own.items():
+            module.weight.data = weight
+        mean, stderr = found[unit.name].mean, found[unit.name].stderr
+        assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive > 0 and stderr > 0
 
 
 def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_path):
@@ -372,10 +366,8 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
     entering = [skeleton.embed(ids) for ids in prepared.batches]
     with torch.no_grad():
         found = solving.usual(0, entering)["self_attn.q_proj"]
-        others = {one.name for one, _ in solving.of_block(unit, entering)}
-    (smallest,) = measured_candidates(unit)
-    assert others == {smallest.name}
-    assert solving.errors[unit.name].solved.keys() == {smallest.name, stored.name}
+        assert solving.measured(unit, entering).keys() == {"self_attn.q_proj"}
+    assert solving.errors[unit.name].solved.keys() == {measured(unit).name, stored.name}
     for name, part in skeleton.blocks[0].named_parameters():
         assert torch.equal(part, before[name]), name
     bits, group_size = map(int, stored.name.split(","))
@@ -405,10 +397,10 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     outside = GgufOutside(prepared, list(ids.split(2)))
     candidate = next(one for one in unit.candidates if one.name == "Q4_0")
     with torch.no_grad():
-        errors = outside.solve(unit, [candidate])
+        errors = outside.solve(unit, candidate)
     assert 0 < errors.solved["Q4_0"] <= errors.nearest["Q4_0"] < errors.nearest["Q8_0"] * 1e4
     own = skeleton.model.get_input_embeddings().weight
-    with outside.replaced(unit, candidate):
+    with outside.replaced(unit):
         inside = skeleton.model.get_input_embeddings().weight
         assert inside is skeleton.model.get_output_embeddings().weight and inside is not own
     assert (

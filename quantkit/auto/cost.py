@@ -6,19 +6,15 @@ import math
 from functools import partial
 
 from quantkit.auto.job import Auto
-from quantkit.auto.units import measured_candidates, nbytes, usual
+from quantkit.auto.units import nbytes, usual
 from quantkit.capacity import job as capacity_job
 from quantkit.capacity import source
 from quantkit.capacity.question import Question
 from quantkit.models.machine import processor
 from quantkit.tables import megabytes
 
+SOLVED = 2  # candidates of a unit that a search solves: the usual and the measured one
 CHOICES_TRIED = 3  # maximum of results to make with --max-kld
-
-
-def streams(auto: Auto) -> int:
-    """Return the number of streams of hidden states, one for each measured candidate."""
-    return sum(len(measured_candidates(unit)) for unit in auto.units)
 
 
 def most_steps(auto: Auto) -> int:
@@ -44,16 +40,15 @@ def seconds(auto: Auto) -> tuple[float, float] | None:
     work, specs = auto.space.method.work, [spec for spec in auto.job.specs if spec.grid]
     config, weights = auto.job.checkpoint.text_config, sum(spec.weights for spec in specs)
     forward, head = capacity_job.forward_operations(weights), 2 * config.hidden_size * config.vocab_size
-    candidates = sum(len(unit.candidates) for unit in auto.units)
-    rounded, solved = candidates / len(auto.units), 1 + streams(auto) / len(auto.units)
-    measured = auto.tokens.numel() * (2 + streams(auto))
+    rounded = sum(len(unit.candidates) for unit in auto.units) / len(auto.units)
+    measured = auto.tokens.numel() * (2 + len(auto.units))
     search = forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel()) + head * measured
     shapes = [(spec.out_features, spec.in_features) for spec in specs]
-    search += capacity_job.solver_operations(work, shapes) * solved
+    search += capacity_job.solver_operations(work, shapes) * SOLVED
     search += 2 * rounded * sum(math.prod(shape) * shape[1] for shape in shapes)  # errors tr(dW H dWᵀ)
     evaluation = 2 * (forward + head) * auto.windows.protocol.tokens
     cpu_seconds = partial(capacity_job.cpu_seconds, work, cores=execution.threads)
-    searches, evaluations = cpu_seconds(search, weights * (rounded / 3 + solved)), cpu_seconds(evaluation, 0)
+    searches, evaluations = cpu_seconds(search, weights * (rounded / 3 + SOLVED)), cpu_seconds(evaluation, 0)
     if options.sensitivities and options.sensitivities.exists():
         searches = [0.0, 0.0]
     slower, results = processor.cores() / execution.threads, (2, (most_steps(auto) - 1) // 2)

@@ -9,10 +9,9 @@ times the solver's gain on the candidate with the most similar error.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from quantkit.auto.units import Unit
+from quantkit.auto.units import Unit, measured, usual
 
 TINY = 1e-30
 
@@ -35,17 +34,14 @@ class Divergence:
     stderr: float
 
 
-def losses(
-    unit: Unit, errors: Errors, measured: Mapping[str, Divergence], usual: str | None
-) -> dict[str, float]:
+def losses(unit: Unit, errors: Errors, divergence: Divergence) -> dict[str, float]:
     """Return {candidate: divergence that it adds to the original unit's} for all candidates of a unit.
 
-    measured: divergence between the measured candidate and the `usual` one, or the original unit if `usual`
-    is None. The rounding errors of two candidates are independent, so their squares add up.
+    divergence: of the measured candidate from the usual one, whose rounding errors are independent, so that
+    their squares add up; outside the blocks from the original unit.
     """
-    start = errors.solved[usual] if usual else 0.0
-    slopes = [change.mean / max(errors.solved[name] + start, TINY) for name, change in measured.items()]
-    slope = sum(slopes) / max(len(slopes), 1)
+    replaced = 0.0 if unit.block is None else errors.solved[usual(unit).name]
+    slope = divergence.mean / max(errors.solved[measured(unit).name] + replaced, TINY)
     names = (candidate.name for candidate in unit.candidates)
     return {name: slope * (errors.solved.get(name) or _corrected(name, errors)) for name in names}
 

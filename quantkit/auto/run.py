@@ -79,7 +79,6 @@ def plan_record(auto: Auto) -> dict[str, Any]:
         "units": len(auto.units),
         "weights": auto.weights,
         "candidates": sum(len(unit.candidates) for unit in auto.units),
-        "streams": cost.streams(auto),
         "least_bits": bits_per_weight(auto.units, {u.name: u.candidates[0].name for u in auto.units}),
         "most_bits": bits_per_weight(auto.units, {u.name: u.candidates[-1].name for u in auto.units}),
         "presets": {

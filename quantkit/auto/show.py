@@ -66,7 +66,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "budget": budget.replace("_", "-"),
             "chosen": f"{chosen}: {record['least_bits']:.2f} to {record['most_bits']:.2f} bits per weight",
             "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
-            "search": f"{record['streams']} measured changes, each on {record['search_tokens']:,} tokens; "
+            "search": f"each unit is measured on {record['search_tokens']:,} tokens; "
             f"{record['statistics_tokens']:,} other tokens calibrate",
             "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",

@@ -25,26 +25,26 @@ from torch import Tensor
 from quantkit.auto.curve import Divergence
 from quantkit.auto.scaling import exchanged
 from quantkit.auto.solving import Solving, States, Values
-from quantkit.auto.units import Candidate, Unit, measured_candidates
+from quantkit.auto.units import Unit
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence, walk
 
 
 @dataclass(frozen=True)
 class Changes:
-    """usual: divergence of the usual model from the original. by_candidate: {(unit, candidate): divergence
-    from the usual model}."""
+    """usual: divergence of the usual model from the original. by_unit: divergence from the usual model, by
+    the name of the replaced unit."""
 
     usual: Divergence
-    by_candidate: dict[tuple[str, str], Divergence]
+    by_unit: dict[str, Divergence]
 
 
 @dataclass
 class _Stream:
-    """The usual model's hidden states with one unit replaced. key: (unit, candidate). head: returns a
-    context in which to compute logits."""
+    """The usual model's hidden states with one unit replaced. unit: its name. head: returns a context in
+    which to compute logits."""
 
-    key: tuple[str, str]
+    unit: str
     states: States
     head: Callable[[], AbstractContextManager[None]] = nullcontext
 
@@ -59,19 +59,17 @@ def measure(
     limit: int,
     report: Callable[[], None] = lambda: None,
 ) -> Iterator[Changes]:
-    """Yield, after each walk through the model, the divergences of all candidates measured so far.
+    """Yield, after each walk through the model, the divergences of all units measured so far.
 
     tokens: ids `[batch, tokens]` to measure on. calibration: ids for the solver. limit: maximum number of
     streams. report: called when the streams of a unit have begun. Tensors outside the blocks must be loaded.
     Results do not depend on which units are measured.
     """
-    changes: dict[tuple[str, str], Divergence] = {}
+    changes: dict[str, Divergence] = {}
     pending = deque(sorted(units, key=lambda unit: -1 if unit.block is None else unit.block))
     streams: list[_Stream] = []
     while pending and pending[0].block is None:
-        unit = pending.popleft()
-        for candidate in measured_candidates(unit):
-            streams.append(_outside(skeleton, unit, candidate, tokens, replacer))
+        streams.append(_outside(skeleton, pending.popleft(), tokens, replacer))
         report()
     original = [skeleton.embed(ids) for ids in tokens]
     usual, entering = original, [skeleton.embed(ids) for ids in calibration]
@@ -83,15 +81,12 @@ def measure(
         ):
             values, started = _weights(replacer.usual(index, entering)), []
             while pending and pending[0].block == index:
-                count = len(streams) + len(started)
-                if count and count + len(measured_candidates(pending[0])) > limit:
+                if len(streams) + len(started) >= limit:
                     next_walk = next_walk or (index, usual, entering)
                     break
                 unit = pending.popleft()
-                for candidate, other in replacer.of_block(unit, entering):
-                    with exchanged(block, values | _weights(other)):
-                        states = _run(skeleton, index, usual)
-                    started.append(_Stream((unit.name, candidate.name), states))
+                with exchanged(block, values | _weights(replacer.measured(unit, entering))):
+                    started.append(_Stream(unit.name, _run(skeleton, index, usual)))
                 report()
             original = original if output else _run(skeleton, index, original)
             with exchanged(block, values):
@@ -101,20 +96,18 @@ def measure(
                     usual, entering = _run(skeleton, index, usual), _run(skeleton, index, entering)
             streams += started
         output = output or _Output(skeleton, original, usual)
-        changes |= {stream.key: output.change(stream) for stream in streams}
+        changes |= {stream.unit: output.change(stream) for stream in streams}
         yield Changes(output.usual, changes)
         streams = []
         if next_walk:
             start, usual, entering = next_walk
 
 
-def _outside(
-    skeleton: Skeleton, unit: Unit, candidate: Candidate, tokens: Sequence[Tensor], replacer: Solving
-) -> _Stream:
-    """Return the stream in which embedding or output matrix (both if tied) has a candidate's weights."""
-    with replacer.outside(unit, candidate):
+def _outside(skeleton: Skeleton, unit: Unit, tokens: Sequence[Tensor], replacer: Solving) -> _Stream:
+    """Return the stream in which embedding or output matrix (both if tied) has the measured weights."""
+    with replacer.outside(unit):
         states = [skeleton.embed(ids) for ids in tokens]
-    return _Stream((unit.name, candidate.name), states, lambda: replacer.outside(unit, candidate))
+    return _Stream(unit.name, states, lambda: replacer.outside(unit))
 
 
 def _weights(values: Values) -> dict[str, Tensor]:
@@ -130,7 +123,7 @@ class _Output:
 
     def __init__(self, skeleton: Skeleton, original: States, usual: States):
         self._skeleton, self._usual = skeleton, usual
-        self.usual = self._divergence(original, _Stream(("", ""), usual))
+        self.usual = self._divergence(original, _Stream("", usual))
 
     def change(self, stream: _Stream) -> Divergence:
         """Return a stream's divergence from the usual model."""

@@ -71,9 +71,7 @@ def usual(unit: Unit) -> Candidate:
     return next(larger, smallest)
 
 
-def measured_candidates(unit: Unit) -> tuple[Candidate, ...]:
-    """Return the candidate to measure: the smallest, outside the blocks the usual one. None if a unit of a
-    block has only candidates of about one size. `curve.py` estimates the divergences of the others."""
-    if unit.block is None:
-        return (usual(unit),)
-    return unit.candidates[:1] if usual(unit) != unit.candidates[0] else ()
+def measured(unit: Unit) -> Candidate:
+    """Return the candidate to measure: the smallest, outside the blocks the usual one. `curve.py` estimates
+    the divergences of the others."""
+    return usual(unit) if unit.block is None else unit.candidates[0]
