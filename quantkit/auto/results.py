@@ -134,17 +134,18 @@ class Search:
         None if llama.cpp has no such file."""
         options = self._auto.request.options
         most = options.max_size or f"{kept.record['disk_bytes']}B"
-        budget = {"bpw": None, "max_kld": None, "gpu": None, "max_size": most}
-        options = replace(options, **budget, engine="llama.cpp", head=0, sym=True)
+        others = {"bpw": None, "max_kld": None, "gpu": None, "head": 0, "sym": True}
+        options = replace(options, **others, max_size=most, engine="llama.cpp")
         request = replace(self._auto.request, options=options, output=self._auto.folder / "preset.gguf")
         try:
             auto = prepare(request, self._progress, dry_run=True)
-        except QuantkitError as error:
+            budget = auto.budget_bytes()
+            fit = [preset for preset in auto.presets if nbytes(auto.units, preset.choice) <= budget]
+            largest = max(fit, key=lambda preset: nbytes(auto.units, preset.choice), default=None)
+            return largest and self._make(auto, largest, GGUF)
+        except QuantkitError as error:  # llama.cpp does not read every model
             self._progress.warn(f"not compared with a GGUF file: {error.message}")
             return None
-        fit = [preset for preset in auto.presets if nbytes(auto.units, preset.choice) <= auto.budget_bytes()]
-        largest = max(fit, key=lambda preset: nbytes(auto.units, preset.choice), default=None)
-        return largest and self._make(auto, largest, GGUF)
 
     def _predicted(self, choice: Choice) -> float:
         return self._scale * sum(self._losses[item] for item in choice.items())
