@@ -59,6 +59,12 @@ def one_thread():
 
 
 @pytest.fixture
+def few_tokens(monkeypatch):
+    """`quantkit auto` accepts as few tokens as a test can spare."""
+    monkeypatch.setattr("quantkit.auto.job.LEAST_TOKENS", 1)
+
+
+@pytest.fixture
 def tiny_model(tmp_path):
     """`tiny_model("llama", num_hidden_layers=2)` -> folder of a new random checkpoint (see families.py).
 

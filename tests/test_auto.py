@@ -13,13 +13,15 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from quantkit.auto import run, show, unit_divergence
+from quantkit.auto import allocation, results, run, show, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.sensitivities import Row, Sensitivities
+from quantkit.auto.units import nbytes
 from quantkit.capacity import devices
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.prepare import plan
 
+pytestmark = pytest.mark.usefixtures("few_tokens")
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 SMALL = ["--search-tokens", "64", "--threads", "1", "--dtype", "float32", "--engine", "transformers"]
 
@@ -69,10 +71,10 @@ def test_what_is_no_better_is_not_kept(auto, quantkit, tmp_path, monkeypatch):
         choice = {unit.name: unit.candidates[0].name for unit in units}
         for unit in units:
             better = choice | {unit.name: unit.candidates[-1].name}
-            choice = better if run.nbytes(units, better) <= budget else choice
+            choice = better if nbytes(units, better) <= budget else choice
         return choice
 
-    monkeypatch.setattr(run.allocation, "within_bytes", bad)
+    monkeypatch.setattr(allocation, "within_bytes", bad)
     found = auto("--bpw", "5.2", "-o", "kept", "--recipe-out", "kept.yaml")
     assert found["kept"] == "uniform" and found["searched"]["kld"] >= found["uniform"]["kld"]
     manifest = json.loads((tmp_path / "kept" / "quantkit.json").read_text())
@@ -148,7 +150,7 @@ def test_an_interrupted_search_goes_on(auto, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(run.loop, "run", stop)
+        patch.setattr(results.loop, "run", stop)
         auto("--bpw", "4.2", "-o", "found", code=130)
     assert (tmp_path / "found.auto" / "sensitivities.json").is_file()
     assert "holds an unfinished search" in auto("--bpw", "4.2", "-o", "found", code=2)
@@ -163,7 +165,7 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     def units(name: str = "found.auto/sensitivities.json") -> dict:
         return json.loads((tmp_path / name).read_text())["units"]
 
-    change, count, last = unit_divergence._Output.change, 0, 9
+    change, count, last = unit_divergence._Output.change, 0, 6
 
     def counted(output, stream):
         nonlocal count
@@ -176,12 +178,12 @@ def test_measuring_that_was_interrupted_goes_on_to_the_same_table(auto, tmp_path
     heard = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, heard))
     asked = ["--bpw", "4.2", "-o", "found", "--sensitivities", "table.json"]
-    stopped = auto(*asked, "--search-streams", "5", code=130)
+    stopped = auto(*asked, "--search-streams", "4", code=130)
     assert "interrupted; sensitivities of 4 of 7 units are kept in found.auto\n" in stopped
     assert "--resume" in stopped and len(units()) == 4 and not (tmp_path / "table.json").exists()
     count, last = 0, None
     auto(*asked, "--resume")
-    assert count == 6, "what was known is not measured again"
+    assert count == 3, "what was known is not measured again"
     auto("--bpw", "4.2", "-o", "whole", "--sensitivities", "other.json")
     assert units("table.json") == units("other.json") and len(units("other.json")) == 7
 
@@ -194,9 +196,7 @@ def test_a_budget_of_exactly_a_preset_is_compared_with_it(auto):
     assert found["uniform"]["bits_per_weight"] == bits
 
 
-def test_little_evidence_and_a_full_disk_are_said_before_the_search(
-    auto, quantkit, source, tmp_path, monkeypatch
-):
+def test_a_full_disk_is_said_before_the_search(auto, quantkit, source, tmp_path, monkeypatch):
     asked = ["--calibration", jobs.calibration(tmp_path).calibration, "--samples", "8", "--seqlen", "32"]
     needs = auto("--bpw", "4", "--dry-run")["needs"]
     waiting = 2 * sum(p.numel() for p in _linears(source))
@@ -205,8 +205,36 @@ def test_little_evidence_and_a_full_disk_are_said_before_the_search(
     monkeypatch.setattr(plan.shutil, "disk_usage", lambda path: free)
     done = quantkit("auto", source, *SMALL, *asked, "--bpw", "4")
     assert done.code == 5 and "of disk" in done.err
-    assert "31 tokens, so the better may be chance" in " ".join(done.err.split())
     assert not list(tmp_path.glob("*.auto"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "message", "hint"),
+    [
+        ("64 --seqlen 128 --search-tokens 512", "units would be measured on 512", "--search-tokens 1000"),
+        ("16 --seqlen 128", "units would be measured on 384", "--samples 64"),
+        ("63 --seqlen 128", "results would be compared on 889", "--samples 64"),
+        ("512 --seqlen 32", "results would be compared on 992", "--seqlen 33"),
+    ],
+)
+def test_too_few_tokens_are_refused(quantkit, source, monkeypatch, typed, message, hint):
+    monkeypatch.undo()  # the fixture that accepts few
+    monkeypatch.chdir(source.parent)
+    done = quantkit("auto", source, "--bpw", "4", "--dry-run", "--samples", *typed.split())
+    said = " ".join(done.err.split())
+    assert done.code == 2 and f"{message} tokens; 1000 are needed" in said and f"give {hint} or more" in said
+    least = ["--samples", "64", "--seqlen", "128"]
+    assert quantkit("auto", source, "--bpw", "4", "--dry-run", *least).code == 0
+
+
+def test_any_engine_is_compared_with_a_gguf_file(auto, tmp_path):
+    found = auto("--bpw", "6", "-o", "found", "--engine", "any", "--sensitivities", "table.json")
+    kept, gguf = found[found["kept"]], found["gguf"]
+    assert gguf["disk_bytes"] <= kept["disk_bytes"] and gguf["kld"] > 0 and gguf["predicted_kld"] is None
+    assert [path.name for path in tmp_path.iterdir() if "found" in path.name] == ["found"]
+    scale = found["uniform"]["kld"] / found["uniform"]["predicted_kld"]
+    units = json.loads((tmp_path / "table.json").read_text())["units"]
+    assert units.keys() == found["choice"].keys() and scale > 0
 
 
 def _linears(source: Path) -> list[Tensor]:
@@ -237,8 +265,10 @@ def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
     show.print_record(
         {
             "rooms": [], "choice": {f"model.layers.{k}.mlp.up_proj": "2,64" for k in range(3)},
-            "searched": made, "uniform": made, "measured_on": {"tokens": 9, "text": "text"}, "cache": None,
-            "kept": "searched", "output": "out", "reached": True, "seconds": 2, "sensitivities_seconds": 1,
+            "searched": made | {"name": "searched"}, "uniform": made, "cache": None,
+            "measured_on": {"tokens": 9, "text": "text"},
+            "gguf": made | {"name": "Q4_K_M", "kld": 0.003, "predicted_kld": None}, "kept": "searched",
+            "output": "out", "reached": True, "seconds": 2, "sensitivities_seconds": 1,
         }
     )  # fmt: skip
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -246,6 +276,7 @@ def test_a_result_is_whole_on_a_narrow_terminal(monkeypatch, capsys):
     assert ["searched", "uniform"] in rows
     assert ["size", *["123.46", "GB"] * 2] in rows
     assert ["measured", "KL", "divergence", *["0.03000", "±", "0.00100"] * 2] in rows
+    assert ["as", "GGUF", "Q4_K_M,", "2.00", "GB:", "90%", "less"] in [row[:7] for row in rows]
 
 
 def test_a_dry_run_says_what_there_is(auto, quantkit, source, tmp_path):
@@ -282,8 +313,7 @@ def table(auto, tmp_path, monkeypatch) -> dict:
             unit.name: Errors(*({one.name: 1 / one.nbytes for one in unit.candidates} for _ in range(2)))
             for unit in prepared.units
         }
-        measured = {unit.name: {unit.candidates[0].name: Divergence(0.1, 0.0)} for unit in prepared.units}
-        rows = {name: Row(errors[name], measured[name]) for name in errors}
+        rows = {name: Row(own, Divergence(0.1, 0.0)) for name, own in errors.items()}
         found = Sensitivities(prepared.identity, 64, 1.0, None, rows)
         found.save(tmp_path / "u.json")
         raise KeyboardInterrupt

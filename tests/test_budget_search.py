@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,20 +10,21 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantkit.auto import allocation, cost, curve, run, unit_divergence
+from quantkit.auto import allocation, cost, curve, results, unit_divergence
 from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import ENGINES, GgufOutside
 from quantkit.auto.job import prepare
 from quantkit.auto.options import AutoOptions, AutoRequest
 from quantkit.auto.sensitivities import Row, Sensitivities
 from quantkit.auto.solving import Solving
-from quantkit.auto.units import Candidate, Unit, anchors, bits_per_weight, nbytes, usual
+from quantkit.auto.units import Candidate, Unit, bits_per_weight, measured, nbytes, usual
 from quantkit.cli.progress import Lines
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.options import size_bytes
 
+pytestmark = pytest.mark.usefixtures("few_tokens")
 CPU = torch.device("cpu")
 
 
@@ -77,42 +77,34 @@ def test_what_cannot_be_is_said_with_what_can():
         allocation.within_loss(units, losses, 1e-9)
 
 
-def test_the_curve_goes_through_what_was_measured_and_between():
-    row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 20, 30, 40), strict=True))
+def test_losses_are_proportional_to_errors():
+    row = tuple(Candidate(name, size) for name, size in zip("abcd", (10, 15, 20, 40), strict=True))
     unit = Unit("u", 0, (), 80, row)
+    assert measured(unit).name == "a" and usual(unit).name == "c"
     errors = Errors({"a": 0.8, "b": 0.4, "c": 0.1, "d": 0.02}, {"a": 0.4, "c": 0.05})
-    found = curve.losses(unit, errors, {"a": Divergence(0.7, 0.0)}, "c")  # a factor of 2
+    found = curve.losses(unit, errors, Divergence(0.9, 0.0))  # a factor of 2
     assert found == pytest.approx({"a": 0.8, "c": 0.1, "b": 0.4, "d": 0.02})  # rounding's errors, halved
-    errors.solved["d"] = 0.01
-    measured = {"a": Divergence(0.7, 0.0), "d": Divergence(-0.12, 0.0)}  # 2 above c, 3 below it
-    found = curve.losses(unit, errors, measured, "c")
-    assert found["a"] - found["c"] == pytest.approx(0.7) and found["d"] - found["c"] == pytest.approx(-0.12)
-    assert found["d"] == pytest.approx(0.03) and found["b"] - found["c"] == pytest.approx(0.15 * 2)
-    measured["d"] = Divergence(-0.12, 0.12)  # badly known: leans towards the other
-    found = curve.losses(unit, errors, measured, "c")
-    assert found["a"] - found["c"] == pytest.approx(0.7)
-    assert found["d"] - found["c"] == pytest.approx(-0.04 * 2, rel=0.02)
-    noise = curve.losses(unit, errors, {"a": Divergence(0.7, 0.0), "d": Divergence(0.05, 0.0)}, "c")
-    assert 0 <= noise["d"] < noise["c"] < noise["a"]  # more bits are never said to be worse
-    alone = curve.losses(unit, errors, {"a": Divergence(0.8, 0.0)}, None)  # from the original
-    assert alone["a"] == pytest.approx(0.8) and alone["d"] == pytest.approx(0.02)
+    outside = curve.losses(replace(unit, block=None), errors, Divergence(0.1, 0.0))  # of c, from the original
+    assert outside == pytest.approx(found)
 
 
 def test_usual_candidates_add_up_to_what_was_measured_of_them():
     row = tuple(Candidate(name, size) for name, size in zip("abc", (20, 30, 40), strict=True))
     units = [Unit(name, 0, (), 80, row) for name in "uv"]
     errors = Errors({"a": 0.4, "b": 0.1, "c": 0.02}, {"a": 0.4, "b": 0.1, "c": 0.02})
-    measured = {"a": Divergence(0.6, 0.0), "c": Divergence(-0.16, 0.0)}
-    table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), dict.fromkeys("uv", Row(errors, measured)))
+    rows = dict.fromkeys("uv", Row(errors, Divergence(0.6, 0.0)))
+    table = Sensitivities({}, 64, 1.0, Divergence(0.3, 0.0), rows)
     found = table.losses(units)
     assert usual(units[0]).name == "b" and found["u", "b"] + found["v", "b"] == pytest.approx(0.3)
     assert found["u", "a"] / found["u", "b"] == pytest.approx(4)
 
 
-def test_anchors_are_far_apart():
+def test_the_smallest_is_measured_and_the_usual_is_larger():
     row = tuple(Candidate(str(bits), bits * 10) for bits in (2, 2.5, 3, 3.5, 4, 5, 8))
     unit = Unit("u", 0, (), 80, row)
-    assert [one.name for one in anchors(unit)] == ["2", "3", "4"]
+    assert usual(unit).name == "3" and measured(unit).name == "2"
+    assert measured(replace(unit, block=None)).name == "3"
+    assert usual(replace(unit, candidates=row[:2])).name == "2"
 
 
 @pytest.mark.parametrize(
@@ -190,12 +182,18 @@ def test_embeddings_that_take_most_of_the_budget_are_named(tiny_model, tmp_path,
 
 @pytest.mark.parametrize(
     "options, most",
-    [({"bpw": 4.0}, 5), ({"max_size": "1GB"}, 5), ({"max_kld": 0.1}, 11), ({"gpu": "h100-80g"}, 6)],
+    [
+        ({"bpw": 4.0}, 7),
+        ({"bpw": 4.0, "engine": "vllm"}, 5),
+        ({"max_size": "1GB"}, 7),
+        ({"max_kld": 0.1}, 13),
+        ({"gpu": "h100-80g"}, 8),
+    ],
 )
 def test_the_steps_of_a_search_are_counted(options, most, capsys):
     auto = SimpleNamespace(request=SimpleNamespace(options=AutoOptions(**options)))
     progress = Lines()
-    search = run._Search(auto, {}, progress)
+    search = results.Search(auto, {}, progress)
     progress.step(1, cost.most_steps(auto))
     for _ in range(most):
         progress.phase("loading")
@@ -207,6 +205,26 @@ def test_the_steps_of_a_search_are_counted(options, most, capsys):
         *(f"step {number} of {most}: loading" for number in range(1, most + 1)),
         f"step {most + 1} of {most + 1}: loading",
     ]
+
+
+def test_the_uniform_model_scales_predictions_and_is_not_made_twice(monkeypatch):
+    units, losses = toy(1)
+    choice = allocation.within_bytes(units, losses, 400)
+    other = {unit.name: unit.candidates[-1].name for unit in units}
+    presets = [results.Preset("best", choice, {}), results.Preset("too large", other, {})]
+    options = SimpleNamespace(options=AutoOptions(bpw=4.0))
+    search = results.Search(SimpleNamespace(request=options, units=units, presets=presets), losses, None)
+
+    def make(auto, preset, folder, predicted):
+        record = {"predicted_kld": predicted, "kld": 3 * predicted, "disk_bytes": 1}
+        return results.Made(preset, None, "", record)
+
+    monkeypatch.setattr(search, "_make", make)
+    uniform = search.uniform(400)
+    assert uniform.preset.name == "best" and uniform.record["predicted_kld"] == lost(losses, choice)
+    assert search._predicted(other) == pytest.approx(3 * lost(losses, other))
+    assert search.within_bytes(400, uniform) is uniform
+    assert search.uniform(nbytes(units, {unit.name: unit.candidates[0].name for unit in units}) - 1) is None
 
 
 def options_of(values: dict) -> dict:
@@ -258,9 +276,6 @@ class Noisy:
         draw = torch.Generator().manual_seed(hash((unit.block, candidate.nbytes)) % 2**31)
         return weight + candidate.nbytes / 100 * torch.randn(weight.shape, generator=draw)
 
-    def needed(self, unit: Unit):
-        return unit.candidates
-
     def usual(self, index: int, entering):
         """Every linear, with noise of its own."""
         names = [f"self_attn.{leaf}_proj" for leaf in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj"]
@@ -271,13 +286,9 @@ class Noisy:
         draw = torch.Generator().manual_seed(index)
         return weight + 0.05 * torch.randn(weight.shape, generator=draw)
 
-    def of_block(self, unit: Unit, entering):
-        for candidate in unit.candidates:
-            own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
-            yield candidate, {name: self.values(unit, candidate, weight) for name, weight in own.items()}
-
-    def outside(self, unit: Unit, candidate: Candidate):
-        return nullcontext()
+    def measured(self, unit: Unit, entering):
+        own = {row.local: self.skeleton.part(unit.block, row.local).weight for row in unit.rows}
+        return {name: self.values(unit, measured(unit), weight) for name, weight in own.items()}
 
 
 @pytest.mark.parametrize("room", [3, 64])
@@ -287,7 +298,7 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     space = ENGINES["vllm"]
     row = (Candidate("small", 1), Candidate("large", 9))
     units = [
-        Unit(unit.name, unit.block, unit.rows, unit.weights, row)
+        Unit(unit.name, unit.block, unit.rows, 8, row)
         for unit in space.units(prepared_for(space, source, tmp_path))
     ]
     skeleton = Skeleton(open_checkpoint(str(source)), torch.float32, CPU)
@@ -295,18 +306,18 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
     ids = torch.randint(60, (4, 12), generator=torch.Generator().manual_seed(3))
     noisy = Noisy(skeleton)
     with torch.no_grad():
-        *_, measured = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
-    found = measured.by_candidate
+        *_, changes = unit_divergence.measure(skeleton, units, ids.split(2), ids.split(2), noisy, room)
+    found = changes.by_unit
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    with torch.no_grad():
-        expected = model(ids).logits.log_softmax(-1)
 
-    def divergence() -> float:
+    def predictions() -> torch.Tensor:
         with torch.no_grad():
-            moved = model(ids).logits.log_softmax(-1)
-        return (expected.exp() * (expected - moved)).sum(-1).mean().item()
+            return model(ids).logits.log_softmax(-1)
 
-    originals = {}
+    def divergence(expected: torch.Tensor) -> float:
+        return (expected.exp() * (expected - predictions())).sum(-1).mean().item()
+
+    originals, original = {}, predictions()
     for name, module in model.named_modules():
         _, _, place = name.partition("model.layers.")
         index, _, leaf = place.partition(".")
@@ -314,21 +325,20 @@ def test_streams_have_the_divergence_of_the_whole_model(tiny_model, tmp_path, ro
             originals[module] = module.weight.data
             if not leaf.endswith("down_proj"):
                 module.weight.data = noisy.noisy(module.weight.data, int(index))
-    whole = divergence()
-    assert measured.usual.mean == pytest.approx(whole, rel=1e-3) and whole > 0
-    assert len(found) == 2 * len(units)
+    assert changes.usual.mean == pytest.approx(divergence(original), rel=1e-3) and changes.usual.mean > 0
+    replaced = predictions()
+    assert len(found) == len(units)
     for unit in units[::3]:
-        for candidate in unit.candidates:
-            own = {}
-            for linear in unit.rows:
-                module = model.get_submodule(linear.name)
-                own[module] = module.weight.data
-                module.weight.data = noisy.values(unit, candidate, originals[module])
-            naive = divergence() - whole
-            for module, weight in own.items():
-                module.weight.data = weight
-            mean, stderr = found[unit.name, candidate.name].mean, found[unit.name, candidate.name].stderr
-            assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive != 0 and stderr > 0
+        own = {}
+        for linear in unit.rows:
+            module = model.get_submodule(linear.name)
+            own[module] = module.weight.data
+            module.weight.data = noisy.values(unit, measured(unit), originals[module])
+        naive = divergence(replaced)
+        for module, weight in own.items():
+            module.weight.data = weight
+        mean, stderr = found[unit.name].mean, found[unit.name].stderr
+        assert mean == pytest.approx(naive, rel=1e-3, abs=1e-7) and naive > 0 and stderr > 0
 
 
 def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_path):
@@ -356,9 +366,8 @@ def test_candidates_are_solved_behind_the_transform_of_the_job(tiny_model, tmp_p
     entering = [skeleton.embed(ids) for ids in prepared.batches]
     with torch.no_grad():
         found = solving.usual(0, entering)["self_attn.q_proj"]
-        others = {one.name for one, _ in solving.of_block(unit, entering)}
-    assert others == {one.name for one in anchors(unit)} - {stored.name}
-    assert solving.errors[unit.name].solved.keys() == {one.name for one in anchors(unit)}
+        assert solving.measured(unit, entering).keys() == {"self_attn.q_proj"}
+    assert solving.errors[unit.name].solved.keys() == {measured(unit).name, stored.name}
     for name, part in skeleton.blocks[0].named_parameters():
         assert torch.equal(part, before[name]), name
     bits, group_size = map(int, stored.name.split(","))
@@ -388,10 +397,10 @@ def test_an_embedding_is_replaced_where_it_is_read_and_where_it_predicts(tiny_mo
     outside = GgufOutside(prepared, list(ids.split(2)))
     candidate = next(one for one in unit.candidates if one.name == "Q4_0")
     with torch.no_grad():
-        errors = outside.solve(unit, [candidate])
+        errors = outside.solve(unit, candidate)
     assert 0 < errors.solved["Q4_0"] <= errors.nearest["Q4_0"] < errors.nearest["Q8_0"] * 1e4
     own = skeleton.model.get_input_embeddings().weight
-    with outside.replaced(unit, candidate):
+    with outside.replaced(unit):
         inside = skeleton.model.get_input_embeddings().weight
         assert inside is skeleton.model.get_output_embeddings().weight and inside is not own
     assert (

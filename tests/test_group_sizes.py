@@ -133,7 +133,7 @@ def test_a_trial_of_eval_has_the_size_in_its_name(model):
     assert {row.grid.group_size for row in found.specs if row.grid} == {64}
 
 
-def test_a_search_keeps_the_linear_and_its_recipe_leaves_it_out(model):
+def test_a_search_keeps_the_linear_and_its_recipe_leaves_it_out(model, few_tokens):
     typed = {"calibration.samples": 8, "calibration.seqlen": 32, "run.threads": 1}
     listener = jobs.Listener()
     found = search.prepare(AutoRequest(str(model(ODD)), AutoOptions(bpw=4.5), typed), listener, dry_run=True)

@@ -135,7 +135,7 @@ def test_convert_keeps_every_value(made, tmp_path):
 
 def test_auto_keeps_within_its_budget(tmp_path):
     out = tmp_path / "auto"
-    budget = ["--bpw", "4.25", "--search-tokens", 64, *FEW]
+    budget = ["--bpw", "4.25", "--search-tokens", 1000, "--samples", 64, "--seqlen", 128]
     found = record("auto", MODEL, "-o", out, *budget)
     assert found[found["kept"]]["bits_per_weight"] <= 4.25 and (out / "model.safetensors").exists()
 

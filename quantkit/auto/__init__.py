@@ -7,10 +7,11 @@ engines.py      units and candidates of each engine: folders of integers, GGUF f
 units.py        the classes Unit, Candidate and Preset
 unit_divergence.py  measures how each unit changes the KL divergence at the model's output
 solving.py      quantizes a unit with the job's solver; scaling.py applies the job's transform before
-curve.py        estimates the divergences of all candidates from those measured
+curve.py        estimates the divergences of all candidates from the measured one
 allocation.py   the integer program that chooses a candidate for each unit
 sensitivities.py  the table of all measurements, saved for later searches
-job.py          prepares a search; run.py: searches, measures, keeps the better result; show.py: prints it
+results.py      makes outputs and measures them on held-out text
+job.py          prepares a search; run.py: searches, keeps the better result; show.py: prints it
 """
 
 import sys

@@ -5,24 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantkit.auto.job import Auto
-from quantkit.auto.units import anchors, nbytes, usual
+from quantkit.auto.units import nbytes, usual
 from quantkit.capacity import duration, source, speed
 from quantkit.capacity import job as capacity_job
 from quantkit.capacity.question import Question
 from quantkit.tables import megabytes
 
+SOLVED = 2  # candidates of a unit that a search solves: the usual and the measured one
 CHOICES_TRIED = 3  # maximum of results to make with --max-kld
-
-
-def streams(auto: Auto) -> int:
-    """Return the number of streams of hidden states, one for each measured candidate."""
-    return sum(len(anchors(unit)) - (unit.block is not None) for unit in auto.units)
 
 
 def most_steps(auto: Auto) -> int:
     """Return the number of steps of a search: sensitivities, caches, and making and measuring each result."""
     options = auto.request.options
-    results = 2 if options.max_kld is None else CHOICES_TRIED + 2
+    results = (2 if options.max_kld is None else CHOICES_TRIED + 2) + (options.engine == "any")
     return 1 + (options.gpu is not None) + 2 * results
 
 
@@ -42,19 +38,18 @@ def seconds(auto: Auto) -> float | None:
         return None
     model = duration.model_of(read, speed.of_machine(execution.dtype).with_threads(execution.threads))
     weights = sum(site.weights for site in model.sites)
-    candidates = sum(len(unit.candidates) for unit in auto.units)
-    rounded, solved = (number / len(auto.units) for number in (candidates, streams(auto)))
-    measured = auto.tokens.numel() * (2 + streams(auto))
+    rounded = sum(len(unit.candidates) for unit in auto.units) / len(auto.units)
+    measured = auto.tokens.numel() * (2 + len(auto.units))
     search = model.forward * (measured / 2 + auto.tokens.numel() + 2 * auto.statistics.numel())
     search += model.logits * measured
-    search += model.solve(replace(work, search=0.0), model.sites) * (solved + 1)
+    search += model.solve(replace(work, search=0.0), model.sites) * SOLVED
     search += rounded / 3 * weights * duration.NEAREST * model.speed.weight
     products = sum(site.weights * site.columns for site in model.sites)  # errors tr(dW H dWᵀ)
     search += rounded * products * model.speed.float32
     evaluation = 2 * (model.forward + model.logits) * auto.windows.protocol.tokens
     if options.sensitivities and options.sensitivities.exists():
         search = 0.0
-    return duration.START + search + most_steps(auto) // 2 * (evaluation + job_seconds - duration.START)
+    return duration.START + search + (most_steps(auto) - 1) // 2 * (evaluation + job_seconds - duration.START)
 
 
 def outside_bytes(auto: Auto) -> int:

@@ -213,10 +213,10 @@ class GgufOutside:
     def __init__(self, job: Job, batches: Sequence[Tensor]):
         self._job, self._batches, self._statistics = job, batches, None
         self._targets = {target.name: target for target in job.method.output.targets}
-        self._values: dict[tuple[str, str], Tensor] = {}
+        self._values: dict[str, Tensor] = {}
 
-    def solve(self, unit: Unit, chosen: Sequence[Candidate]) -> Errors:
-        """Return the errors of a unit, and keep the chosen candidates for `replaced`."""
+    def solve(self, unit: Unit, chosen: Candidate) -> Errors:
+        """Return the errors of a unit, and keep the chosen candidate for `replaced`."""
         job, target = self._job, self._targets[unit.name]
         head = target.name == (OUTPUT if OUTPUT in self._targets else EMBEDDING)
         if head and self._statistics is None:
@@ -227,17 +227,16 @@ class GgufOutside:
         for candidate in unit.candidates:
             near = nearest(weight, named(candidate.name), hessian)
             errors.nearest[candidate.name] = loss(near.sub_(weight), hessian) / scale
-        for candidate in chosen:
-            if head:
-                material, grid, tied = job.material, named(candidate.name), target.name == EMBEDDING
-                layout, solver = material.layout, job.method.solver
-                found, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
-                rows = found[layout.marker]
-            else:
-                rows = encode_rows(candidate.name, weight, None)
-            values = decode_rows(candidate.name, rows, weight.shape[1])
-            errors.solved[candidate.name] = loss(values - weight, hessian) / scale
-            self._values[unit.name, candidate.name] = values.to(job.skeleton.device, job.skeleton.dtype)
+        if head:
+            material, grid, tied = job.material, named(chosen.name), target.name == EMBEDDING
+            layout, solver = material.layout, job.method.solver
+            found, _ = solved_rows(weight, grid, layout, material, solver, self._statistics, tied)
+            rows = found[layout.marker]
+        else:
+            rows = encode_rows(chosen.name, weight, None)
+        values = decode_rows(chosen.name, rows, weight.shape[1])
+        errors.solved[chosen.name] = loss(values - weight, hessian) / scale
+        self._values[unit.name] = values.to(job.skeleton.device, job.skeleton.dtype)
         return errors
 
     def _weighing(self, weight: Tensor, head: bool, embeds: bool) -> Tensor:
@@ -249,13 +248,13 @@ class GgufOutside:
             hessian.diagonal().add_(TIED * hessian.diagonal().mean())
         return hessian
 
-    def replaced(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with the candidate's weights."""
+    def replaced(self, unit: Unit) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with the solved weights."""
         model, target = self._job.skeleton.model, self._targets[unit.name]
         own = {name for other in self._targets.values() for name in other.parameters}
         (name,) = target.parameters
         twins = {a for pair in model.all_tied_weights_keys.items() if name in pair for a in pair} - own
-        return exchanged(model, dict.fromkeys((name, *twins), self._values[unit.name, candidate.name]))
+        return exchanged(model, dict.fromkeys((name, *twins), self._values[unit.name]))
 
 
 Space = FolderSpace | GgufSpace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -32,10 +33,11 @@ from quantkit.quantize.prepare import linears, recipe
 from quantkit.quantize.prepare.request import Request
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging import may_replace
-from quantkit.text.calibration import hold_out
+from quantkit.text.calibration import HELD_OUT, MOST_HELD_OUT, hold_out
 
 DEFAULTS = {f"quant.{name}": getattr(AutoOptions, name) for name in ("solver", "target", "head")}
-STATISTICS_TOKENS = 32768  # tokens for Hessians
+STATISTICS_TOKENS = 32768  # maximum of tokens for Hessians
+LEAST_TOKENS = 1000  # measured on fewer tokens, sensitivities and comparisons are chance
 # Rounding hidden states to 16 bit adds divergence: on the bundled model as much as 4 bit weights do, which
 # hides the gain of more bits.
 MEASURED_IN = "float32"
@@ -135,11 +137,12 @@ class Auto:
         budget = self.budget_bytes()
         if budget is None:  # the smallest within a divergence is not known yet
             budget = nbytes(self.units, {unit.name: usual(unit).name for unit in self.units})
-        two_results = 2 * (budget + self.fixed_bytes) + budget
+        results = 3 if self.request.options.engine == "any" else 2
+        made = results * (budget + self.fixed_bytes) + budget
         return {
             "memory_bytes": plan.memory_bytes + streams,
             "host_bytes": plan.host_bytes + (streams if plan.execution.device == "cpu" else 0),
-            "disk_bytes": max(waiting, two_results),
+            "disk_bytes": max(waiting, made),
         }
 
     @cached_property
@@ -210,6 +213,7 @@ def prepare(request: AutoRequest, progress: Progress, dry_run: bool = False) -> 
     windows, held_out = _windows(request, prepared)
     kept = prepared.calibration.tokens[: len(prepared.calibration.tokens) - held_out]
     tokens, statistics = _apart(kept, request.options.search_tokens)
+    _refuse_few(request.options, tokens, windows)
     presets = space.presets(units, prepared)
     auto = Auto(request, space, prepared, units, presets, windows, tokens, statistics, output, held_out)
     if (budget := auto.budget_bytes()) is not None:
@@ -237,5 +241,21 @@ def _apart(tokens: Tensor, at_most: int) -> tuple[Tensor, Tensor]:
     measured = min(max(1, at_most // length), max(1, count // 4))
     places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}
     rest = [k for k in range(count) if k not in places] or list(places)
-    step = max(1, len(rest) * length // STATISTICS_TOKENS)
+    step = math.ceil(len(rest) * length / STATISTICS_TOKENS)
     return tokens[sorted(places)], tokens[rest[::step]]
+
+
+def _refuse_few(options: AutoOptions, tokens: Tensor, windows: Windows) -> None:
+    """Raise QuantkitError if units or results would be measured on fewer than LEAST_TOKENS tokens."""
+    length, compared = tokens.shape[1], windows.protocol.tokens
+    held_out = math.ceil(LEAST_TOKENS / (length - 1))
+    samples = f"give --samples {HELD_OUT * held_out} or more, and a text that is as long"
+    if held_out > MOST_HELD_OUT:
+        samples = f"give --seqlen {math.ceil(LEAST_TOKENS / MOST_HELD_OUT) + 1} or more"
+    too_short = options.search_tokens < LEAST_TOKENS
+    hint = f"give --search-tokens {LEAST_TOKENS} or more" if too_short else samples
+    what = f"units would be measured on {tokens.numel()} tokens; {LEAST_TOKENS} are needed"
+    require(tokens.numel() >= LEAST_TOKENS, what, hint, USAGE)
+    hint = "give a longer --text, or a larger --limit" if options.text else f"{samples}; or give a --text"
+    what = f"results would be compared on {compared} tokens; {LEAST_TOKENS} are needed"
+    require(compared >= LEAST_TOKENS, what, hint, USAGE)

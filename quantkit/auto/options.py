@@ -50,9 +50,9 @@ class AutoOptions:
     )
     target: str = method_options.shared("target")
     head: int = method_options.shared("head")
-    search_tokens: int = option(4096, "Calibration tokens that the search measures divergences on.")
+    search_tokens: int = option(2048, "Calibration tokens that the search measures divergences on.")
     search_streams: int = option(
-        64, "Largest number of hidden-state streams in memory, one for each tried choice of bits."
+        128, "Largest number of hidden-state streams in memory, one for each tried choice of bits."
     )
 
     text: Path | None = option(

@@ -16,23 +16,23 @@ from quantkit.auto.curve import Divergence, Errors
 from quantkit.auto.engines import GgufOutside
 from quantkit.auto.job import Auto
 from quantkit.auto.solving import Solving
-from quantkit.auto.units import Unit, usual
+from quantkit.auto.units import Unit, measured, usual
 from quantkit.errors import USAGE, QuantkitError, name_all, require, unreadable
 from quantkit.models.files import atomic, untrusted
 from quantkit.quantize.progress import Progress
 from quantkit.quantize.staging.fingerprint import differences
 
 USUAL = "usual"  # folder of the usual weights of blocks
-SCHEMA = "quantkit.sensitivities/2"
+SCHEMA = "quantkit.sensitivities/3"
 ANEW = "leave out --sensitivities to measure anew"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A unit's errors by candidate, and the changes of divergence by its measured candidates."""
+    """A unit's errors by candidate, and the divergence that its measured candidate caused."""
 
     errors: Errors
-    measured: Mapping[str, Divergence]
+    divergence: Divergence
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,10 @@ class Sensitivities:
         by_candidate: dict[tuple[str, str], float] = {}
         sums = 0.0
         for unit in units:
-            stored = None if unit.block is None else usual(unit).name
             row = self.units[unit.name]
-            losses = curve.losses(unit, row.errors, row.measured, stored)
+            losses = curve.losses(unit, row.errors, row.divergence)
             by_candidate |= {(unit.name, name): value for name, value in losses.items()}
-            sums += losses[stored] if stored else 0.0
+            sums += losses[usual(unit).name] if unit.block is not None else 0.0
         whole = self.usual.mean if self.usual else 0.0
         share = whole / sums if whole > 0 and sums > 0 else 1.0
         return {key: share * value for key, value in by_candidate.items()}
@@ -84,7 +83,7 @@ def load(path: Path, identity: dict[str, Any], units: Sequence[Unit]) -> Sensiti
     for unit in units:
         if row := table.units.get(unit.name):
             names = {candidate.name for candidate in unit.candidates}
-            needed = row.measured.keys() | ({usual(unit).name} if unit.block is not None else set())
+            needed = {measured(unit).name, usual(unit).name}
             if row.errors.nearest.keys() != names or not needed <= row.errors.solved.keys() <= names:
                 raise QuantkitError(f"{path}: unit {unit.name} lacks candidates", ANEW, USAGE)
     return table
@@ -104,9 +103,7 @@ def read(path: Path) -> Sensitivities:
     schema = Path(__file__).with_name("sensitivities.schema.json").read_text(encoding="utf-8")
     untrusted.check_schema(stored, json.loads(schema), str(path), ANEW)
     rows = {
-        name: Row(
-            Errors(**row["errors"]), {key: Divergence(**change) for key, change in row["measured"].items()}
-        )
+        name: Row(Errors(**row["errors"]), Divergence(**row["divergence"]))
         for name, row in stored["units"].items()
     }
     usual = stored["usual"] and Divergence(**stored["usual"])
@@ -139,9 +136,7 @@ def measure(auto: Auto, progress: Progress, known: Sensitivities | None = None) 
     inputs = skeleton, missing, tokens, statistics, solving, auto.streams, report
     try:
         for changes in unit_divergence.measure(*inputs):
-            rows = {name: Row(errors, {}) for name, errors in solving.errors.items()}
-            for (unit, candidate), divergence in changes.by_candidate.items():
-                rows[unit].measured[candidate] = divergence
+            rows = {name: Row(solving.errors[name], value) for name, value in changes.by_unit.items()}
             seconds = known.seconds + time.monotonic() - began
             yield replace(known, units={**known.units, **rows}, seconds=seconds, usual=changes.usual)
     finally:

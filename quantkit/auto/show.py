@@ -21,6 +21,8 @@ MEASURED = {  # rows of the table that compares the searched model with a unifor
     "perplexity": lambda result: f"{result['ppl']:.2f}",
 }
 
+LLAMA_CPP = "--engine llama.cpp searches such files, embedding and output matrix included"
+
 
 def print_record(record: dict[str, Any]) -> None:
     """Print the result of a search, or its plan in a dry run."""
@@ -29,8 +31,8 @@ def print_record(record: dict[str, Any]) -> None:
     if "searched" not in record:
         return _print_plan(console, record)
     _print_choice(console, record["choice"])
-    searched, uniform = record["searched"], record["uniform"]
-    columns = {"searched": searched} | ({"uniform": uniform} if uniform else {})
+    uniform, gguf = record["uniform"], record["gguf"]
+    columns = {name: record[name] for name in ("searched", "uniform") if record[name]}
     table = make_table("", *columns)
     for name, cell in MEASURED.items():
         table.add_row(name, *map(cell, columns.values()))
@@ -40,6 +42,9 @@ def print_record(record: dict[str, Any]) -> None:
     if uniform:
         facts["uniform"] = f"{uniform['name']}, the best preset that fits"
     facts |= {"kept": _verdict(record), "written": record["output"]}
+    if gguf:
+        difference, size = _difference(gguf, record[record["kept"]]), megabytes(gguf["disk_bytes"])
+        facts["as GGUF"] = f"{gguf['name']}, {size}: {difference}; {LLAMA_CPP}"
     if record["cache"]:
         shape = f"--ctx {record['rooms'][0]['ctx']} --parallel {record['budget']['batch']}"
         facts["serve with"] = f"--kv-dtype {record['cache']} {shape}"
@@ -61,7 +66,7 @@ def _print_plan(console: Console, record: dict[str, Any]) -> None:
             "budget": budget.replace("_", "-"),
             "chosen": f"{chosen}: {record['least_bits']:.2f} to {record['most_bits']:.2f} bits per weight",
             "presets": ", ".join(f"{name} {bits:.2f}" for name, bits in record["presets"].items()),
-            "search": f"{record['streams']} measured changes, each on {record['search_tokens']:,} tokens; "
+            "search": f"each unit is measured on {record['search_tokens']:,} tokens; "
             f"{record['statistics_tokens']:,} other tokens calibrate",
             "time": _time(record["expected_seconds"]),
             "measured on": f"{record['measured_on']['tokens']} tokens, {record['measured_on']['text']}",
@@ -103,11 +108,19 @@ def _print_choice(console: Console, choice: dict[str, str]) -> None:
     print_table(console, table, 1)
 
 
+def _difference(result: dict[str, Any], other: dict[str, Any]) -> str:
+    """Return a phrase that compares the divergence of a result with another's."""
+    less = 1 - result["kld"] / max(other["kld"], 1e-30)
+    return f"{abs(less):.0%} {'less' if less > 0 else 'more'} KL divergence"
+
+
 def _verdict(record: dict[str, Any]) -> str:
     searched, uniform = record["searched"], record["uniform"]
     if uniform is None:
         return "searched; no uniform preset is as small"
-    less = 1 - searched["kld"] / max(uniform["kld"], 1e-30)
+    if searched == uniform:
+        return f"{uniform['name']}: the search found nothing better"
+    difference = _difference(searched, uniform)
     if record["kept"] == "searched":
-        return f"the searched model: {less:.0%} less KL divergence than {uniform['name']}"
-    return f"{uniform['name']}: the searched model has {abs(less):.0%} more KL divergence"
+        return f"the searched model: {difference} than {uniform['name']}"
+    return f"{uniform['name']}: the searched model has {difference}"

@@ -20,7 +20,7 @@ from quantkit.auto import scaling
 from quantkit.auto.curve import TINY, Errors
 from quantkit.auto.engines import GgufOutside, Space, nearest
 from quantkit.auto.scaling import Scales
-from quantkit.auto.units import Candidate, Unit, anchors, usual
+from quantkit.auto.units import Candidate, Unit, measured, usual
 from quantkit.grids.grid import Grid
 from quantkit.layouts import Statistic
 from quantkit.quantize.calibrate.measure import Measuring
@@ -54,12 +54,9 @@ class Solving:
         self._job, self._space, self._outside = job, space, outside
         self._units, self._folder = units, folder
         self.errors: dict[str, Errors] = {}
+        self._usual_errors: dict[str, dict[str, float]] = {}  # by unit, {usual candidate: error}
         self._usual = {spec.name: usual(unit).name for unit in units for spec in unit.rows}
         self._known: Known | None = None
-
-    def needed(self, unit: Unit) -> Sequence[Candidate]:
-        """Return the candidates of a unit to measure: its anchors, in blocks without the usual one."""
-        return [anchor for anchor in anchors(unit) if unit.block is None or anchor != usual(unit)]
 
     def usual(self, index: int, entering: States) -> Values:
         """Return the weights of all units of the loaded block in their usual candidates. entering: hidden
@@ -69,32 +66,33 @@ class Solving:
             values: dict[str, Tensor] = {}
             for unit in self._units:
                 if unit.block == index:
-                    solved, _ = self._solved(unit, entering, [usual(unit)])
-                    values |= solved[usual(unit).name]
+                    solved, errors = self._solved(unit, entering, usual(unit))
+                    values |= solved
+                    self._usual_errors[unit.name] = errors.solved
             host = {name: weight.to(KEPT_IN).cpu().contiguous() for name, weight in values.items()}
             save_file(host, path)
         device = self._job.skeleton.device
         return {name: weight.to(device) for name, weight in load_file(path).items()}
 
-    def of_block(self, unit: Unit, entering: States) -> Iterator[tuple[Candidate, Values]]:
-        """Yield (candidate, weights) of the candidates to measure. entering: states before the block."""
-        solved, self.errors[unit.name] = self._solved(
-            unit, entering, [*self.needed(unit), usual(unit)], unit.candidates
-        )
-        for candidate in self.needed(unit):
-            yield candidate, solved.pop(candidate.name)
+    def measured(self, unit: Unit, entering: States) -> Values:
+        """Return the weights of a unit's measured candidate, after `usual` of its block. entering: hidden
+        states before the block."""
+        solved, errors = self._solved(unit, entering, measured(unit), unit.candidates)
+        errors.solved |= self._usual_errors[unit.name]
+        self.errors[unit.name] = errors
+        return solved
 
     def _solved(
         self,
         unit: Unit,
         entering: States,
-        chosen: Sequence[Candidate],
+        chosen: Candidate,
         rounded: Sequence[Candidate] = (),
-    ) -> tuple[dict[str, dict[str, Tensor]], Errors]:
-        """Return {candidate: {linear: solved weight}} of `chosen`, and errors of `chosen` and `rounded`."""
+    ) -> tuple[dict[str, Tensor], Errors]:
+        """Return {linear: solved weight} of `chosen`, and errors of `chosen` and `rounded`."""
         skeleton, index = self._job.skeleton, unit.block
         specs = {spec.local: spec for spec in unit.rows}
-        solved: dict[str, dict[str, Tensor]] = {candidate.name: {} for candidate in chosen}
+        solved: dict[str, Tensor] = {}
         rounding, solving, scale = Counter(), Counter(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
             names = [name for name in site.linears if name in specs]
@@ -116,22 +114,21 @@ class Solving:
                     nearest(*both, statistics.hessian) for both in zip(own, grids(candidate), strict=True)
                 ]
                 rounding[candidate.name] += lost(near)
-            for candidate in chosen:
-                results = solve(self._job.method.solver, own, grids(candidate), statistics)
-                values = [result.weight.values() for result in results]
-                solving[candidate.name] += lost(values)
-                kept = map(partial(scales.undone, site), names, values)
-                kept = (weight.to(skeleton.dtype) for weight in kept)
-                solved[candidate.name] |= dict(zip(names, kept, strict=True))
+            results = solve(self._job.method.solver, own, grids(chosen), statistics)
+            values = [result.weight.values() for result in results]
+            solving[chosen.name] += lost(values)
+            kept = map(partial(scales.undone, site), names, values)
+            kept = (weight.to(skeleton.dtype) for weight in kept)
+            solved |= dict(zip(names, kept, strict=True))
         scale = max(scale, TINY)
         return solved, Errors(*({k: v / scale for k, v in part.items()} for part in (rounding, solving)))
 
-    def outside(self, unit: Unit, candidate: Candidate) -> AbstractContextManager[None]:
-        """Return a context in which a matrix outside the blocks is replaced by a candidate."""
+    def outside(self, unit: Unit) -> AbstractContextManager[None]:
+        """Return a context in which a matrix outside the blocks has its measured candidate."""
         assert self._outside is not None, "the space has units outside the blocks, and replaces them"
         if unit.name not in self.errors:
-            self.errors[unit.name] = self._outside.solve(unit, self.needed(unit))
-        return self._outside.replaced(unit, candidate)
+            self.errors[unit.name] = self._outside.solve(unit, measured(unit))
+        return self._outside.replaced(unit)
 
     def _measured(self, unit: Unit, entering: States) -> Iterator[tuple[Site, SiteStatistics, Scales]]:
         """Yield each site of the unit with its Hessian and scales; experts are measured in parts."""

@@ -8,8 +8,7 @@ from typing import Any
 
 from quantkit.layouts import LinearSpec
 
-ANCHORS = 3  # maximum number of measured candidates per unit
-ANCHOR_BITS = 0.9  # least distance of measured candidates in bits per weight
+USUAL_BITS = 0.9  # least bits per weight of the usual candidate above the smallest
 
 
 @dataclass(frozen=True)
@@ -65,17 +64,14 @@ def bits_per_weight(units: Sequence[Unit], choice: Choice) -> float:
     return 8 * nbytes(units, choice) / sum(unit.weights for unit in units)
 
 
-def anchors(unit: Unit) -> tuple[Candidate, ...]:
-    """Return up to ANCHORS candidates of a unit to measure, from the smallest, at least ANCHOR_BITS bits per
-    weight apart. `curve.py` estimates the divergences of the others."""
-    chosen: list[Candidate] = []
-    for candidate in unit.candidates:
-        if not chosen or unit.bits(candidate) >= unit.bits(chosen[-1]) + ANCHOR_BITS:
-            chosen.append(candidate)
-    return tuple(chosen[:ANCHORS])
-
-
 def usual(unit: Unit) -> Candidate:
-    """Return the candidate in which a unit is stored while others are measured: the middle anchor."""
-    chosen = anchors(unit)
-    return chosen[(len(chosen) - 1) // 2]
+    """Return the candidate in which a unit is stored while others are measured: about 3 bits per weight."""
+    smallest = unit.candidates[0]
+    larger = (other for other in unit.candidates if unit.bits(other) >= unit.bits(smallest) + USUAL_BITS)
+    return next(larger, smallest)
+
+
+def measured(unit: Unit) -> Candidate:
+    """Return the candidate to measure: the smallest, outside the blocks the usual one. `curve.py` estimates
+    the divergences of the others."""
+    return usual(unit) if unit.block is None else unit.candidates[0]

@@ -9,7 +9,7 @@ from typing import Any
 from quantkit import layouts
 from quantkit.capacity import duration, formats, speed
 from quantkit.capacity.duration import model_of
-from quantkit.capacity.parameters import DTYPE_BYTES
+from quantkit.capacity.parameters import DTYPE_BYTES, TABLES, Tensor
 from quantkit.capacity.question import Question
 from quantkit.capacity.source import Source
 from quantkit.errors import count
