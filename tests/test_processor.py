@@ -9,6 +9,8 @@ import torch
 
 from quantkit.errors import QuantkitError
 from quantkit.models.machine import processor
+from quantkit.models.machine.device import narrow_products
+from quantkit.quantize.calibrate import capture
 
 CASCADE_LAKE = "flags\t\t: fpu avx avx2 avx512f avx512bw avx512_vnni"
 SAPPHIRE_RAPIDS = f"{CASCADE_LAKE} avx_vnni avx512_bf16 amx_bf16 amx_tile amx_int8"
@@ -88,3 +90,19 @@ def test_other_processes_follow_and_need_no_torch(answer, said):
     environment = os.environ | {processor.ANSWER: answer}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
     assert done.stdout == said, done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("answer", ["capable", "poor"])
+def test_only_sums_of_bfloat16_inputs_use_bfloat16_units(monkeypatch, answer, dtype):
+    monkeypatch.setenv(processor.ANSWER, answer)
+    matmul, seen = torch.backends.mkldnn.matmul, []
+    before = matmul.fp32_precision
+    monkeypatch.setattr(capture.Hessian, "add", lambda self, rows: seen.append(matmul.fp32_precision))
+    sums = capture.Statistics(8, torch.device("cpu"))
+    sums.add(torch.ones(4, 8, dtype=dtype))
+    narrow = answer == "capable" and dtype == torch.bfloat16
+    assert seen == ["bf16" if narrow else before] and matmul.fp32_precision == before
+    with pytest.raises(ZeroDivisionError), narrow_products(torch.ones(1, dtype=dtype)):
+        raise ZeroDivisionError
+    assert matmul.fp32_precision == before

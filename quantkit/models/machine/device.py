@@ -7,7 +7,7 @@ name, so one code path serves all devices.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -67,6 +67,20 @@ def widens(device: torch.device) -> bool:
     tensor cores do it."""
     has, key = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C._dispatch_key_for_device(device.type)
     return hasattr(torch.ops.aten.mm, "dtype") and has("aten::mm.dtype", key)  # from torch 2.8 on
+
+
+@contextmanager
+def narrow_products(values: Tensor) -> Iterator[None]:
+    """Multiply float32 matrices in bfloat16 units, with float32 sums, if `values` are bfloat16 and the
+    processor has such units: matrices that hold bfloat16 values lose nothing. Accelerators use `widens`."""
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if values.is_cpu and values.dtype == torch.bfloat16 and processor.has_bfloat16():
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def free_memory(device: torch.device) -> int:

@@ -128,7 +128,7 @@ def _cached(path: Path, prefix: str) -> int:
 # not depend on its history. A data-free job reads weights once: fresh pages would cost more than arithmetic.
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # malloc.h
-MAPPED_BYTES = 4 << 20
+MAPPED_BYTES = 32 << 20  # glibc's largest threshold: smaller tensors use the same pages again
 MMAP_MAX = 65536  # glibc's default
 NEVER = 2**31 - 1
 
@@ -137,16 +137,15 @@ _keeping = False
 
 
 def map_large_blocks() -> None:
-    """Make glibc map and unmap every allocation of at least MAPPED_BYTES separately.
-
-    By default glibc raises this threshold up to 32 MiB when such blocks are freed, and keeps smaller ones in
-    a heap that fragments. No effect without glibc.
+    """Make glibc map and unmap every allocation of at least MAPPED_BYTES separately, and keep as much free
+    memory at the end of the heap. No effect without glibc.
     """
     global _keeping
     _keeping = False
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(M_MMAP_MAX, MMAP_MAX)
         _libc.mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
+        _libc.mallopt(M_TRIM_THRESHOLD, MAPPED_BYTES)
 
 
 def keep_freed_pages() -> None:

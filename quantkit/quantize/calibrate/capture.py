@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import widens
+from quantkit.models.machine.device import narrow_products, widens
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.statistics import TINY, Drift, SiteStatistics
 
@@ -41,11 +41,7 @@ class Hessian:
         """Add inputs `[tokens, in]`: float32, or 16 bit if the device sums products in float32."""
         for start in range(0, len(self.sums), self.width):
             panel = slice(start, min(start + self.width, len(self.sums)))
-            tile, factors = self.sums[panel, : panel.stop], (rows[:, panel].t(), rows[:, : panel.stop])
-            if rows.itemsize == 2:
-                tile += torch.mm(*factors, out_dtype=torch.float32)
-            else:
-                tile.addmm_(*factors)
+            _add_product(self.sums[panel, : panel.stop], rows[:, panel].t(), rows[:, : panel.stop])
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -166,17 +162,13 @@ class Drifting:
             factor = rows
         missing = counterpart.inputs.reshape(rows.shape).float() - rows
         if self.outputs:
-            weight = counterpart.weight.t()
-            narrow = factor.itemsize == 2 and weight.dtype == factor.dtype
-            missing = _product(missing, weight) if narrow else missing @ weight.float()
+            outputs = missing.new_zeros(len(rows), self.halves.shape[1])
+            missing = _add_product(outputs, missing, counterpart.weight.to(factor.dtype).t())
             if counterpart.missing is not None:
                 missing += counterpart.missing.view_as(missing)
         half = len(rows) // 2
         for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
-            if factor.itemsize == 2:
-                sums += _product(missing[span].t(), factor[span])
-            else:
-                sums.addmm_(missing[span].t(), factor[span])
+            _add_product(sums, missing[span].t(), factor[span])
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -185,12 +177,12 @@ class Drifting:
         distributed.sum_(self.halves)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left right` in float32 for a float32 and a bfloat16 matrix: `left` is split into two
-    bfloat16 matrices with a relative error of 2^-17, so that tensor cores multiply."""
-    high = left.bfloat16()
-    product = torch.mm(high, right, out_dtype=torch.float32)
-    return product.add_(torch.mm((left - high).bfloat16(), right, out_dtype=torch.float32))
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add `left right` to float32 sums in place. `left` is rounded to a 16-bit `right`'s dtype: of a
+    difference between activations, which were rounded to it themselves, this loses nothing that counts."""
+    if right.itemsize == 2:
+        return sums.add_(torch.mm(left.to(right.dtype), right, out_dtype=torch.float32))
+    return sums.addmm_(left, right)
 
 
 KINDS = {
@@ -222,16 +214,17 @@ class Statistics:
         if not len(rows):  # no token of this batch was routed to the expert
             return
         factor = exact if exact.itemsize == 2 and widens(exact.device) else rows
-        if counterpart is not None:
-            if self.drifting is None:
-                outputs = counterpart.weight is not None
-                self._drift(len(counterpart.weight) if outputs else self.in_features, outputs)
-            self.drifting.add(rows, factor, counterpart)
-        for kind, sums in self.sums.items():
-            if kind is not Statistic.HESSIAN:
-                sums.add(rows)
-            elif counterpart is None:
-                sums.add(factor)
+        with narrow_products(exact):
+            if counterpart is not None:
+                if self.drifting is None:
+                    outputs = counterpart.weight is not None
+                    self._drift(len(counterpart.weight) if outputs else self.in_features, outputs)
+                self.drifting.add(rows, factor, counterpart)
+            for kind, sums in self.sums.items():
+                if kind is not Statistic.HESSIAN:
+                    sums.add(rows)
+                elif counterpart is None:
+                    sums.add(factor)
 
     def _drift(self, width: int, outputs: bool) -> None:
         self.drifting = Drifting(self.in_features, self.device, width, outputs)

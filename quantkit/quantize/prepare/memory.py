@@ -17,7 +17,7 @@ from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
 
 MIB = 1 << 20
 COMFORT = 0.8  # share of the free memory that the faster of two ways may take
-BATCH_TOKENS = 4096  # tokens of a forward pass: matrix products run at full rate, activations stay small
+BATCH_TOKENS = 2048  # tokens of a forward pass: matrix products run at full rate, activations stay small
 LOADED_LATER_BYTES = 80 * MIB  # growth of Python, torch (CPU build) and transformers in a job; measured
 PREDICTED_BYTES = 1 << 28  # limit for log-probabilities of the original model
 LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration

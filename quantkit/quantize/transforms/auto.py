@@ -33,7 +33,7 @@ EXPONENTS = (1.0, 0.0), (0.5, 0.0), (0.75, 0.25)  # (b, a)
 # weight, 1 for a norm and 2 for a linear. With 0.98 for linears, the KL divergence of the demo model is 2
 # percent higher in 3 bits and 5 percent higher in 2 bits.
 ENOUGH = {1: 0.98, 2: 0.85}
-SAMPLED_ROWS = 1024  # rows of a fold that the search uses
+SAMPLED_ROWS = 512  # rows of a fold that the search uses
 TEMPORARIES = 8  # temporary tensors as large as the groups that are searched together
 FLOOR = 1e-3  # share of the mean column: smaller columns count as this large
 
