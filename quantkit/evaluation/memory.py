@@ -17,7 +17,7 @@ from quantkit.models.skeleton import Skeleton
 from quantkit.models.skeleton.linears import linears
 from quantkit.quantize.calibrate.states import HERE, Place
 from quantkit.quantize.prepare.memory import COMFORT, LOADED_LATER_BYTES, forward_memory
-from quantkit.quantize.prepare.plan import TENTH, check_disk, check_memory, shapes_of
+from quantkit.quantize.prepare.plan import check_disk, check_memory, shapes_of
 from quantkit.quantize.prepare.shapes import FLOAT32
 
 CHUNK_BYTES = 1 << 26  # logits in memory at a time, per model
@@ -71,7 +71,7 @@ def decide(
         return Place("host")
     remedy = "--dtype bfloat16 or " * (dtype == torch.float32) + "a --device with more memory"
     if limit and not accelerated:
-        remedy = f"--max-memory {-(-(limit.resident + there) // TENTH) / 10:g}GB"
+        remedy = limit.raised(there)
     check_memory(there, free, remedy, device, limit, "the evaluation")
     folder = scratch_folder()
     check_disk(folder, kept)

@@ -20,6 +20,7 @@ import psutil
 
 from quantkit.models.machine import distributed
 
+TENTH = 10**8  # bytes: sizes are said in tenths of a GB
 RESERVE = 256 << 20  # address space of threads' heaps (glibc reserves 64 MiB each) and stacks
 
 
@@ -47,6 +48,10 @@ class Limit:
     def left(self) -> int:
         """Return the bytes that remain for the job."""
         return max(0, self.nbytes - self.resident)
+
+    def raised(self, need: int) -> str:
+        """Return the flag of a limit that leaves `need` bytes. The resident memory varies from run to run."""
+        return f"--max-memory {-(-(self.resident * 21 // 20 + need) // TENTH) / 10:g}GB"
 
 
 def room() -> Room:

@@ -38,7 +38,6 @@ from quantkit.quantize.prepare.shapes import Shapes, of_largest_block
 from quantkit.tables import size
 
 ENCODING = 1 << 24  # temporaries of an encoder
-TENTH = 10**8  # bytes: sizes are said in tenths of a GB
 LESS = "--sequential repeat --states disk --batch-size 1, then fewer --samples or a shorter --seqlen"
 
 
@@ -179,8 +178,7 @@ class FreeMemory:
             check_memory(peak.computing, self.computing, remedy, self.device)
             host = self.host
         if self.limit and self.limit.left <= self.host:
-            tenths = -(-(self.limit.resident + peak.host) // TENTH)
-            remedy = f"--max-memory {tenths / 10:g}GB"
+            remedy = self.limit.raised(peak.host)
         check_memory(peak.host, host, remedy, limit=self.limit)
 
 
