@@ -234,11 +234,11 @@ def _windows(request: AutoRequest, prepared: Job) -> tuple[Windows, int]:
     return windows_of.held_out(checkpoint, last_ids, calibrated.provenance), len(last_ids)
 
 
-def _apart(tokens: Tensor, at_most: int) -> tuple[Tensor, Tensor]:
+def _apart(tokens: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
     """Return sequences to measure on and others for the solver. Both are spread evenly over the text, because
     sensitivities differ between kinds of text."""
     count, length = tokens.shape
-    measured = min(max(1, at_most // length), max(1, count // 4))
+    measured = min(math.ceil(wanted / length), max(1, count // 4))
     places = {round((k + 0.5) * count / measured - 0.5) for k in range(measured)}
     rest = [k for k in range(count) if k not in places] or list(places)
     step = math.ceil(len(rest) * length / STATISTICS_TOKENS)
