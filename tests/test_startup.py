@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
 
 import pytest
 import records
+import speed_of_tests
 
 from quantkit import cli
 from quantkit.cli import commands
@@ -36,7 +38,8 @@ def imported(tmp_path):
 
     def run(*arguments) -> set[str]:
         command = [sys.executable, "-c", RUN, *map(str, arguments)]
-        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path)
+        environment = os.environ | speed_of_tests.variables(tmp_path)
+        subprocess.run(command, check=True, capture_output=True, cwd=tmp_path, env=environment)
         return set(json.loads((tmp_path / "modules.json").read_text()))
 
     return run

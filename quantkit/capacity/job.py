@@ -59,8 +59,9 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
     if weights.reason:
         return NOTHING | {"reason": weights.reason}
     dtype = compute_dtype("float32" if parameters.quantized else settings.stored_dtype, on_gpu)
-    elsewhere = device is not None and device.kind != "cpu"
-    memory = device.memory_bytes if elsewhere else max(0, room().nbytes - INTERPRETER_BYTES)
+    memory = device.memory_bytes if device else room().nbytes
+    if memory is not None and not on_gpu:
+        memory = max(0, memory - INTERPRETER_BYTES)
     size = partial(_execution, work, source, DTYPE_BYTES[dtype], memory, on_gpu)
     execution, need = size(question)
     fits = None if memory is None else need.computing <= memory

@@ -61,19 +61,23 @@ class Speed:
 def of_machine(dtype: str) -> Speed:
     """Return the speed of one thread of this machine; measured unless the cache folder has it."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "quantkit" / "speed.json"
-    key = f"{processor.name()}, {dtype}, quantkit {__version__}"
     speeds: dict = {}
     try:
         speeds = json.loads(cache.read_text(encoding="utf-8"))
-        return Speed(**{name: float(speeds[key][name]) for name in SERIAL})
+        return Speed(**{name: float(speeds[key(dtype)][name]) for name in SERIAL})
     except (OSError, ValueError, TypeError, LookupError):  # new, damaged, or of another machine or version
         speeds = speeds if isinstance(speeds, dict) else {}
     speed = measure(dtype)
     with contextlib.suppress(OSError):  # a read-only home: the next plan measures again
         cache.parent.mkdir(parents=True, exist_ok=True)
         with replacing(cache) as temporary:
-            temporary.write_text(json.dumps(speeds | {key: asdict(speed)}, indent=1), encoding="utf-8")
+            temporary.write_text(json.dumps(speeds | {key(dtype): asdict(speed)}, indent=1), encoding="utf-8")
     return speed
+
+
+def key(dtype: str) -> str:
+    """Return the name of this machine's speed in the cache folder."""
+    return f"{processor.name()}, {dtype}, quantkit {__version__}"
 
 
 def measure(dtype: str) -> Speed:
