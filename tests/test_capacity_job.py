@@ -126,13 +126,13 @@ def test_a_job_that_needs_too_much_names_what_would_fit(monkeypatch):
         monkeypatch.setattr(job, "room", lambda: machine_memory.Room(nbytes))
         return job.of_model(found, Question(samples=512))["gptq"]
 
-    roomy, tight, small, tiny = map(with_room, (64, 24, 12, 2))
+    roomy, tight, small, tiny = map(with_room, (64, 24, 11, 2))
     assert (roomy["sequential"], roomy["states"], roomy["remedy"]) == ("suspend", "device", None)
     assert (tight["sequential"], tight["fits"], tight["remedy"]) == ("repeat", True, None)
     assert small["fits"] is False and tiny["remedy"] is None
     flags, nbytes = small["remedy"].values()
     assert flags == "--samples 256 --sequential repeat --states disk"
-    assert nbytes <= 12 * 2**30 < small["above_interpreter_bytes"]
+    assert nbytes <= 11 * 2**30 < small["above_interpreter_bytes"]
 
 
 def test_times_on_this_machine_come_from_the_benchmark():
@@ -188,7 +188,7 @@ def test_a_vocabulary_takes_time_in_gguf_files_whose_head_is_solved():
         ]
 
     more = {method: seconds(method, 65536) - seconds(method, 4096) for method in ("gptq", "gguf")}
-    assert more["gguf"] > 4 * more["gptq"] > 0
+    assert more["gguf"] > 2 * more["gptq"] > 0
 
 
 def test_the_benchmark_runs_once(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ class Ternary(Method):
 
     Options = Options
     suffix = "ternary"
-    work = Work(0, 0, (1e-9, 1e-8))
+    work = Work(0.1)
 
     @property
     def layout(self) -> TritsLayout:
