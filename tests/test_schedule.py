@@ -44,7 +44,7 @@ def visited(folder, sequential: str, install: bool) -> tuple[list[torch.Tensor],
     )
     hessians = []
     for visit in schedule.visits(measuring, states.advance):
-        for site, statistics in visit.statistics.items():
+        for site, statistics in visit.items():
             hessians.append(statistics.hessian.clone())
             for name in site.linears if install else ():
                 weight = module.get_submodule(name).weight

@@ -199,11 +199,12 @@ class Stages:
 
 def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
-    largest tensor, and measuring the loss."""
+    largest tensor, and measuring the loss. An embedding that is encoded is there three times: stored, encoded
+    and decoded."""
     shapes, accelerated = stages.shapes, stages.accelerated
     away = 0 if accelerated else shapes.by_rows
     largest = 0 if away and not stages.outside else shapes.largest
-    later = max(largest, loss_memory(shapes, accelerated))
+    later = max(largest, loss_memory(shapes, accelerated)) + 2 * shapes.largest * stages.outside
     computing = (shapes.rest - away) * shapes.element + max(sum(stages.computing().values()), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
