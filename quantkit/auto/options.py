@@ -40,7 +40,8 @@ class AutoOptions:
         "compressed-tensors (vllm: not tried on a GPU). any: 2, 3, 4 and 8 bits in the gptq layout.",
     )
     sym: bool = option(
-        True, "Symmetric grids; with --engine any also a zero point per group, better at 2 and 3 bits."
+        True,
+        "Symmetric grids. --no-sym, for --engine any: a zero point per group, better at 2 and 3 bits.",
     )
     solver: str = option(
         "gptq",
@@ -52,7 +53,7 @@ class AutoOptions:
     head: int = method_options.shared("head")
     search_tokens: int = option(2048, "Calibration tokens that the search measures divergences on.")
     search_streams: int = option(
-        128, "Largest number of hidden-state streams in memory, one for each tried choice of bits."
+        128, "Models that are measured together. Each keeps hidden states in memory."
     )
 
     text: Path | None = option(
@@ -116,8 +117,8 @@ class AutoRequest:
 
     @property
     def place(self) -> Path:
-        """The output: as requested, or derived, such as `model-auto-3.5bpw`; a file goes into a folder that
-        exists."""
+        """The output's path: as requested, or a derived name such as `model-auto-3.5bpw`. If a folder is
+        requested for a GGUF file and exists: the derived name in this folder."""
         options, one_file = self.options, self.options.engine == "llama.cpp"
         if options.bpw is not None:
             budget = f"{options.bpw:g}bpw"

@@ -40,8 +40,8 @@ Known = tuple[Block, Scales, dict[Site, SiteStatistics]]
 
 
 class Solving:
-    """Quantizes a job's units. units: all of them. folder: for the usual weights of blocks. errors: {unit:
-    errors}, filled as units are replaced."""
+    """Quantizes a job's units. units: all units. folder: stores the usual weights of each block. errors:
+    {unit: errors} of the units measured so far."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Solving:
         return {name: weight.to(device) for name, weight in load_file(path).items()}
 
     def measured(self, unit: Unit, entering: States) -> Values:
-        """Return the weights of a unit's measured candidate, after `usual` of its block. entering: hidden
-        states before the block."""
+        """Return the weights of a unit's measured candidate. Call `usual` for its block first. entering:
+        hidden states before the block."""
         solved, errors = self._solved(unit, entering, measured(unit), unit.candidates)
         errors.solved |= self._usual_errors[unit.name]
         self.errors[unit.name] = errors

@@ -35,8 +35,8 @@ NOTHING = {"peak_memory_bytes": None, "disk_bytes": None, "seconds": None}
 MEASURED = "blocks of large models, measured on an H200"
 USUAL = (None, "suspend", "device")  # how a job runs if memory is no concern
 H200_TFLOPS = 989
-LIKE_H200 = ("h100", "h200")  # names of devices for which the measured times hold, by their FLOPS
-SCALED = 3  # factor of a time that was measured on another device
+LIKE_H200 = ("h100", "h200")  # devices for which measured times are scaled by FLOPS
+SCALED = 3  # factor within which a scaled time is right; see duration.FACTOR
 MIXTURE = 2.0  # time of a layer of experts / that of a dense block of the same size; gptq on an H200
 
 
@@ -87,8 +87,8 @@ def _record(method: str, source: Source, question: Question) -> dict[str, Any]:
 def _execution(
     work: Work, source: Source, element: int, memory: int | None, on_gpu: bool, question: Question
 ) -> tuple[dict[str, str | None], Peak]:
-    """Return how a job runs, as it decides itself (quantize/prepare/plan.py), and its peak: the fastest
-    execution that fits comfortably, else the one with the least memory. memory: None if unknown."""
+    """Return the execution that a job would choose (`plan.decide`), and its peak memory: the fastest that
+    fits comfortably, else the one with the least memory. memory: None if unknown."""
     shapes = _shapes(source, question, element, memory if on_gpu else None)
     if vocabulary := source.settings.filled("vocab_size"):
         predicted = 4 * vocabulary * loss_tokens(None, work.sample > 0, vocabulary)
@@ -116,8 +116,8 @@ def _execution(
 
 
 def _remedy(size: Any, question: Question, memory: int) -> dict[str, Any] | None:
-    """Return the largest number of calibration sequences, halved again and again, with which a job fits, and
-    its peak; None if one sequence is too much. size: `_execution` of a question."""
+    """Halve the number of calibration sequences until the job fits. Return the flags and the peak; None if
+    one sequence is too much. size: `_execution` of a question."""
     samples = question.samples // 2
     while samples:
         execution, need = size(replace(question, samples=samples))
@@ -129,7 +129,7 @@ def _remedy(size: Any, question: Question, memory: int) -> dict[str, Any] | None
 
 
 def typed(flags: dict[str, Any]) -> str:
-    """Return flags as a user types them, without those that say what a job does anyway."""
+    """Return flags as a user types them, without those of usual values."""
     return " ".join(f"--{name} {value}" for name, value in flags.items() if value not in USUAL)
 
 
@@ -180,7 +180,7 @@ def _shapes(source: Source, question: Question, element: int, free: int | None) 
 
 
 def _of_vocabulary(tensor: Tensor, source: Source) -> bool:
-    """Return whether a tensor outside the blocks is embedding or head, in values or ggml blocks."""
+    """Return whether a tensor is embedding or head, stored as floats or in ggml blocks."""
     rows, packed = tensor.shape[0], tensor.stored_nbytes is not None and source.layout != "gguf"
     fits = len(tensor.shape) == 2 and rows == source.settings.filled("vocab_size")
     return fits and not packed and not TABLES.search(tensor.name)

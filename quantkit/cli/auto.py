@@ -43,7 +43,7 @@ def _auto(context: typer.Context, **values: Any) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.auto import cost, job, run, show
 
         prepared = job.prepare(request, progress, values["dry_run"])

@@ -26,7 +26,7 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
 
     quiet = values["quiet"]
     with listener(quiet) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import chat_terminal
             from quantkit.serving.chat.start import start
 

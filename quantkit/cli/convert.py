@@ -39,7 +39,7 @@ def command(
     from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.quantize import convert
         record = convert.convert(model, to, output, overwrite, progress)
     streams.present(record, as_json, lambda: _show(record))

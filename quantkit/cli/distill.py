@@ -58,7 +58,7 @@ def _distill(context: typer.Context, **values: Any) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import distill_report, job_report
             from quantkit.distillation import job, request
 

@@ -51,7 +51,7 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import job
             from quantkit.evaluation.comparison.table import markdown, report
 

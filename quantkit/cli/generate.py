@@ -34,7 +34,7 @@ def _generate(context: typer.Context, models: list[str], **values: Any) -> None:
     live = len(models) == 1 and not as_json and sys.stdout.isatty()
     made: list[Any] = []
     with listener(quiet or live) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import continuations
             from quantkit.evaluation import generate
             from quantkit.models.files.open import open_checkpoint

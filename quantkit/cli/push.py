@@ -29,7 +29,7 @@ def command(
     from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import publish
         progress.phase(f"verifying {path}, then sending it to {repo}")
         record = publish.push(path, repo, private, revision, progress.counting)

@@ -132,7 +132,7 @@ def _quantize(
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.cli import job_report
             from quantkit.evaluation import of_job
             from quantkit.evaluation import windows as windows_of

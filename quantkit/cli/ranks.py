@@ -41,7 +41,7 @@ def is_first() -> bool:
 
 
 def fail(error: QuantkitError, tell: Callable[[QuantkitError], None]) -> None:
-    """End this process together with the other ranks; one of them prints the error."""
+    """End this process with the error of the rank that failed first. One rank prints it."""
     if process_count() == 1:
         return
     from quantkit.models.machine import distributed

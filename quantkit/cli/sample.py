@@ -31,7 +31,7 @@ def _sample(context: typer.Context, model: str, output: Path | None, **values: A
 
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]
     with listener(values["quiet"]) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import generate, self_text
             from quantkit.models.files.gguf_shards import base_name
             from quantkit.models.files.open import open_checkpoint

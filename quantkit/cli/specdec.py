@@ -37,7 +37,7 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
     settings, quiet = flags.options(SpecdecSettings, values), values["quiet"]
     settings.check()
     with listener(quiet) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.models.files.open import open_checkpoint
             from quantkit.serving.specdec import measure, show
             from quantkit.serving.specdec.settings import LOOKUP

@@ -34,7 +34,7 @@ def command(
     from quantkit.cli.progress import listener, uncollected
 
     with listener(quiet) as progress:
-        with uncollected():  # after something is seen: torch takes seconds
+        with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import verify
         record = verify.verify(path, base, progress.counting, trust_remote_code)
     refused = partial(refuse_problems, record, record["problems"], VERIFICATION)

@@ -65,8 +65,8 @@ def _fp8_scaled(scale: Tensor, x: Tensor) -> Tensor:
 
 def _ggml(name: str, small: bool, x: Tensor) -> Tensor:
     """Round as llama.cpp: in ggml blocks of 32 values along a head. If the head's width is a multiple of 64,
-    a Hadamard matrix first rotates it (llama.cpp #21038). Its size is 64 for values (`small`), and the
-    largest power of 2 that divides the width for keys.
+    a Hadamard matrix first rotates each head (llama.cpp #21038). The matrix has size 64 for values (`small`).
+    For keys its size is the largest power of 2 that divides the width.
 
     The rounded values are rotated back, which equals llama.cpp's rotation of queries and outputs. Raises
     QuantkitError if the width is not a multiple of 32, which llama.cpp rejects.

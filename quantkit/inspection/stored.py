@@ -1,7 +1,7 @@
 """A checkpoint's weights and tokenizer, read from headers and small files: shapes, formats and sizes.
 
 Each layout finds and checks its quantized linears (`Layout.checked_spec`), given headers instead of tensors.
-gpt-oss's experts and floats with scales, which no layout here decodes, are counted by this file.
+This file counts two formats that no layout decodes: gpt-oss's experts, and floats with scales.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _plain(info: TensorInfo) -> Weight:
     return Weight(info.name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
 
 
-Coded = tuple[str, str, Codes, list[TensorInfo]]  # linear, type, codes; tensors, codes first
+Coded = tuple[str, str, Codes, list[TensorInfo]]  # linear, type, codes, tensors (that of the codes first)
 
 
 def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
@@ -151,7 +151,7 @@ def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
     configured = layout.numbers
     try:
         spec = layout.checked_spec(parts)
-    except OutOfReach:  # nf4 stores the shape in a text
+    except OutOfReach:  # nf4 stores the shape in JSON, which was not read
         return Codes(layout.label, 4, None, None, 2 * math.prod(parts[layout.code_part].shape))
     size, columns = configured[1] if configured else spec.grid.group_size, spec.in_features
     whole = size is None or size > columns or (configured is None and size == columns)

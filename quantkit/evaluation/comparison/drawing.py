@@ -120,8 +120,8 @@ def _plot(axes: Axes, figure: Figure) -> None:
 
 
 def _scale(axes: Axes, axis: Axis, description: figures.Axis) -> None:
-    """Set scale and ticks: round values; on a logarithmic axis powers of ten and, if it is short, 2 and 5
-    times these."""
+    """Set scale and ticks. Without `description.ticks` they are round values; on a logarithmic axis powers of
+    ten, and 2 and 5 times these if the axis is short."""
     axes.set(**{f"{axis.axis_name}scale": "log" if description.log else "linear"})
     low, high = axis.get_view_interval()
     most = int(axes.figure.bbox.width // TICK) if axis is axes.xaxis else 9

@@ -52,7 +52,8 @@ def tensor_bytes(type: str, shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header. places: byte range of each metadata entry with its key. end: byte after the header."""
+    """A file's header. places: {key: byte range of the metadata entry, with its key}. end: byte after the
+    header."""
 
     metadata: Metadata
     infos: dict[str, TensorInfo]
@@ -195,7 +196,7 @@ def _parse(cursor: _Cursor) -> Header:
 
 
 def _info(cursor: _Cursor) -> TensorInfo:
-    """Return a tensor of the header; its offset still counts from the end of the header."""
+    """Return a tensor of the header; its offset still counts from the first tensor."""
     name = cursor.text()
     if len(name) > LONGEST_TENSOR:
         raise _broken(cursor.path, f"a tensor has a name of {len(name):,} characters")

@@ -1,8 +1,8 @@
 """Tokenize texts of any length.
 
-A tokenizer takes a hundred times the memory of its text, so a long text is tokenized in pieces. A cut comes
-after a line end, at a place where the ids around it are the same with and without the cut, so the result is
-that of the whole text. Each piece but the first gets a line `LEAD` in front, because many tokenizers treat
+A tokenizer takes a hundred times the memory of its text, so a long text is tokenized in pieces. A text is
+cut after a line end where the ids on both sides are the same with and without the cut, so the pieces have the
+ids of the whole text. Each piece but the first gets a line `LEAD` in front, because many tokenizers treat
 the start of a text differently; the ids of `LEAD` are removed again. If no such place exists in `LONGEST`
 characters (one endless line), the cut comes at a space, or else anywhere.
 """

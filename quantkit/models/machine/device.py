@@ -63,16 +63,16 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def widens(device: torch.device) -> bool:
-    """Return whether torch multiplies 16-bit matrices into a float32 one on the device: nothing is lost, and
-    tensor cores do it."""
+    """Return whether torch multiplies 16-bit matrices with a float32 result on the device. Products are
+    exact, and tensor cores compute them."""
     has, key = torch._C._dispatch_has_kernel_for_dispatch_key, torch._C._dispatch_key_for_device(device.type)
     return hasattr(torch.ops.aten.mm, "dtype") and has("aten::mm.dtype", key)  # from torch 2.8 on
 
 
 @contextmanager
 def narrow_products(values: Tensor) -> Iterator[None]:
-    """Multiply float32 matrices in bfloat16 units, with float32 sums, if `values` are bfloat16 and the
-    processor has such units: matrices that hold bfloat16 values lose nothing. Accelerators use `widens`."""
+    """Let a CPU with bfloat16 instructions multiply float32 matrices in bfloat16, with float32 sums, if
+    `values` are bfloat16. This is exact for matrices of bfloat16 values. For accelerators see `widens`."""
     matmul = torch.backends.mkldnn.matmul
     before = matmul.fp32_precision
     if values.is_cpu and values.dtype == torch.bfloat16 and processor.has_bfloat16():

@@ -1,4 +1,5 @@
-"""The model without its blocks' weights: embeddings, final norm and head stay loaded, blocks are swapped.
+"""The model without its blocks' weights. Blocks are loaded one at a time. The final norm stays loaded;
+embedding and head stay loaded or on disk (`rows.py`).
 
 transformers builds the model on the meta device. Stubs then replace the decoder blocks and record the
 arguments they are called with (`recording`). Later a block runs alone with these arguments, so masks and
@@ -42,7 +43,7 @@ class Head(nn.Linear):
 class Skeleton:
     """A checkpoint as a model whose decoder blocks are loaded one at a time.
 
-    blocks: the real blocks, `depth` in number, and perhaps the head; block i is on the meta device until
+    blocks: the `depth` decoder blocks, and after `add_head` the head; block i is on the meta device until
     `load_block(i)`. All tensors are in `dtype` on `device`; only buffers keep the architecture's precision.
     parameters: number of weights of the whole model. towers: models of other modalities, by name, always on
     the meta device. checkpoint: has one tensor per expert, even if the file stacks them. streams: a loaded
@@ -132,12 +133,12 @@ class Skeleton:
             read = partial(self._reader.rows, name, module.weight)
             rows.stay_on_disk(module, read)
             for part in rows.slices(module.weight) if isinstance(module, nn.Embedding) else ():
-                read(part)  # checked; `learn` reads and checks all of the head
+                read(part)  # checks all rows, because forward passes read some; `learn` runs the head
         self._recorder.learn()
 
     def rows_on_disk(self) -> dict[nn.Module, str]:
-        """Return embedding and head with the model's name of their stored weight, if a CPU can read them by
-        rows: neither is packed or computed, and the head is a plain linear. {} if one does not fit."""
+        """Return {module: its weight's name in the model} for embedding and head, if both can stay on disk:
+        the device is a CPU, neither is packed or computed, and the head is a plain linear. Else {}."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
         if not all(rows.can_stay(module, self.device) for module in (embedding, head)):
             return {}
@@ -265,8 +266,8 @@ class Skeleton:
         return self._installer.install(self.blocks[spec.block], spec.local, layout, packed, stored)
 
     def free_block(self, index: int) -> None:
-        """Release the memory of block `index`; its parameters return to the meta device. A head becomes
-        the model's."""
+        """Release the memory of block `index`; its parameters return to the meta device. If
+        the block is the head, the model's head takes over its weight."""
         if index == self.depth:
             (head,) = self.blocks[index].values()
             self.model.get_output_embeddings().weight = head.weight

@@ -1,10 +1,10 @@
 """Curvature on the output side: how much an error in a linear's outputs costs at the end of the model.
 
 For a linear with outputs `y [tokens, out]` the curvature is `G = Σ g gᵀ`, `[out, out]`. g is the gradient by
-y of the log-likelihood of a next token drawn from the model itself. So G is Fisher information: a small
-change δ raises the KL divergence by `½ δᵀ F δ`. With `H = Σ x xᵀ` of its inputs, a linear's own part of F is
-about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), so an error `dW` costs about
-`tr(G dW H dWᵀ)`. YAQA minimises this cost (Tseng et al. 2025, arXiv:2505.22988).
+y of the log-likelihood of a next token drawn from the model itself. A small change δ of the weights raises
+the KL divergence by `½ δᵀ F δ`, where F is the Fisher information. With `H = Σ x xᵀ` of the linear's inputs,
+the linear's block of F is about `H ⊗ G` (K-FAC, Martens and Grosse 2015, arXiv:1503.05671, section 3), so an
+error `dW` costs about `tr(G dW H dWᵀ)`. YAQA minimises this cost (Tseng et al. 2025, arXiv:2505.22988).
 
 One forward and one backward pass run through the unquantized model, a block at a time (`backward`). Each
 block's inputs are stored in files, so memory does not grow with the number of blocks. A block's curvatures
@@ -35,7 +35,7 @@ from quantkit.quantize.staging.folder import GRADIENTS
 from quantkit.quantize.timings import Timings
 
 STEPS = "gradients"  # name of the stage
-BACK = 3  # cost of a block on the way back, in forward passes: one forward, two for gradients
+BACK = 3  # forward passes that a block's backward pass costs: 1 to run the block again, 2 for gradients
 SEED = 0  # for drawing tokens from the model's predictions
 
 
@@ -81,7 +81,7 @@ def gather(
         return curvatures
     staged.folder.mkdir(exist_ok=True)
     progress.phase("gradients of the unquantized model")
-    streams, skeleton.streams = skeleton.streams, False  # autograd keeps a block's weights until it is back
+    streams, skeleton.streams = skeleton.streams, False  # autograd keeps weights until the backward pass
     try:
         with timings(STEPS):
             states = embedded(batches, skeleton.embed, skeleton.device, place)
@@ -143,8 +143,8 @@ def _back_through_head(skeleton: Skeleton, states: States) -> None:
 def _back(
     run: Callable[[Tensor], Tensor], block: nn.Module, entered: Spill, gradients: States, names: Sequence[str]
 ) -> dict[str, Statistics]:
-    """Return sums over the gradients of the outputs of linears `names`. `gradients` of the block's outputs
-    are replaced by those of its inputs `entered`.
+    """Run a block backward. Return sums over the gradients of the outputs of linears `names`. Gradients of
+    the block's outputs are replaced by those of its inputs. entered: the inputs.
 
     Raises QuantkitError if gradients do not flow back.
     """

@@ -147,9 +147,8 @@ def read_quality(paths: Sequence[str]) -> dict[str, Any] | None:
 
 
 def match(subject: Subject, evaluated: dict[str, Any] | None) -> dict[str, float] | None:
-    """Return kld and perplexity of the evaluated model that is the subject: of equal size in bytes, and with
-    the same source, or the same last part of it. None if there is none."""
-
+    """Return KL divergence and perplexity of the evaluated model that is the subject; None if there is none.
+    Its weights take as many bytes, and its source is the same, or has at least the same name."""
     models = evaluated["models"] if evaluated else []
     name = Path(subject.source).name
     alike = [
