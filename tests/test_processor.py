@@ -96,13 +96,13 @@ def test_other_processes_follow_and_need_no_torch(answer, said):
 @pytest.mark.parametrize("answer", ["capable", "poor"])
 def test_only_sums_of_bfloat16_inputs_use_bfloat16_units(monkeypatch, answer, dtype):
     monkeypatch.setenv(processor.ANSWER, answer)
-    matmul, seen = torch.backends.mkldnn.matmul, []
-    before = matmul.fp32_precision
-    monkeypatch.setattr(capture.Hessian, "add", lambda self, rows: seen.append(matmul.fp32_precision))
+    precision, seen = torch.get_float32_matmul_precision, []
+    before = precision()
+    monkeypatch.setattr(capture.Hessian, "add", lambda self, rows: seen.append(precision()))
     sums = capture.Statistics(8, torch.device("cpu"))
     sums.add(torch.ones(4, 8, dtype=dtype))
     narrow = answer == "capable" and dtype == torch.bfloat16
-    assert seen == ["bf16" if narrow else before] and matmul.fp32_precision == before
+    assert seen == ["medium" if narrow else before] and precision() == before
     with pytest.raises(ZeroDivisionError), narrow_products(torch.ones(1, dtype=dtype)):
         raise ZeroDivisionError
-    assert matmul.fp32_precision == before
+    assert precision() == before

@@ -73,14 +73,13 @@ def widens(device: torch.device) -> bool:
 def narrow_products(values: Tensor) -> Iterator[None]:
     """Let a CPU with bfloat16 instructions multiply float32 matrices in bfloat16, with float32 sums, if
     `values` are bfloat16. This is exact for matrices of bfloat16 values. For accelerators see `widens`."""
-    matmul = torch.backends.mkldnn.matmul
-    before = matmul.fp32_precision
+    before = torch.get_float32_matmul_precision()
     if values.is_cpu and values.dtype == torch.bfloat16 and processor.has_bfloat16():
-        matmul.fp32_precision = "bf16"
+        torch.set_float32_matmul_precision("medium")
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(before)
 
 
 def free_memory(device: torch.device) -> int:
