@@ -95,13 +95,13 @@ def versions(results: dict) -> str:
 def random_model(
     folder: Path, hidden: int, inner: int, layers: int, heads: int, key_values: int = 0, experts: int = 0,
     context: int = 8192, vocabulary: int = 4096, dtype: str = "bfloat16", spread: bool = False,
-    active: int = 2,
+    active: int = 2, device: str = "cpu",
 ) -> int:  # fmt: skip
     """Write a random Llama, with `experts` a Qwen3-MoE, a block in memory at a time, and the demo model's
     tokenizer; return the bytes of its weights.
 
     spread: norms of unlike weights, a few of them large, so that inputs differ as a trained model's do.
-    active: experts of a token.
+    active: experts of a token. device: makes the numbers.
     """
     import torch
     from safetensors.torch import save_file
@@ -137,11 +137,13 @@ def random_model(
         for number, shapes in enumerate(parts):
             file, made = f"model-{number:05d}.safetensors", {}
             for name, shape in shapes.items():
-                weight = torch.randn(shape) * 0.02 if len(shape) > 1 else torch.ones(shape)
-                if spread and name.endswith("layernorm"):
+                weight = torch.ones(shape)
+                if len(shape) > 1:
+                    weight = torch.randn(shape, device=device) * 0.02
+                elif spread and name.endswith("layernorm"):
                     weight = torch.rand(shape) * 2 + 0.1
                     weight[::97] *= 8
-                made[f"{name}.weight"] = weight.to(getattr(torch, dtype))
+                made[f"{name}.weight"] = weight.to("cpu", getattr(torch, dtype))
             save_file(made, folder / file, {"format": "pt"})
             places |= dict.fromkeys(made, file)
         (folder / "config.json").write_text(json.dumps(config))

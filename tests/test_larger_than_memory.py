@@ -322,7 +322,7 @@ def test_embedding_and_head_on_disk_compute_what_those_in_memory_do(tiny_model, 
         loaded, on_disk = (Skeleton(checkpoint, torch.bfloat16, CPU) for _ in range(2))
         loaded.load_rest()
         monkeypatch.setattr(by_rows, "SLICE_BYTES", 10_000)
-        on_disk.load_rest(on_disk=True)
+        on_disk.load_rest(away=True)
         assert on_disk.model.get_input_embeddings().weight.is_meta
         ids = torch.tensor([[3, 511, 3, 0]])
         assert torch.equal(on_disk.embed(ids), loaded.embed(ids))

@@ -19,6 +19,7 @@ from quantkit.models.machine.memory import room
 from quantkit.quantize import methods
 from quantkit.quantize.methods import Work
 from quantkit.quantize.prepare.memory import (
+    ACCELERATED_BATCH_TOKENS,
     BATCH_TOKENS,
     COMFORT,
     MIB,
@@ -89,7 +90,7 @@ def _execution(
 ) -> tuple[dict[str, str | None], Peak]:
     """Return the execution that a job would choose (`plan.decide`), and its peak memory: the fastest that
     fits comfortably, else the one with the least memory. memory: None if unknown."""
-    shapes = _shapes(source, question, element, memory if on_gpu else None)
+    shapes = _shapes(source, question, element, memory, on_gpu)
     if vocabulary := source.settings.filled("vocab_size"):
         predicted = 4 * vocabulary * loss_tokens(None, work.sample > 0, vocabulary)
         shapes = replace(shapes, predicted=predicted)
@@ -156,10 +157,11 @@ def _seconds(
     return seconds, SCALED, f"{MEASURED}, scaled by FLOPS"
 
 
-def _shapes(source: Source, question: Question, element: int, free: int | None) -> Shapes:
-    """Return the shapes of a job. element: bytes per value. free: an accelerator's bytes; experts larger than
-    a share of them are streamed."""
+def _shapes(source: Source, question: Question, element: int, memory: int | None, on_gpu: bool) -> Shapes:
+    """Return the shapes of a job. element: bytes per value. Experts larger than a share of an accelerator's
+    memory are streamed."""
     outside, samples, seqlen = source.parameters.outside, question.samples, question.seqlen
+    most = ACCELERATED_BATCH_TOKENS if on_gpu else BATCH_TOKENS
     named = [(tensor, tensor.local.removesuffix(".weight")) for tensor in source.parameters.linears]
     shapes = of_largest_block(
         ((tensor.block, (name, tensor.out_features, tensor.in_features)) for tensor, name in named),
@@ -169,14 +171,16 @@ def _shapes(source: Source, question: Question, element: int, free: int | None) 
         by_rows=sum(tensor.size for tensor in outside if _of_vocabulary(tensor, source)),
         element=element,
         tokens=samples * seqlen,
-        batch_tokens=min(max(1, BATCH_TOKENS // seqlen), samples) * seqlen,
+        batch_tokens=min(max(1, most // seqlen), samples) * seqlen,
         width=source.settings.hidden,
     )
     if not shapes.experts:
         return shapes
     routed = sum(out * width for name, out, width in shapes.linears if name in shapes.experts)
     active = source.settings.filled(*expert_share.ROUTED) or 1
-    return replace(shapes, streamed=expert_share.streams(element * routed, free), active=active)
+    return replace(
+        shapes, streamed=expert_share.streams(element * routed, memory if on_gpu else None), active=active
+    )
 
 
 def _of_vocabulary(tensor: Tensor, source: Source) -> bool:

@@ -96,7 +96,7 @@ class _Loop:
             progress.warn(note)
             self.timings.notes.append(note)
         with self.timings("load"), mapped():
-            self.skeleton.load_rest(on_disk=True)
+            self.skeleton.load_rest(away=True)
             self.originals = self._entering(self._sample()) if Statistic.DRIFT in self.method.needs else None
         self.curvatures = self._curvatures() if Statistic.CURVATURE in self.method.needs else None
         with self.timings("load"):

@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, DamagedError, QuantkitError, count
@@ -19,6 +21,7 @@ from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.layouts import Layout, LinearSpec, Statistic, WeightsOnly
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.schedule import Visit
@@ -112,27 +115,44 @@ class Quantizer:
 
         Ranks share the linears of one site, or else the sites, which are solved at once if the solver can.
         """
-        with self.timings("solve"):
-            share = distributed.dealt(list(sites)) if len(sites) > 1 else list(sites)
-            weights = {
-                spec.local: self._weight(spec) for site in share for spec in self.block.quantized(site)
-            }
-            problems = [self._problem(site, weights, sites[site]) for site in share]
-            if len(sites) == 1:
-                solved = {share[0].module: solve(self.solver, *problems[0])}
-            else:
-                given = [(w, grids, s.get(Statistic.HESSIAN), G) for w, grids, s, G in problems]
-                results = self.solver.solve_many(given) if given else []
-                solved = _gathered(dict(zip((site.module for site in share), results, strict=True)))
-                del given
-            del problems  # the weights are freed one after another
-        for site, statistics in sites.items():
-            for spec, result in zip(self.block.quantized(site), solved[site.module], strict=True):
-                weight = weights.pop(spec.local, None)
-                if weight is None:  # another rank solved it
-                    weight = self._weight(spec)
-                values = self._installed(spec, result.weight, weight, statistics)
-                yield spec, self._record(spec, site, statistics, result, weight, values)
+        with ThreadPoolExecutor(1, "sources") as reader:
+            sources = self._sources(sites, reader)
+            with self.timings("solve"):
+                share = distributed.dealt(list(sites)) if len(sites) > 1 else list(sites)
+                weights = {
+                    spec.local: self._weight(spec) for site in share for spec in self.block.quantized(site)
+                }
+                problems = [self._problem(site, weights, sites[site]) for site in share]
+                if len(sites) == 1:
+                    solved = {share[0].module: solve(self.solver, *problems[0])}
+                else:
+                    given = [(w, grids, s.get(Statistic.HESSIAN), G) for w, grids, s, G in problems]
+                    results = self.solver.solve_many(given) if given else []
+                    solved = _gathered(dict(zip((site.module for site in share), results, strict=True)))
+                    del given
+                del problems  # the weights are freed one after another
+            for site, statistics in sites.items():
+                for spec, result in zip(self.block.quantized(site), solved[site.module], strict=True):
+                    weight = weights.pop(spec.local, None)
+                    if weight is None:  # another rank solved it
+                        weight = self._weight(spec)
+                    values = self._installed(spec, result.weight, weight, statistics)
+                    source = sources[spec.local]() if sources else None
+                    yield spec, self._record(spec, site, statistics, result, weight, values, source)
+
+    def _sources(self, sites: Visit, reader: ThreadPoolExecutor) -> dict[str, Callable[[], Tensor]]:
+        """Return functions that return the source's weights, by linear, if a transform changed them; else {}.
+        For an accelerator, `reader` reads them while it solves."""
+        sources: dict[str, Callable[[], Tensor]] = {}
+        if self.transformed is None:
+            return sources
+        for spec in (spec for site in sites for spec in self.block.quantized(site)):
+            name = self.skeleton.names.of_block(self.block.index, f"{spec.local}.weight")
+            shape = torch.empty(spec.out_features, spec.in_features, device="meta")
+            read = partial(self.skeleton.read, name, shape)
+            ahead = is_accelerator(self.skeleton.device)
+            sources[spec.local] = reader.submit(read).result if ahead else read
+        return sources
 
     def _problem(self, site: Site, weights: Mapping[str, Tensor], statistics: SiteStatistics) -> tuple:
         """Return the arguments of `solve` for a site. weights: by linear. Curvatures are empty if none were
@@ -178,12 +198,13 @@ class Quantizer:
         solved: Solved,
         weight: Tensor,
         values: Tensor,
+        source: Tensor | None,
     ) -> dict[str, Any]:
         """Return the record of a linear, with the error of the stored values, by which a checkpoint can be
         verified against its source.
 
-        After a transform, the source's weight is read again, as verification will read it: the fit of scales
-        stops before the least error, so the scaled weight has another error.
+        source: after a transform, the source's weight as verification will read it: the fit of scales stops
+        before the least error, so the scaled weight has another error.
         """
         scaling = self.transformed.facts.get(spec.local, {}) if self.transformed else {}
         size = spec.grid.group_size if spec.in_features % spec.grid.group_size == 0 else spec.in_features
@@ -192,15 +213,13 @@ class Quantizer:
         if lost := int((before & ~kept).sum()):
             notes.append(f"{count(lost, 'group')} of weights became 0, too small for {spec.grid.describe()}")
         facts, error = {}, solved.error
-        if self.transformed is None or error is None:
+        if source is None or error is None:
             plain = weight_error(weight, values)
             error = plain if error is None else error
-        if self.transformed is None:
+        if source is None:
             facts["weight_error"] = plain
         else:
-            name = self.skeleton.names.of_block(self.block.index, f"{spec.local}.weight")
-            source = self.skeleton.read(name, weight).to(values.device).float()
-            facts["weight_error_up_to_scales"] = error_up_to_scales(source, values)
+            facts["weight_error_up_to_scales"] = error_up_to_scales(source.to(values.device).float(), values)
         facts["tokens"] = statistics.tokens if site.pool else None
         if Statistic.PEAK in self.solver.needs:
             facts["outlier_columns"] = self.solver.outliers(statistics[Statistic.PEAK])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from quantkit.models.files import untrusted
@@ -23,7 +24,9 @@ def of_folder(
     """Return the sha256 of every file by name, except the names in `leave`. listen: called with the number of
     bytes of each piece that is read."""
     files = sorted(path for path in untrusted.entries(folder) if path.is_file() and path.name not in leave)
-    return {path.relative_to(folder).as_posix(): of_file(path, listen=listen) for path in files}
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
+        sums = pool.map(lambda path: of_file(path, listen=listen), files)
+        return {path.relative_to(folder).as_posix(): sha256 for path, sha256 in zip(files, sums, strict=True)}
 
 
 def of_file(path: Path, start: int = 0, listen: Callable[[int], None] = lambda nbytes: None) -> str:

@@ -73,9 +73,23 @@ def widens(device: torch.device) -> bool:
 def narrow_products(values: Tensor) -> Iterator[None]:
     """Let a CPU with bfloat16 instructions multiply float32 matrices in bfloat16, with float32 sums, if
     `values` are bfloat16. This is exact for matrices of bfloat16 values. For accelerators see `widens`."""
+    narrow = values.is_cpu and values.dtype == torch.bfloat16 and processor.has_bfloat16()
+    with _precision("medium" if narrow else None):
+        yield
+
+
+@contextmanager
+def tf32_products(device: torch.device) -> Iterator[None]:
+    """Let a CUDA device round the operands of float32 products to TF32's 11 bits, with float32 sums."""
+    with _precision("high" if device.type == "cuda" else None):
+        yield
+
+
+@contextmanager
+def _precision(precision: str | None) -> Iterator[None]:
+    """Set torch's precision of float32 products; None changes nothing."""
     before = torch.get_float32_matmul_precision()
-    if values.is_cpu and values.dtype == torch.bfloat16 and processor.has_bfloat16():
-        torch.set_float32_matmul_precision("medium")
+    torch.set_float32_matmul_precision(precision or before)
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from torch.func import functional_call
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.layouts import Layout, LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.machine.device import is_accelerator
 from quantkit.models.skeleton import experts, meta_model, rows, streaming
 from quantkit.models.skeleton.loading import FetchedBlock, Installer, Reader
 from quantkit.models.skeleton.names import Names, set_aside
@@ -113,34 +114,41 @@ class Skeleton:
         `Reader.read`."""
         return self._reader.read(name, expected)
 
-    def load_rest(self, on_disk: bool = False) -> None:
+    def load_rest(self, away: bool = False) -> None:
         """Load everything outside the blocks, except towers of other modalities. Tied tensors stay one
-        tensor. on_disk: embedding and head stay on disk if they can (`rows_on_disk`).
+        tensor. away: embedding and head stay on disk, or an accelerator's in host memory, if they can
+        (`rows_away`).
 
         Raises QuantkitError if the architecture's blocks cannot run alone.
         """
         tensors, stored = self.model.state_dict(), self.names.stored.keys() | self.names.joined.keys()
-        away = self.rows_on_disk() if on_disk else {}
+        apart = self.rows_away() if away else {}
         state = {
-            name: tensor.to("meta") if name in away.values() else self.read(name, tensor).to(self.device)
+            name: tensor.to("meta") if name in apart.values() else self.read(name, tensor).to(self.device)
             for name, tensor in sorted(tensors.items(), key=lambda item: self._reader.offset(item[0]))
             if name in stored and not name.startswith(self.names.blocks + ".")
         }
         self.model.load_state_dict(state, strict=False, assign=True)
         self.model.tie_weights(missing_keys=tensors.keys() - stored, recompute_mapping=False)
         self.model.requires_grad_(False)
-        for module, name in away.items():
+        on_host: dict[str, rows.Rows] = {}  # a tied head's rows are the embedding's
+        for module, name in apart.items():
             read = partial(self._reader.rows, name, module.weight)
-            rows.stay_on_disk(module, read)
-            for part in rows.slices(module.weight) if isinstance(module, nn.Embedding) else ():
-                read(part)  # checks all rows, because forward passes read some; `learn` runs the head
+            if is_accelerator(self.device):
+                if name not in on_host:
+                    on_host[name] = rows.in_host_memory(self.read(name, module.weight), self.device)
+                read = on_host[name]
+            elif isinstance(module, nn.Embedding):
+                for part in rows.slices(module.weight):
+                    read(part)  # checks all rows, because forward passes read some; `learn` runs the head
+            rows.stay_away(module, read)
         self._recorder.learn()
 
-    def rows_on_disk(self) -> dict[nn.Module, str]:
-        """Return {module: its weight's name in the model} for embedding and head, if both can stay on disk:
-        the device is a CPU, neither is packed or computed, and the head is a plain linear. Else {}."""
+    def rows_away(self) -> dict[nn.Module, str]:
+        """Return {module: its weight's name in the model} for embedding and head, if both can stay away from
+        the memory that computes: neither is packed or computed, and the head is a plain linear. Else {}."""
         embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        if not all(rows.can_stay(module, self.device) for module in (embedding, head)):
+        if not all(map(rows.can_stay_away, (embedding, head))):
             return {}
         modules = {module: f"{name}.weight" for name, module in self.model.named_modules()}
         tied, found = self.model.all_tied_weights_keys.items(), {}

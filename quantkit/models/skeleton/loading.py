@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,11 @@ from quantkit.layouts import Layout, naming_errors
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.reading import DTYPES
 from quantkit.models.machine import processor
-from quantkit.models.machine.device import pinned
+from quantkit.models.machine.device import is_accelerator, pinned
 from quantkit.models.machine.memory import return_freed_pages
 from quantkit.models.skeleton.names import Names
+
+READERS = 4  # threads that read a block for an accelerator
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,11 @@ class Reader:
             tensor = tensor.t().contiguous()
         return checked(tensor, expected.shape, stored)
 
-    def rows(self, name: str, expected: Tensor, rows: slice) -> Tensor:
-        """Return some rows of the model's matrix `name`; errors as in `read`."""
+    def rows(self, name: str, expected: Tensor, rows: slice | Tensor) -> Tensor:
+        """Return rows of the model's matrix `name`, neighbours or those of given numbers; errors as in
+        `read`."""
+        if isinstance(rows, Tensor):
+            return torch.cat([self.rows(name, expected, slice(row, row + 1)) for row in rows.tolist()])
         stored = self.names.stored[name]
         shape = rows.stop - rows.start, *expected.shape[1:]
         return checked(self.checkpoint.load(stored, self.dtype, rows), shape, stored)
@@ -71,11 +77,14 @@ class Reader:
         codes = {n: key for n, key in stored.items() if self.checkpoint.is_quantized(key) and n in linears}
         packed = {} if decoded else codes
         order = sorted(expected, key=lambda name: self.offset(full[name]))
-        tensors = {
-            name: pinned(self.read(full[name], expected[name]), self.device)
-            for name in order
-            if (name in stored and name not in packed) or full[name] in self.names.joined
-        }
+        plain = [n for n in order if (n in stored and n not in packed) or full[n] in self.names.joined]
+        fetch = lambda name: pinned(self.read(full[name], expected[name]), self.device)  # noqa: E731
+        if is_accelerator(self.device):  # which computes faster than one core reads, checks and pins
+            with ThreadPoolExecutor(READERS) as pool:
+                fetched = list(pool.map(fetch, plain))
+        else:
+            fetched = map(fetch, plain)
+        tensors = dict(zip(plain, fetched, strict=True))
         parts = {name: self.checkpoint.parts(packed[name]) for name in order if name in packed}
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
 

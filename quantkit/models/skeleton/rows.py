@@ -1,9 +1,9 @@
-"""Embedding and head on disk: their rows are read when they are needed.
+"""Embedding and head outside the memory that computes: their rows are fetched when they are needed.
 
 With a vocabulary of 150,000 tokens, embedding and head are larger than everything else that a job keeps in
 memory. But an embedding looks up one row per token, and a head may multiply by SLICE_BYTES of its rows at a
-time. As long as the weight of such a module is on the meta device, the module reads its rows: from the
-checkpoint, or from what a job has made of them (`install`).
+time. As long as the weight of such a module is on the meta device, the module fetches its rows: a CPU's from
+the checkpoint or from what a job has made of them (`install`), an accelerator's from host memory.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from quantkit.models.machine.device import is_accelerator
+
 SLICE_BYTES = 1 << 25  # of a head's rows, in the model's dtype
-Rows = Callable[[slice], Tensor]  # returns these rows of a matrix, in the model's dtype, checked
+# returns these rows of a matrix, some neighbours or those of given numbers, in the model's dtype, checked
+Rows = Callable[[slice | Tensor], Tensor]
 
 
 def slices(weight: Tensor) -> Iterator[slice]:
@@ -25,30 +28,37 @@ def slices(weight: Tensor) -> Iterator[slice]:
     return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
-def can_stay(module: nn.Module, device: torch.device) -> bool:
-    """Return whether a module can leave its weight on disk: an embedding or a plain linear, on a CPU."""
-    return device.type == "cpu" and (isinstance(module, nn.Embedding) or type(module) is nn.Linear)
+def can_stay_away(module: nn.Module) -> bool:
+    """Return whether a module computes from rows of its weight: an embedding or a plain linear."""
+    return isinstance(module, nn.Embedding) or type(module) is nn.Linear
 
 
-def stay_on_disk(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
-    """Make an embedding or a head read the rows of its weight."""
+def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
+    """Make an embedding or a head fetch the rows of its weight."""
     module.forward = partial(_look_up if isinstance(module, nn.Embedding) else _multiply, module, rows)
 
 
+def in_host_memory(weight: Tensor, device: torch.device) -> Rows:
+    """Return a function that copies rows of `weight` from host memory to a device."""
+    return lambda rows: weight[rows.cpu() if isinstance(rows, Tensor) else rows].to(device)
+
+
 def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.device) -> None:
-    """Replace a matrix of the model, which has these names in it. It stays on disk if all its modules can
-    leave it there."""
+    """Replace a matrix of the model, which has these names in it. It stays away from the device if all its
+    modules can fetch its rows."""
     owners = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
     values = getattr(*owners[0]).to("meta")
     for owner, leaf in owners:  # free the old tensor before the new one is allocated
         setattr(owner, leaf, None)
-    if all(can_stay(owner, device) for owner, _ in owners):
+    away, accelerated = all(can_stay_away(owner) for owner, _ in owners), is_accelerator(device)
+    if accelerated or not away:
+        whole = torch.empty_like(values, device="cpu" if away else device)
+        for part in slices(whole):
+            whole[part] = rows(part)
+        values, rows = (values, in_host_memory(whole, device)) if away else (whole, rows)
+    if away:
         for owner, _ in owners:
-            stay_on_disk(owner, rows)
-    else:
-        values = torch.empty_like(values, device=device)
-        for part in slices(values):
-            values[part] = rows(part)
+            stay_away(owner, rows)
     parameter = nn.Parameter(values, requires_grad=False)
     for owner, leaf in owners:
         setattr(owner, leaf, parameter)
@@ -60,8 +70,7 @@ def _look_up(embedding: nn.Embedding, rows: Rows, ids: Tensor) -> Tensor:
     if not whole.is_meta:
         return type(embedding).forward(embedding, ids)
     distinct, positions = ids.unique(return_inverse=True)
-    few = torch.cat([rows(slice(row, row + 1)) for row in distinct.tolist()])
-    embedding.weight, embedding.padding_idx = nn.Parameter(few, requires_grad=False), None
+    embedding.weight, embedding.padding_idx = nn.Parameter(rows(distinct), requires_grad=False), None
     try:
         return type(embedding).forward(embedding, positions)
     finally:

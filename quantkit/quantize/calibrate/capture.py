@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import narrow_products, widens
+from quantkit.models.machine.device import is_accelerator, narrow_products, widens
 from quantkit.quantize.calibrate.sites import Site
 from quantkit.quantize.calibrate.statistics import TINY, Drift, SiteStatistics
 
 KEPT_INPUTS = 512  # limit of the rows of X that `Inputs` keeps
+WHOLE = 4096  # inputs below which an accelerator computes all of H: launches take longer than products
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Hessian:
     symmetric rank-k update), little more than half of the products."""
 
     def __init__(self, in_features: int, device: torch.device):
-        self.width = min(in_features, max(128, in_features // 8))
+        whole = is_accelerator(device) and in_features <= WHOLE
+        self.width = in_features if whole else min(in_features, max(128, in_features // 8))
         self.sums = torch.zeros(in_features, in_features, device=device)
 
     def add(self, rows: Tensor) -> None:

@@ -120,7 +120,7 @@ def _verify(
     if not batches:
         return None
     with mapped():
-        skeleton.load_rest(on_disk=True)
+        skeleton.load_rest(away=True)
     final = walk.through(skeleton, batches, place=HERE)
     if states is not None:
         pairs = {"hidden states": (final[0], states), "logits": (skeleton.logits(final[0][0, LAST]), logits)}

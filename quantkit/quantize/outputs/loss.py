@@ -49,7 +49,7 @@ def of_original(job: Job) -> Expected:
     """Run the held-back tokens of a job through its source. All but one block is on the meta device."""
     skeleton = Skeleton(job.checkpoint, job.skeleton.dtype, job.skeleton.device)
     skeleton.streams = job.skeleton.streams
-    skeleton.load_rest(on_disk=True)
+    skeleton.load_rest(away=True)
     hidden = skeleton.embed(job.held_back.tokens)
     baseline = _Baseline.of(job, skeleton)
     for index, _ in walk.blocks(skeleton, lambda index: (None, True)):
@@ -57,7 +57,7 @@ def of_original(job: Job) -> Expected:
         if baseline:
             baseline.run(index)
     if baseline and baseline.outside:
-        skeleton.load_rest(on_disk=True)
+        skeleton.load_rest(away=True)
     logits = [skeleton.logits(states).cpu() for states in hidden]
     kld = baseline.loss(logits) if baseline else None
     skeleton.model.to("meta")

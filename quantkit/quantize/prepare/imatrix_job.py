@@ -81,7 +81,7 @@ def prepare(request: Request, progress: Progress) -> ImatrixJob:
     rows = linears(skeleton)
     calibrated = calibrate(checkpoint, request, progress)
     tokens = calibrated.tokens
-    batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape)
+    batch_size = plan.sequences_at_once(request.run.batch_size, tokens.shape, skeleton.device)
     batches = plan.own_batches(tokens, batch_size)
     tokens = torch.cat(batches)
     shapes = plan.shapes_of(skeleton, rows, tokens.numel(), batches[0].numel())

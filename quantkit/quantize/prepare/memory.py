@@ -18,6 +18,7 @@ from quantkit.quantize.prepare.shapes import FLOAT32, Shapes
 MIB = 1 << 20
 COMFORT = 0.8  # share of the free memory that the faster of two ways may take
 BATCH_TOKENS = 2048  # tokens of a forward pass: matrix products run at full rate, activations stay small
+ACCELERATED_BATCH_TOKENS = 8192  # on an accelerator, where launches count, most of all those of experts
 LOADED_LATER_BYTES = 80 * MIB  # growth of Python, torch (CPU build) and transformers in a job; measured
 PREDICTED_BYTES = 1 << 28  # limit for log-probabilities of the original model
 LOSS_TOKENS = {True: 512, False: 256}  # default of --loss-tokens, with and without calibration
@@ -200,16 +201,16 @@ class Stages:
 def peak_memory(stages: Stages) -> Peak:
     """Return the peak bytes of a job: everything outside the blocks, plus the largest of the stages' sum, the
     largest tensor, and measuring the loss. An embedding that is encoded is there three times: stored, encoded
-    and decoded."""
+    and decoded. An accelerator's embedding and head are on the host (models/skeleton/rows.py)."""
     shapes, accelerated = stages.shapes, stages.accelerated
-    away = 0 if accelerated else shapes.by_rows
-    largest = 0 if away and not stages.outside else shapes.largest
+    largest = 0 if shapes.by_rows and not stages.outside else shapes.largest
     later = max(largest, loss_memory(shapes, accelerated)) + 2 * shapes.largest * stages.outside
-    computing = (shapes.rest - away) * shapes.element + max(sum(stages.computing().values()), later)
+    rest = (shapes.rest - shapes.by_rows) * shapes.element
+    computing = rest + max(sum(stages.computing().values()), later)
     if not accelerated:
         return Peak(0, LOADED_LATER_BYTES + computing)
     reading = max(shapes.largest, shapes.block * shapes.element) + 3 * shapes.largest_linear
-    host = max(reading + stages.waiting(), shapes.predicted)
+    host = shapes.by_rows * shapes.element + max(reading + stages.waiting(), shapes.predicted)
     return Peak(int(MARGIN * computing), LOADED_LATER_BYTES + host)
 
 

@@ -24,6 +24,7 @@ from quantkit.options import RunOptions, size_bytes
 from quantkit.quantize.calibrate.execution import Execution
 from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.prepare.memory import (
+    ACCELERATED_BATCH_TOKENS,
     BATCH_TOKENS,
     COMFORT,
     Peak,
@@ -59,14 +60,15 @@ class JobPlan:
     ranks: int = 1
 
 
-def sequences_at_once(requested: int | None, shape: tuple[int, int]) -> int:
-    """Return the number of sequences per forward pass. shape: `[samples, seqlen]` of the calibration tokens.
-    By default every rank gets some.
+def sequences_at_once(requested: int | None, shape: tuple[int, int], device: torch.device) -> int:
+    """Return the number of sequences per forward pass on `device`. shape: `[samples, seqlen]` of the
+    calibration tokens. By default every rank gets some.
 
     Raises QuantkitError if a rank would get none.
     """
     samples, seqlen = shape
-    size = requested or max(1, min(BATCH_TOKENS // seqlen, samples // distributed.count()))
+    most = ACCELERATED_BATCH_TOKENS if is_accelerator(device) else BATCH_TOKENS
+    size = requested or max(1, min(most // seqlen, samples // distributed.count()))
     if -(-samples // size) < distributed.count():
         raise QuantkitError(
             f"{count(samples, 'calibration sequence')} in batches of {size} are fewer batches than the "
@@ -100,10 +102,10 @@ def job_memory(
     if not any(spec.grid for spec in specs):  # encoded tensor by tensor, after a forward pass at most
         encode = ENCODING + method.output.encoding(skeleton.checkpoint, specs)
         forward = forward_memory(shapes, execution.states == "disk") if method.needs else 0
-        rest = shapes.rest - shapes.by_rows * (not accelerated)
-        loss = loss_memory(shapes) and rest * shapes.element + loss_memory(shapes)
+        rest = (shapes.rest - shapes.by_rows) * shapes.element
+        loss = loss_memory(shapes) and rest + loss_memory(shapes)
         peak = max(encode, forward, loss)
-        return Peak(peak, encode) if accelerated else Peak(0, peak)
+        return Peak(peak, encode + shapes.by_rows * shapes.element) if accelerated else Peak(0, peak)
     sample = method.transform.sample if method.transform else 0
     return peak_memory(
         Stages(
@@ -125,7 +127,7 @@ def shapes_of(skeleton: Skeleton, specs: Sequence[LinearSpec], tokens: int, batc
     stored = re.compile(rf"(^|\.){re.escape(inside.split('.')[-2])}\.\d+\.")
     infos = skeleton.checkpoint.infos.values()
     parameters = dict(skeleton.model.named_parameters())
-    by_rows = {} if any(spec.head for spec in specs) else skeleton.rows_on_disk()
+    by_rows = {} if any(spec.head for spec in specs) else skeleton.rows_away()
     return of_largest_block(
         ((s.block, (s.local, s.out_features, s.in_features)) for s in specs if not s.embedding),
         lambda block: streamed(skeleton.blocks[block]),
@@ -241,7 +243,7 @@ def _executions(
     """Yield the executions of a job, fastest first. Ranks can only share experts, and an accelerator only
     solve them together, in repeated forward passes. Suspended batches keep their states in memory, so `disk`
     saves nothing there. A data-free job has no states."""
-    batch_size = sequences_at_once(options.batch_size or adopted.get("batch_size"), shape)
+    batch_size = sequences_at_once(options.batch_size or adopted.get("batch_size"), shape, skeleton.device)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
     requested = adopted.get("sequential") if requested == "auto" else requested

@@ -20,7 +20,7 @@ class Shapes:
     """The shapes that decide peak memory.
 
     linears: of one block. rest: parameters outside the blocks; largest: stored bytes of the largest of these;
-    by_rows: how many of them a CPU reads by rows: embedding and head.
+    by_rows: how many of them are fetched by rows: embedding and head (models/skeleton/rows.py).
     element: bytes per value in a forward pass. tokens: of the calibration text; batch_tokens: per forward
     pass. width: of hidden states; None: the smallest in_features. experts: names of the linears that are an
     expert's. streamed: experts are read when called. active: experts per token. predicted: bytes of

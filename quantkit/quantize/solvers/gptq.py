@@ -27,7 +27,7 @@ from torch import Tensor
 
 from quantkit.grids.grid import Grid, group, join, stack
 from quantkit.layouts import Statistic
-from quantkit.models.machine.device import is_accelerator
+from quantkit.models.machine.device import is_accelerator, tf32_products
 from quantkit.quantize.solvers import Solved, Solver
 from quantkit.quantize.solvers.baseline import Attempt, better, nearest
 from quantkit.quantize.solvers.batching import add_product, can_stack, reordered
@@ -135,10 +135,14 @@ class GptqSolver(Solver):
             params = stack([grid.fit_matrix(weight) for weight in weights])
             fixed = [group(params, k) for k in group_order(order, grid).tolist()]
         replays = self._replays if is_accelerator(H.device) and grid.vector_size == 1 else None
-        chosen = sweep(Wt, *unit_upper(A), grid, fixed, replays)
-        del A  # as large as the copy of H that refinement changes
-        if self.refine:
-            refine(Wt, chosen, grid, damped(H, order, damping), self.refine, replays)
+        U, D = unit_upper(A)
+        del A
+        # an error of TF32 is far below a step of the grid, and what it changes is in E like any error
+        with tf32_products(H.device):
+            chosen = sweep(Wt, U, D, grid, fixed, replays)
+            del U  # as large as the copy of H that refinement changes
+            if self.refine:
+                refine(Wt, chosen, grid, damped(H, order, damping), self.refine, replays)
         quantized = restored(chosen.codes, chosen.params, order, grid, self.act_order)
         lost = torch.stack([chosen.lost, chosen.E.square_().sum(0)]).view(2, len(quantized), -1)
         lost[1] *= damping

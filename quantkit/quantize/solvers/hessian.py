@@ -35,9 +35,16 @@ def factorize(hessian: Tensor, damp: float, order: Tensor) -> tuple[Tensor, Tens
 
 
 def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
-    """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal."""
-    sites = () if order.ndim == 1 else (torch.arange(len(order), device=order.device)[:, None, None],)
-    copy = hessian[(*sites, order[..., :, None], order[..., None, :])]
+    """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal. Needs memory
+    for the copy and a few rows."""
+    if hessian.ndim > 2:
+        rows = hessian.gather(-2, order[..., None].expand_as(hessian))
+        copy = rows.gather(-1, order[..., None, :].expand_as(hessian))
+    else:
+        copy = torch.empty_like(hessian, memory_format=torch.contiguous_format)
+        at_once = max(128, len(order) // 8)
+        for rows, target in zip(order.split(at_once), copy.split(at_once), strict=True):
+            torch.index_select(hessian.index_select(0, rows), 1, order, out=target)
     copy.diagonal(dim1=-2, dim2=-1).add_(damping)
     return copy
 

@@ -4,19 +4,20 @@ Two groups, half the matrix apart, are visited at once, which halves the kernel 
 columns moves independently in both groups. The joint change is then computed exactly, row by row; if the
 moves cancel each other's gain, only the larger one is made. A row whose loss would rise in a visit stays
 unchanged. As in the sweep, columns are counted in steps and need one product with their run's levels and one
-rounding.
+rounding. With the kernel of chain.py a run is a whole group and has one launch, so groups are visited one by
+one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from quantkit.grids.grid import Grid, select
 from quantkit.quantize.solvers.batching import by_matrix
-from quantkit.quantize.solvers.columns import RUN, Chosen, chain_for
+from quantkit.quantize.solvers.columns import LONG_RUN, RUN, Chosen, chain_for
 from quantkit.quantize.solvers.refine.scales import best_factor, values_of
 from quantkit.quantize.solvers.replay import Replays
 
@@ -29,10 +30,10 @@ def refine(
     hessian.div_(curvature[..., None])  # its products with E then are the best moves, R_j / H_jj
     hessian, curvature = hessian.view(-1, *hessian.shape[-2:]), curvature.view(-1, len(Wt))
     size, count = grid.group_size, len(chosen.params)
-    pairs = (count + 1) // 2
+    visit = _Visit(grid, chain_for(Wt.device, grid))
+    pairs = count if visit.chain else (count + 1) // 2
     # views [matrices, groups, group_size, out]
     views = [by_matrix(x, hessian).unflatten(1, (-1, size)) for x in (chosen.E, chosen.codes, Wt)]
-    visit = _Visit(grid)
     for _ in range(cycles):
         for k in range(pairs):
             pair = slice(k, count, pairs)  # groups k and k + pairs, if there are so many
@@ -53,10 +54,11 @@ def refine(
 
 
 class _Visit:
-    """Improves one or two groups of every matrix; tensors are `[matrices * groups, group_size, out]`."""
+    """Improves one or two groups of every matrix; tensors are `[matrices * groups, group_size, out]`. chain:
+    the kernel, if there is one."""
 
-    def __init__(self, grid: Grid):
-        self.grid = grid
+    def __init__(self, grid: Grid, chain: Callable[..., None] | None):
+        self.grid, self.chain = grid, chain
 
     def improve(
         self, E: Tensor, codes: Tensor, lost: Tensor,
@@ -90,17 +92,17 @@ class _Visit:
 
     def _descend(self) -> None:
         """Choose each column's best level again, one after another; changes `levels` and `residual`."""
-        chain, feed = chain_for(self.block.device, self.grid), self.block.clone()
+        feed = self.block.clone()
         feed.diagonal(dim1=1, dim2=2).zero_()
         size, sub = self.levels.shape[1], self.grid.sub_size
-        low = 0
+        low, longest = 0, LONG_RUN if self.chain else RUN
         while low < size:
-            high = min(low + RUN, (low // sub + 1) * sub)
+            high = min(low + longest, (low // sub + 1) * sub)
             run, step = slice(low, high), self.step[:, low // sub, None]
             levels, old = self.levels[:, run], self.levels[:, run].clone()
             ideal = self.residual[:, run] / step
-            if chain:
-                chain(ideal.add_(levels), levels, self.block[:, run, run].mT.contiguous(), self.grid)
+            if self.chain:
+                self.chain(ideal.add_(levels), levels, self.block[:, run, run].mT.contiguous(), self.grid)
             else:
                 ideal.baddbmm_(self.block[:, run, run], levels)
                 columns = (part.split(1, 1) for part in (ideal, levels, feed[:, run, run]))
