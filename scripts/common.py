@@ -95,13 +95,13 @@ def versions(results: dict) -> str:
 def random_model(
     folder: Path, hidden: int, inner: int, layers: int, heads: int, key_values: int = 0, experts: int = 0,
     context: int = 8192, vocabulary: int = 4096, dtype: str = "bfloat16", spread: bool = False,
-    active: int = 2, device: str = "cpu",
+    active: int = 2, device: str = "cpu", tied: bool = True,
 ) -> int:  # fmt: skip
     """Write a random Llama, with `experts` a Qwen3-MoE, a block in memory at a time, and the demo model's
     tokenizer; return the bytes of its weights.
 
     spread: norms of unlike weights, a few of them large, so that inputs differ as a trained model's do.
-    active: experts of a token. device: makes the numbers.
+    active: experts of a token. device: makes the numbers. tied: the head is the embedding.
     """
     import torch
     from safetensors.torch import save_file
@@ -116,13 +116,14 @@ def random_model(
     for owner in [f"mlp.experts.{expert}" for expert in range(experts)] or ["mlp"]:
         block |= {f"{owner}.{name}_proj": (inner, hidden) for name in ("gate", "up")}
         block[f"{owner}.down_proj"] = (hidden, inner)
-    parts = [{"model.embed_tokens": (vocabulary, hidden)}, {"model.norm": (hidden,)}]
+    head = {} if tied else {"lm_head": (vocabulary, hidden)}
+    parts = [{"model.embed_tokens": (vocabulary, hidden)}, {"model.norm": (hidden,), **head}]
     parts[1:1] = [{f"model.layers.{k}.{name}": shape for name, shape in block.items()} for k in range(layers)]
     config = {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
         "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
         "num_key_value_heads": key_values, "head_dim": width, "vocab_size": vocabulary,
-        "max_position_embeddings": context, "tie_word_embeddings": True, "dtype": dtype,
+        "max_position_embeddings": context, "tie_word_embeddings": tied, "dtype": dtype,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "bos_token_id": None, "eos_token_id": 0,
     }  # fmt: skip
     if experts:
@@ -143,7 +144,7 @@ def random_model(
                 elif spread and name.endswith("layernorm"):
                     weight = torch.rand(shape) * 2 + 0.1
                     weight[::97] *= 8
-                made[f"{name}.weight"] = weight.to("cpu", getattr(torch, dtype))
+                made[f"{name}.weight"] = weight.to(getattr(torch, dtype)).cpu()
             save_file(made, folder / file, {"format": "pt"})
             places |= dict.fromkeys(made, file)
         (folder / "config.json").write_text(json.dumps(config))

@@ -572,7 +572,7 @@ def test_a_job_whose_memory_ran_out_goes_on_with_states_on_the_host(far, source,
 def test_what_fits_is_chosen_before_anything_is_loaded(far, make, source):
     asked = ["gptq", source, *MANY, "--loss-tokens", 0, "--dry-run", "--json", "-q"]
     plans = {}
-    for way in (["suspend", "device"], ["repeat", "device"], ["repeat", "host"]):
+    for way in (["repeat", "device"], ["repeat", "host"]):
         done = far(*asked, "--sequential", way[0], "--states", way[1])
         plans[tuple(way)] = json.loads(done.out)["plan"]["memory_bytes"]
     assert sorted(plans.values(), reverse=True) == list(plans.values())
@@ -811,7 +811,7 @@ def test_differences_from_the_original_are_16_bit_products(monkeypatch, alone):
         sums.add(
             inputs.to("far"), capture.Counterpart(original.to("far"), weight.to("far") if alone else None)
         )
-        assert DEVICE.launches["mm"] == 1 + alone + 2 and not DEVICE.launches["addmm_"]
+        assert DEVICE.launches["mm"] == 1 + 2 * alone + 2 and not DEVICE.launches["addmm_"]
         made = sums.finish()
         found = made[Statistic.DRIFT].halves.cpu()
         assert made[Statistic.DRIFT].outputs == alone

@@ -100,10 +100,9 @@ def _execution(
     def peak(suspend: bool, states: str, at_once: int = 1) -> Peak:
         return peak_memory(Stages(shapes, needs, work.sample, work.outside, suspend, states, on_gpu, at_once))
 
-    together = on_gpu and shapes.experts  # experts are solved together, in repeated passes
     executions = [
         (suspend, states)
-        for suspend in ((True, False) if work.feeds_back and not together else (False,))
+        for suspend in ((True, False) if work.feeds_back and not on_gpu else (False,))
         for states in ("device", *["host"] * on_gpu, *["disk"] * (not suspend))
     ]
     executions = executions if needs else [(False, "device")]
@@ -112,7 +111,7 @@ def _execution(
     need = peak(suspend, states)
     if work.feeds_back and not suspend and memory is not None:
         need = peak(suspend, states, sites_at_once(shapes, memory, need))
-    sequential = ("suspend" if suspend else "repeat") if work.feeds_back else None
+    sequential = ("suspend" if suspend else "repeat") if work.feeds_back and not on_gpu else None
     return {"sequential": sequential, "states": states if needs else None}, need
 
 

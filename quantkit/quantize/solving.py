@@ -21,7 +21,7 @@ from quantkit.grids.distance import error_up_to_scales, weight_error
 from quantkit.grids.grid import Grid, QuantizedWeight
 from quantkit.layouts import Layout, LinearSpec, Statistic, WeightsOnly
 from quantkit.models.machine import distributed
-from quantkit.models.machine.device import is_accelerator
+from quantkit.models.machine.device import is_accelerator, pinned
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.curvature import Curvatures
 from quantkit.quantize.calibrate.schedule import Visit
@@ -149,10 +149,13 @@ class Quantizer:
         for spec in (spec for site in sites for spec in self.block.quantized(site)):
             name = self.skeleton.names.of_block(self.block.index, f"{spec.local}.weight")
             shape = torch.empty(spec.out_features, spec.in_features, device="meta")
-            read = partial(self.skeleton.read, name, shape)
+            read = partial(self._source, name, shape)
             ahead = is_accelerator(self.skeleton.device)
             sources[spec.local] = reader.submit(read).result if ahead else read
         return sources
+
+    def _source(self, name: str, shape: Tensor) -> Tensor:
+        return pinned(self.skeleton.read(name, shape), self.skeleton.device)
 
     def _problem(self, site: Site, weights: Mapping[str, Tensor], statistics: SiteStatistics) -> tuple:
         """Return the arguments of `solve` for a site. weights: by linear. Curvatures are empty if none were

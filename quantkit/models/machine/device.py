@@ -144,6 +144,12 @@ def host_buffer(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
+def to_host(tensor: Tensor, wait: bool = True) -> Tensor:
+    """Return a tensor in host memory. From an accelerator it is copied to pinned memory, which is ten times
+    as fast. wait: False if only work that is queued later on the accelerator reads it."""
+    return tensor if tensor.is_cpu else host_buffer(tensor).copy_(tensor, non_blocking=not wait)
+
+
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a host tensor, pinned if that lets copies to the device overlap with other work."""
     return tensor.pin_memory() if device.type == "cuda" else tensor

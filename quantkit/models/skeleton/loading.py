@@ -86,6 +86,8 @@ class Reader:
             fetched = map(fetch, plain)
         tensors = dict(zip(plain, fetched, strict=True))
         parts = {name: self.checkpoint.parts(packed[name]) for name in order if name in packed}
+        for stored_parts in parts.values():
+            stored_parts.update({part: pinned(t, self.device) for part, t in stored_parts.items()})
         return FetchedBlock(tensors, parts, packed, self.checkpoint.layout)
 
     def offset(self, name: str) -> tuple[str, int]:

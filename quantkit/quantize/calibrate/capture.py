@@ -156,21 +156,21 @@ class Drifting:
         self.hessian, self.tokens, self.outputs = Hessian(in_features, device), 0, outputs
         self.halves = torch.zeros(2, width, in_features, device=device)
 
-    def add(self, rows: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
+    def add(self, exact: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
         """Add a batch. factor: the same batch in the dtype of matrix products."""
-        self.tokens += len(rows)
+        self.tokens += len(exact)
         self.hessian.add(factor)
         if factor.dtype == torch.float16:  # differences need more exponents
-            factor = rows
-        missing = counterpart.inputs.reshape(rows.shape).float() - rows
-        if self.outputs:
-            outputs = missing.new_zeros(len(rows), self.halves.shape[1])
-            missing = _add_product(outputs, missing, counterpart.weight.to(factor.dtype).t())
-            if counterpart.missing is not None:
-                missing += counterpart.missing.view_as(missing)
-        half = len(rows) // 2
+            factor = exact.float()
+        half = len(exact) // 2
         for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
-            _add_product(sums, missing[span].t(), factor[span])
+            missing = counterpart.inputs.reshape(exact.shape)[span].float() - exact[span]
+            if self.outputs:
+                outputs = missing.new_zeros(len(missing), self.halves.shape[1])
+                missing = _add_product(outputs, missing, counterpart.weight.to(factor.dtype).t())
+                if counterpart.missing is not None:
+                    missing += counterpart.missing.view(len(exact), -1)[span]
+            _add_product(sums, missing.t(), factor[span])
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -211,17 +211,17 @@ class Statistics:
     def add(self, inputs: Tensor, counterpart: Counterpart | None = None) -> None:
         """Add a batch of inputs `[..., in]`, in float32."""
         exact = inputs.reshape(-1, self.in_features)
-        rows = exact.float()
-        self.tokens += len(rows)
-        if not len(rows):  # no token of this batch was routed to the expert
+        self.tokens += len(exact)
+        if not len(exact):  # no token of this batch was routed to the expert
             return
-        factor = exact if exact.itemsize == 2 and widens(exact.device) else rows
+        factor = exact if exact.itemsize == 2 and widens(exact.device) else exact.float()
+        rows = exact.float() if self.sums.keys() - {Statistic.HESSIAN} else factor
         with narrow_products(exact):
             if counterpart is not None:
                 if self.drifting is None:
                     outputs = counterpart.weight is not None
                     self._drift(len(counterpart.weight) if outputs else self.in_features, outputs)
-                self.drifting.add(rows, factor, counterpart)
+                self.drifting.add(exact, factor, counterpart)
             for kind, sums in self.sums.items():
                 if kind is not Statistic.HESSIAN:
                     sums.add(rows)

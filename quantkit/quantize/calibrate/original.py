@@ -18,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from quantkit.models.machine.device import to_host
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.capture import Counterpart
 from quantkit.quantize.calibrate.residual import find_writers
@@ -56,11 +57,15 @@ class Original:
         self._ours: dict[str, Batches] = {name: {} for name in self.writers[:-1]}
         self._scales: dict[Site, Tensor] = {}
         self.leaving = self._observe()
-        self._hooks = self._listen(self._ours, skeleton.device)
+        self._hooks, self._heard = ExitStack(), []
 
     def run(self, k: int, most: int | None = None) -> Tensor:
         """Return the block's present output for batch k of the quantized model. most: only its first
         sequences."""
+        writers = [self._block.get_submodule(name) for name in self._ours]
+        if writers != self._heard:  # the first time, or since a layout's own module replaced a linear
+            self._hooks.close()
+            self._hooks, self._heard = self._listen(self._ours, self._skeleton.device), writers
         return self._run(k if k in self._at else None, self._states[k][:most])
 
     def _run(self, k: int | None, hidden: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ class Original:
         k = self._batch.get() if k is None else k
         if site not in self._inputs or k not in self._at:
             return None
-        inputs = self._inputs[site].pop(k).to(self._skeleton.device)
+        inputs = self._inputs[site].pop(k).to(self._skeleton.device, non_blocking=True)
         if site in self._scales:
             inputs = inputs / self._scales[site]
         if len(site.linears) > 1:
@@ -97,7 +102,7 @@ class Original:
         missing = self._original[self._at[k]].float() - self._states[k]
         take = dict.pop if name == self.writers[-1] else dict.__getitem__  # the last to ask
         for before in self.writers[: self.writers.index(name)]:
-            missing += take(self._theirs[before], k).to(missing.device)
+            missing += take(self._theirs[before], k).to(missing.device, non_blocking=True)
             missing -= take(self._ours[before], k)
         return missing
 
@@ -118,7 +123,7 @@ class Original:
             batches = list(self._at)
             run = lambda at: self._run(batches[at], self._original[at])  # noqa: E731
             outputs = self._skeleton.in_step(self._index, run, len(batches))
-            return [output.to(self._where) for output in outputs]
+            return [to_host(output) if self._where.type == "cpu" else output for output in outputs]
 
     def _listen(self, kept: dict[str, Batches], where: torch.device) -> ExitStack:
         """Keep the outputs of writers until the returned stack is closed."""
@@ -133,4 +138,5 @@ class Original:
 
     def _keep(self, kept: Batches, tensor: Tensor, where: torch.device) -> None:
         if (k := self._batch.get()) is not None:
-            kept[k] = tensor.to(where, copy=True)
+            away = where.type == "cpu" and not tensor.is_cpu
+            kept[k] = to_host(tensor, wait=False) if away else tensor.to(where, copy=True)

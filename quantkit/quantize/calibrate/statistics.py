@@ -12,6 +12,7 @@ from torch import Tensor
 from quantkit.errors import require
 from quantkit.grids.grid import is_finite
 from quantkit.layouts import Statistic
+from quantkit.models.machine.device import tf32_products
 from quantkit.quantize.solvers.hessian import Indefinite, factorize
 
 TINY = torch.finfo(torch.float32).tiny
@@ -133,12 +134,13 @@ def retarget(weights: Sequence[Tensor], drift: Drift, damp: float) -> Sequence[T
         return weights
     del drift
     moved = []
-    for weight in weights:
-        halves = sums if outputs else weight @ sums  # [2, out, in]
-        # Δ H Δᵀ of a move Δ is the square of these, [in, out]; both at once would copy the factor twice
-        first, second = (torch.linalg.solve_triangular(factor, half.mT, upper=True) for half in halves)
-        move = torch.add(first, second, out=first.new_empty(first.shape))
-        share = 4 * first.mul_(second).sum() / move.square().sum().clamp(min=TINY)
-        move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
-        moved.append(torch.addcmul(weight, move, share.clamp(0, 1)))
+    with tf32_products(factor.device):  # an error of a thousandth is far below the noise of the halves
+        for weight in weights:
+            halves = sums if outputs else weight @ sums  # [2, out, in]
+            # Δ H Δᵀ of a move Δ is the square of these, [in, out]; both at once would copy the factor twice
+            first, second = (torch.linalg.solve_triangular(factor, half.mT, upper=True) for half in halves)
+            move = torch.add(first, second, out=first.new_empty(first.shape))
+            share = 4 * first.mul_(second).sum() / move.square().sum().clamp(min=TINY)
+            move = torch.linalg.solve_triangular(factor.t(), move, upper=False).t()
+            moved.append(torch.addcmul(weight, move, share.clamp(0, 1)))
     return moved

@@ -240,16 +240,16 @@ def max_memory(options: RunOptions) -> int | None:
 def _executions(
     skeleton: Skeleton, method: BuiltMethod, options: RunOptions, shape: tuple[int, int], adopted: dict
 ) -> Iterator[Execution]:
-    """Yield the executions of a job, fastest first. Ranks can only share experts, and an accelerator only
-    solve them together, in repeated forward passes. Suspended batches keep their states in memory, so `disk`
-    saves nothing there. A data-free job has no states."""
+    """Yield the executions of a job, fastest first. Ranks can only share experts in repeated forward passes.
+    An accelerator repeats them in a tenth of the time of a solve, and suspended batches would be most of its
+    memory. They keep their states in memory, so `disk` saves nothing there. A data-free job has no states."""
     batch_size = sequences_at_once(options.batch_size or adopted.get("batch_size"), shape, skeleton.device)
     dtype, device = str(skeleton.dtype).removeprefix("torch."), str(skeleton.device)
     accelerated, requested = is_accelerator(skeleton.device), options.sequential
     requested = adopted.get("sequential") if requested == "auto" else requested
-    together = distributed.count() > 1 or (accelerated and Statistic.HESSIAN in method.needs)
-    apart = skeleton.is_mixture and together
-    modes = ["repeat"] if apart else ["suspend", "repeat"]
+    apart = skeleton.is_mixture and distributed.count() > 1
+    repeats = apart or (accelerated and Statistic.HESSIAN in method.needs)
+    modes = ["repeat"] if repeats else ["suspend", "repeat"]
     for mode in [requested] if requested else modes:
         places = ["device", *(["host"] if accelerated else []), *(["disk"] if mode == "repeat" else [])]
         if options.states != "auto":

@@ -7,16 +7,17 @@ from pathlib import Path
 from torch import Tensor
 
 from quantkit.models.files import reading, safetensors_folder
+from quantkit.models.machine.device import to_host
 from quantkit.models.machine.memory import return_freed_pages
-from quantkit.quantize.staging import PART_BYTES
+from quantkit.quantize.staging import ACCELERATED_PART_BYTES, PART_BYTES
 from quantkit.quantize.staging.folder import Staging
 
 HOLES = 32 << 20  # bytes staged between heap trims; a trim costs page faults
 
 
 class BlockParts:
-    """Tensors of a block in progress, by stored name. At most `PART_BYTES` wait in memory, and as many are
-    being written. `parts` reads any tensor back."""
+    """Tensors of a block in progress, by stored name. At most `PART_BYTES` wait in memory, for an accelerator
+    `ACCELERATED_PART_BYTES`, and as many are being written. `parts` reads any tensor back."""
 
     def __init__(self, staging: Staging, index: int):
         staging.start(index)
@@ -30,8 +31,9 @@ class BlockParts:
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Add tensors; stage them once PART_BYTES are in memory."""
-        self._waiting |= {name: tensor.cpu() for name, tensor in tensors.items()}
-        if sum(tensor.nbytes for tensor in self._waiting.values()) < PART_BYTES:
+        most = PART_BYTES if all(tensor.is_cpu for tensor in tensors.values()) else ACCELERATED_PART_BYTES
+        self._waiting |= {name: to_host(tensor) for name, tensor in tensors.items()}
+        if sum(tensor.nbytes for tensor in self._waiting.values()) < most:
             return
         path = self._staging.write_part(self._index, self._count, self._waiting)
         self._files |= dict.fromkeys(self._waiting, path)
