@@ -86,21 +86,21 @@ def nearest(column: Tensor, scale: Tensor, zero: Tensor, max_code: int) -> tuple
 
 
 def refine(
-    weight: Tensor, start: QuantizedWeight, hessian: Tensor, cycles: int, run: int = 32
+    weight: Tensor, start: QuantizedWeight, hessian: Tensor, cycles: int, run: int = 32, alone: bool = False
 ) -> tuple[QuantizedWeight, list[Tensor]]:
     """Cyclic coordinate descent on `tr((W - Ŵ) H (W - Ŵ)ᵀ)`, everything recomputed at every step.
 
     Along column j the loss is least at `ŵ_j + r_j / H_jj` with `r = (W - Ŵ) H`. Groups k and k + n/2 take
     turns run by run of columns, each from what was before the run; a row takes both moves, or, where that
-    loses more, only the better one. After the columns of a pair its scales take the factors that minimize the
-    loss along each group's own values. A row that lost by all of that stays as it was. Also the loss of every
-    row after each visit.
+    loses more, only the better one. `alone`: groups take turns one by one. After the columns of a pair its
+    scales take the factors that minimize the loss along each group's own values. A row that lost by all of
+    that stays as it was. Also the loss of every row after each visit.
     """
     grid, size = start.grid, start.grid.group_size
     weight, hessian = weight.double(), hessian.double()
     codes, scale, zero = start.codes.double(), start.params.scale.double(), start.params.zero
     count = weight.shape[1] // size
-    pairs = (count + 1) // 2
+    pairs = count if alone else (count + 1) // 2
 
     def decoded(codes, scale):
         return (codes - zero.repeat_interleave(size, 1)) * scale.repeat_interleave(size, 1)

@@ -30,14 +30,23 @@ with mock.patch.dict(os.environ, INTERPRETED):  # read when triton is first impo
     from quantkit.quantize.solvers.chain import chain
 
 
+def literal(targets, levels, coupling, grid):
+    """The kernel's choice, column by column."""
+    for j in range(targets.shape[1]):
+        before, level = levels[:, j].clone(), torch.empty_like(levels[:, j])
+        grid.snap(targets[:, j], level)
+        targets[:, j + 1 :] -= coupling[:, j, j + 1 :, None] * (level - before)[:, None]
+        levels[:, j] = level
+
+
 @contextmanager
-def kernel():
-    """The solver uses the kernel; yields the shapes that it was launched for."""
+def kernel(run=chain):
+    """The solver uses the kernel, or `run`; yields the shapes that it was launched for."""
     shapes = []
 
     def counted(targets, *arguments):
         shapes.append(tuple(targets.shape))
-        chain(targets, *arguments)
+        run(targets, *arguments)
 
     def chain_for(device, grid):
         return counted if grid.limits else None
@@ -65,10 +74,10 @@ def test_the_sweep_is_the_papers_algorithm(in_features, grid):
 
 @pytest.mark.parametrize("in_features, grid", [(96, AffineGrid(3, 32)), (128, AffineGrid(3, 64, False))])
 def test_the_refinement_is_coordinate_descent(in_features, grid):
-    """Against the literal one; of three groups one has no partner, a group of 64 has two runs."""
+    """Against the literal one, group by group."""
     weight, _, hessian = problem(in_features, rows=4)
     quantized, chosen = started(weight, grid, hessian)
-    expected, losses = reference_refine(weight, quantized, hessian, cycles=2)
+    expected, losses = reference_refine(weight, quantized, hessian, cycles=2, run=grid.group_size, alone=True)
     chosen.E, chosen.codes, chosen.lost = (x.to(DEVICE) for x in (chosen.E, chosen.codes, chosen.lost))
     chosen.params = [type(each)(*(x.to(DEVICE) for x in vars(each).values())) for each in chosen.params]
     with kernel():
@@ -85,7 +94,7 @@ def test_the_refinement_is_coordinate_descent(in_features, grid):
 def test_it_chooses_what_torchs_kernels_choose(grid):
     """It adds up in another order, so ties may fall otherwise."""
     weight, _, hessian = problem(512, rows=20)
-    with mock.patch.object(columns, "_kernel", lambda device: None):
+    with kernel(literal):
         plain = solved(weight, hessian, grid)
     with kernel() as shapes:
         found = solved(weight, hessian, grid)
@@ -93,11 +102,11 @@ def test_it_chooses_what_torchs_kernels_choose(grid):
     assert found[2] == pytest.approx(plain[2], rel=5e-3)
 
 
-def test_it_is_launched_once_for_a_group_and_once_for_a_run_of_two():
+def test_it_is_launched_once_for_a_group():
     weight, _, hessian = problem(256, rows=4)
     with kernel() as shapes:
         solved(weight, hessian, AffineGrid(4, 128), refine=1)
-    assert shapes == [(1, 128, 4)] * 2 + [(2, 32, 4)] * 4
+    assert shapes == [(1, 128, 4)] * 2 + [(1, 128, 4)] * 2
 
 
 def test_experts_are_one_launch():
@@ -107,6 +116,6 @@ def test_experts_are_one_launch():
     with kernel() as shapes:
         together = solver.solve_many([site] * 3)
         alone = solver.solve(*site)
-    assert shapes[0] == (3, 128, 4) and shapes[1] == (3, 32, 4)
+    assert shapes[:2] == [(3, 128, 4)] * 2
     for (found,) in together:
         assert torch.equal(found.weight.codes, alone[0].weight.codes)

@@ -138,17 +138,19 @@ def both(run: Run, model: Path, line: str) -> dict:
     }  # fmt: skip
 
 
-# blocks, large
+# blocks, large, whole
 
 SHAPES = {  # hidden, inner, blocks, heads, key_values, experts
     "Llama-3-8B": (4096, 14336, 2, 32, 8, 0),
     "Llama-3-70B": (8192, 28672, 1, 64, 8, 0),
     "Qwen3-30B-A3B": (2048, 768, 1, 32, 4, 128),
+    "whole Llama-3-8B": (4096, 14336, 32, 32, 8, 0),
 }
 TINY = {
     "Llama-3-8B": (128, 128, 2, 2, 1, 0),
     "Llama-3-70B": (128, 128, 1, 2, 1, 0),
     "Qwen3-30B-A3B": (128, 128, 1, 2, 1, 2),
+    "whole Llama-3-8B": (128, 128, 2, 2, 1, 0),
 }
 JOBS = {
     "gptq": "gptq", "gptq unscaled": "gptq --transform none", "awq": "awq", "gguf": "gguf -t Q4_K_M",
@@ -158,13 +160,16 @@ JOBS = {
     "gptq ct 8": "gptq --layout compressed-tensors --bits 8", "mxfp4": "fp4 --format mxfp4",
 }  # fmt: skip
 LARGE = ("gptq", "gguf", "nf4", "fp8", "awq", "mxfp4")
+WHOLE = ("gptq", "nf4", "fp8", "fp4", "gguf")
 
 
 def shape(run: Run, name: str) -> Path:
     """Return the folder of a random model of that shape, made unless it is there."""
     folder = run.work / "models" / name
     shapes = (TINY if run.rehearse else SHAPES)[name]
-    random_model(folder, *shapes, active=2 if run.rehearse else 8, spread=True)
+    whole = {"vocabulary": 128256, "tied": False} if name.startswith("whole") and not run.rehearse else {}
+    made_on = "cpu" if run.rehearse else run.device
+    random_model(folder, *shapes, active=2 if run.rehearse else 8, spread=True, device=made_on, **whole)
     return folder
 
 
@@ -177,6 +182,30 @@ def large(run: Run) -> None:
     for name in LARGE:
         for model in ("Llama-3-70B", "Qwen3-30B-A3B"):
             run.row(f"{name}, {model}", job, run, model, name)
+
+
+def whole(run: Run) -> None:
+    for name in WHOLE:
+        run.row(f"{name}, whole Llama-3-8B", job, run, "whole Llama-3-8B", name)
+    run.row("eval, whole Llama-3-8B", evaluated, run, "whole Llama-3-8B")
+
+
+def evaluated(run: Run, model: str) -> dict:
+    """Return seconds of `eval` of what `whole` wrote, and the KL divergence of each."""
+    copies = [path for name in WHOLE if (path := made(run, model, name)).exists()]
+    options = [
+        "--text",
+        HELDOUT,
+        "--ctx",
+        64 if run.rehearse else 512,
+        "--limit",
+        256 if run.rehearse else 4096,
+    ]
+    began = time.monotonic()
+    record = command("eval", shape(run, model), *copies, *options, "--metrics", "kld", "--device", run.device)
+    row = {"seconds": time.monotonic() - began}
+    losses = [one["metrics"]["kld"]["mean"] for one in record["models"][1:]]
+    return row | {path.name: loss for path, loss in zip(copies, losses, strict=True)}
 
 
 def made(run: Run, model: str, name: str) -> Path:

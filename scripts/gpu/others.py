@@ -93,6 +93,7 @@ PEERS = {  # row: tool, job
     "llm-compressor awq": ("llmcompressor", {"method": "awq", "sym": False, "batch_size": 8}),
     "GPTQModel awq": ("gptqmodel", {"method": "awq", "sym": False, "batch_size": 8}),
     "quantkit awq": ("quantkit", {"method": "awq", "sym": False}),
+    "llm-compressor gptq, whole": ("llmcompressor", {"method": "gptq", "batch_size": 8}),
 }
 
 
@@ -107,7 +108,8 @@ def peer(run: Run, name: str) -> dict:
     python = environment(run, tool) if tool in ENVIRONMENTS else python_of(tool)
     out = run.work / "peers" / name.replace(" ", "-")
     threads = 1 if run.rehearse else min(16, os.cpu_count() or 1)
-    job = shape(run, MODEL), tokens(run), out, python, threads
+    model = f"whole {MODEL}" if name.endswith("whole") else MODEL
+    job = shape(run, model), tokens(run), out, python, threads
     result = run_job(tool, *job, device=run.device, **options)
     return {
         "phases": {phase: both["wall"] for phase, both in result["phases"].items()},

@@ -16,6 +16,15 @@ from quantkit.errors import UNSUPPORTED, QuantkitError, first_line
 from quantkit.models.machine import memory, processor
 from quantkit.options import unknown_device
 
+fallbacks: list[str] = []  # what this process does without on its device; jobs report them
+
+
+def fall_back(what: str, error: Exception) -> None:
+    """Note that the device lacks something, and the error that shows it."""
+    note = f"error feedback takes longer without {what}: {first_line(error)}"
+    if note not in fallbacks:
+        fallbacks.append(note)
+
 
 def choose_device(requested: str) -> torch.device:
     """Return the requested device; `auto` is cuda if available, else cpu.

@@ -17,6 +17,7 @@ from quantkit.inspection.record import activations
 from quantkit.models.files import headers, untrusted
 from quantkit.models.files.open import check_unchanged, open_checkpoint
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import fallbacks
 from quantkit.models.machine.expert_share import expert_of
 from quantkit.models.machine.memory import mapped, return_freed_pages
 from quantkit.models.skeleton import Skeleton
@@ -102,7 +103,8 @@ def manifest(job: Job) -> dict:
     }
     if kept := job.kept_parameters:
         described["kept_parameters"] = kept
-    return described | ({"notes": list(job.method.notes)} if job.method.notes else {})
+    notes = [*job.method.notes, *fallbacks]
+    return described | ({"notes": notes} if notes else {})
 
 
 def _verify(
@@ -204,7 +206,7 @@ def summarize(
         outlier_columns=recorded("outlier_columns"),
         scaled=recorded("scaled") if job.method.transform else None,
         seconds=dict(timings.seconds),
-        steps_down=list(timings.notes),
+        steps_down=[*timings.notes, *(note for note in fallbacks if note not in timings.notes)],
         activations=activations(job.material.config),
         loss=measured,
     )

@@ -12,11 +12,11 @@ share the launches: `Wt [in, matrices * out]` has the rows of all, and each has 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.util import find_spec
+from subprocess import CalledProcessError
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor
 from quantkit.grids.affine import AffineGrid
 from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import rows_at_once
+from quantkit.models.machine.device import fall_back
 from quantkit.quantize.solvers.batching import add_product, as_batch, by_matrix
 
 BATCH = 128  # columns between two lazy updates; the paper's B
@@ -39,15 +40,17 @@ def chain_for(device: torch.device, grid: Grid) -> Callable[..., None] | None:
 
 @cache
 def _kernel(device: torch.device) -> Callable[..., None] | None:
-    """Return the kernel if it can be compiled here; else None, with a warning."""
+    """Return the kernel if it can be compiled here, else None."""
     if find_spec("triton") is None:
         return None
+    from triton.errors import TritonError
+
     from quantkit.quantize.solvers.chain import chain
 
     try:
         chain(*torch.zeros(3, 1, 16, 16, device=device), AffineGrid(4, 16))
-    except Exception as error:  # usually there is no C compiler
-        warnings.warn(f"Triton cannot compile, error feedback will take longer: {error}", stacklevel=2)
+    except (RuntimeError, OSError, CalledProcessError, TritonError) as error:  # most often: no C compiler
+        fall_back("the Triton kernel", error)
         return None
     return chain
 

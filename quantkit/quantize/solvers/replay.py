@@ -8,15 +8,14 @@ Other accelerators copy in the same way and run the function itself; a CPU does 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import first_line
 from quantkit.grids.grid import each_of
+from quantkit.models.machine.device import fall_back
 
 LARGEST = 1 << 23  # elements of the first tensor; above, kernels take longer than their launches
 KEPT = 24  # size of the LRU cache of functions with their addresses and graphs
@@ -87,6 +86,4 @@ class _Replay:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            warnings.warn(
-                f"error feedback will take longer: no CUDA graph, {first_line(error)}", stacklevel=2
-            )
+            fall_back("CUDA graphs", error)
