@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 DAMP_RETRIES = 5
+WIDTH = 128  # rows of a Hessian that are put in order at a time
 
 
 class Indefinite(ArithmeticError):
@@ -36,8 +37,15 @@ def factorize(hessian: Tensor, damp: float, order: Tensor) -> tuple[Tensor, Tens
 
 def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
     """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal."""
-    sites = () if order.ndim == 1 else (torch.arange(len(order), device=order.device)[:, None, None],)
-    copy = hessian[(*sites, order[..., :, None], order[..., None, :])]
+    if order.ndim > 1:
+        sites = torch.arange(len(order), device=order.device)[:, None, None]
+        copy = hessian[sites, order[..., :, None], order[..., None, :]]
+    else:  # a few rows at a time, along memory: on a CPU in a fifth of the time
+        copy = torch.empty(hessian.shape, dtype=hessian.dtype, device=hessian.device)
+        stored, moved = (hessian, copy) if hessian.is_contiguous() else (hessian.mT, copy.mT)
+        for start in range(0, len(order), WIDTH):
+            rows = slice(start, start + WIDTH)
+            moved[rows] = stored.index_select(0, order[rows]).index_select(1, order)
     copy.diagonal(dim1=-2, dim2=-1).add_(damping)
     return copy
 
