@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit.evaluation import evaluate, metrics, windows
+from quantkit.evaluation import evaluate, metrics, served, windows
 from quantkit.evaluation.comparison import card, gates
 from quantkit.evaluation.comparison.record import record
 from quantkit.evaluation.settings import EvalSettings
@@ -35,6 +35,7 @@ def measure(
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
     memory = size_bytes(most, "--max-memory") if most else None
     gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
+    engine = served.find(asked)
     if described:
         card.check(described, models)
     checkpoints = [
@@ -51,7 +52,7 @@ def measure(
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None
     measured = evaluate.evaluate(
         checkpoints, text, precision, device, progress.evaluating, asked.trials, chosen, harness, caches,
-        asked.weights_only, memory,
+        asked.weights_only, memory, engine,
     )  # fmt: skip
     task_settings = harness.record() if harness else None
     made = record(text.protocol, precision, device, measured, chosen, limits, task_settings)

@@ -13,7 +13,7 @@ NOTHING = "–"
 UNITS = {  # shown on the page if header and cells name no unit
     "kv bits": "bits/value",
     MODEL_BITS: "bits/weight",
-    **dict.fromkeys(("KL divergence", "KL median", "KL 99 %", "KL max"), "nats/token"),
+    **dict.fromkeys(("KL divergence", "from decode", "KL median", "KL 99 %", "KL max"), "nats/token"),
 }
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
 UNREADABLE = 1e4  # larger values are written with an exponent
@@ -89,6 +89,12 @@ COLUMNS = (  # the most important first: narrow terminals cut a table in two
         _at("metrics.top1", percent),
         "top1",
     ),
+    Column(
+        "from decode",
+        "KL divergence of an engine from quantkit's decode of the same model, in nats",
+        _at("engine.difference.mean", number),
+        "engine",
+    ),
 )
 DISTRIBUTION = (
     Column("KL median", "of the tokens' KL divergences", _at(f"{KLD}.median", number), "kld"),
@@ -99,8 +105,9 @@ DISTRIBUTION = (
 
 def columns(record: dict) -> list[Column]:
     """Return the columns for the measured figures, without the column of names."""
-    compared = len(record["models"]) > 1
-    measured = {None, *(record["models"][0]["metrics"] if compared else ())}
+    compared, noise = len(record["models"]) > 1, record.get("engine_noise")
+    measured = {None, *(record["models"][0]["metrics"] if compared or noise else ())}
+    measured |= {"engine"} if noise or any(model.get("engine") for model in record["models"]) else set()
     front = set(record["pareto"]["models"]) if compared else ()
     loss = LOSS_NAMES[record["pareto"]["loss"]]
     on_front = Column(
@@ -129,16 +136,18 @@ def _task(key: tuple[str, str]) -> Column:
 
 
 def rows(record: dict) -> list[list[str]]:
-    """Return the cells of each model's row and of the noise floor's; the first cell is the name."""
+    """Return the cells of each model's row, and those of the noise floor's and an engine's noise; the first
+    cell is the name."""
     models = record["models"]
     named = labels([model["source"] for model in models])
     table = [
         [label, *(column.cell(model) for column in columns(record))]
         for model, label in zip(models, named, strict=True)
     ]
-    if floor := record["noise_floor"]:
-        cells = [column.cell(floor) if column.needs else "" for column in columns(record)]
-        table.append(["(noise floor)", *cells])
+    for name, noise in (("floor", record["noise_floor"]), ("of the engine", record.get("engine_noise"))):
+        if noise:
+            cells = [column.cell(noise) if column.needs else "" for column in columns(record)]
+            table.append([f"(noise {name})", *cells])
     return table
 
 
@@ -171,10 +180,29 @@ def protocol(record: dict) -> str:
     )
 
 
-def floor_note(record: dict) -> str:
-    """Return the line that explains the row of the noise floor; "" without such a row."""
-    floor = record["noise_floor"]
-    if not floor:
-        return ""
-    base = labels([record["models"][0]["source"]])[0]
-    return f"noise floor: {base} against itself in {floor['dtype']}, first {floor['tokens']} tokens"
+def noise_notes(record: dict) -> list[str]:
+    """Return the lines that explain the rows of the noise floor, of the engine's noise and of models in an
+    engine."""
+    base, *others = labels([model["source"] for model in record["models"]])
+    floor, noise, declined = (
+        record.get(f"{key}") for key in ("noise_floor", "engine_noise", "engine_declined")
+    )
+    notes = []
+    if floor:
+        notes += [f"noise floor: {base} against itself in {floor['dtype']}, first {floor['tokens']} tokens"]
+    if noise:
+        notes += [f"noise of the engine: {base} in {engine_line(noise['engine'])}"]
+    if declined:
+        notes += [f"the noise of the engine was not measured: {declined}"]
+    models = zip(others, record["models"][1:], strict=True)
+    return notes + [
+        f"{name}: {engine_line(model['engine'])}" for name, model in models if model.get("engine")
+    ]
+
+
+def engine_line(engine: dict) -> str:
+    """Return an engine's name and version, and what it said of its kernels and precision."""
+    kernels = f", {engine['kernels']}" if engine["kernels"] else ""
+    return f"{engine['name']} {engine['version']}{kernels}" + (
+        f", {engine['dtype']}" if engine["dtype"] else ""
+    )
