@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from quantkit import cli
 from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError
-from quantkit.evaluation import evaluate, metrics, scoring, stream
+from quantkit.evaluation import evaluate, metrics, stream
 from quantkit.evaluation import windows as windows_of
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.gguf.tokenizer_hash import tokenizer_sha256
@@ -150,7 +150,7 @@ def test_long_windows_are_measured_in_chunks(tiny_model, text, monkeypatch):
     windows = windows_of.load(open_checkpoint(str(folder)), text, 64, 48, 400)
     whole = measure([folder, other], windows)
     monkeypatch.setattr(stream, "CHUNK_BYTES", 4 * 512 * 7)
-    monkeypatch.setattr(scoring, "BATCH_TOKENS", 3 * 64)
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 3 * 64)
     pieces = measure([folder, other], windows)
     for one, two in zip(whole, pieces, strict=True):
         assert two.metrics.nll.value == pytest.approx(one.metrics.nll.value, abs=1e-6)
@@ -223,8 +223,8 @@ def test_the_noise_floor_is_the_base_in_the_other_precision(tiny_model, text, mo
     """As if the base, computed in the other precision, were a candidate; its first windows only."""
     base = tiny_model("llama", tokenizer=True)
     shutil.copytree(base, copy := base.with_name("copy"))
-    monkeypatch.setattr(scoring, "FLOOR_TOKENS", 130)
-    monkeypatch.setattr(scoring, "BATCH_TOKENS", 64)
+    monkeypatch.setattr(evaluate, "FLOOR_TOKENS", 130)
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 64)
     windows = windows_of.load(open_checkpoint(str(base)), text, 32, 24, 400)
     found = evaluation([base, copy], windows, dtype)
     other = torch.bfloat16 if dtype == torch.float32 else torch.float32
@@ -325,7 +325,6 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
             }
             for folder in (base, copy)
         ],
-        "engine_noise": None,
         "engine_declined": None,
         "pareto": {
             "size": "size.weight_bytes",

@@ -42,7 +42,7 @@ def _verify(context: typer.Context, path: str, base: str | None, **values: Any) 
 def _show(record: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from quantkit.evaluation.comparison.columns import engine_line
+    from quantkit.evaluation.comparison.columns import engine_line, number
     from quantkit.inspection.show import provenance
     from quantkit.tables import print_facts, print_line
 
@@ -60,8 +60,8 @@ def _show(record: dict[str, Any]) -> None:
         )
     if made := record["engine"]:
         facts["engine"] = (
-            f"{engine_line(made)}: KL divergence {made['difference']:.2g} from quantkit's decode, on "
-            f"{made['tokens']} tokens; rounding explains up to {made['bound']:.2g}"
+            f"{engine_line(made)}: KL divergence {number(made['difference'])} from quantkit's decode, on "
+            f"{made['tokens']} tokens; rounding explains up to {number(made['bound'])}"
         )
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
     for note in record["notes"]:

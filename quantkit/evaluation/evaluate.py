@@ -7,28 +7,48 @@ for some tokens at a time. So the KL divergence is exact and no logits are store
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation import kv_rounding, memory
-from quantkit.evaluation.engines import Declined, Engine
+from quantkit.evaluation import kv_rounding, memory, metrics
+from quantkit.evaluation.engines import Declined, Engine, Logits
 from quantkit.evaluation.kv_cache import Kv
-from quantkit.evaluation.metrics import SELECTABLE, Metrics, summarize
-from quantkit.evaluation.scoring import Floor, Measured, batch_size, measure_floor, run, score
-from quantkit.evaluation.served import InEngine, in_engine
+from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
 from quantkit.evaluation.tasks import Tasks, TaskScores
 from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import watched
 from quantkit.models.gguf.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
+from quantkit.quantize.calibrate import divergence
+from quantkit.quantize.calibrate.states import HERE, Place, States
+from quantkit.quantize.prepare.memory import BATCH_TOKENS
+from quantkit.quantize.staging.folder import disk_errors
+
+FLOOR_TOKENS = 1024  # for the noise floor: a CPU without bfloat16 takes eight times as long
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model that has run, and its final hidden states."""
+
+    model: StreamedModel
+    states: States
+
+    def logits(self, batch: int, span: tuple[int, slice]) -> Tensor:
+        return self.model.skeleton.logits(self.states[batch][span])
 
 
 @dataclass(frozen=True)
@@ -47,7 +67,8 @@ class Size:
 class Result:
     """One model of a comparison. tasks: {task: {metric: {value, stderr}}}, None if no tasks were run. kv: the
     quantized KV cache, None if the cache was not quantized. weights_only: activations were not quantized,
-    although clients of the layout do it. engine: None if quantkit computed the logits."""
+    although clients of the layout do it. engine: what `in_engine` returns; None if quantkit computed the
+    logits."""
 
     source: str
     size: Size
@@ -55,17 +76,25 @@ class Result:
     tasks: TaskScores | None = None
     kv: Kv | None = None
     weights_only: bool = False
-    engine: InEngine | None = None
+    engine: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The noise floor: the base compared with itself in another dtype, over the first `tokens` tokens."""
+
+    dtype: torch.dtype
+    tokens: int
+    metrics: Metrics
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results in the given order, the base first. floor: None if not requested. noise: the base in the
-    engine, None without an engine or if it declined the base; declined: why."""
+    """Results in the given order, the base first. floor: None if not requested. declined: why the engine did
+    not run the base."""
 
     results: list[Result]
     floor: Floor | None
-    noise: Result | None = None
     declined: str | None = None
 
 
@@ -100,15 +129,15 @@ def evaluate(
         (*model, kv, alone) for model in models for kv in (None, *kv_dtypes)
         for alone in _halves(*model, weights_only and kv is None)
     ]  # fmt: skip
-    windows, whole = windows.shared(batch_size(windows)), windows
-    batch = min(batch_size(windows), len(windows.ids)) * windows.ids.shape[1]
+    windows, whole = windows.shared(_batch(windows)), windows
+    batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     storage = memory.decide(*planned)
-    results, base, base_scores, floor, noise, declined = [], None, None, None, None, None
+    results, base, base_scores, floor, declined = [], None, None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = Measured(model, run(model, windows, listen, storage))
-        scores = score(measured.logits, windows, model.chunk_tokens, base, chosen).of_all_ranks()
+        scores = _score(measured.logits, windows, model.chunk_tokens, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, chosen)
         scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
         size = _size(model.skeleton, trial)
@@ -124,14 +153,26 @@ def evaluate(
                 if measured is not base or len(checkpoints) == 1:
                     raise
                 declined = error.message  # the candidates are measured all the same
-                continue
-            name, metrics = f"{model.name} in {engine.name}", summarize(scores, base_scores, chosen)
-            result = Result(name, size, metrics, engine=facts)
-            if measured is base:
-                noise = result
             else:
-                results.append(result)
-    return Evaluation(results, floor, noise, declined)
+                name = f"{model.name} in {engine.name}"
+                results.append(Result(name, size, summarize(scores, base_scores, chosen), engine=facts))
+    return Evaluation(results, floor, declined)
+
+
+def in_engine(
+    engine: Engine, decoded: Measured, windows: Windows, base: Measured | None, chosen: frozenset[str],
+    listen: Listener,
+) -> tuple[Scores, dict[str, Any]]:  # fmt: skip
+    """Return the scores of a model whose logits the engine computes, and {name, version, kernels, dtype,
+    difference}: the KL divergence from `decoded`, the same model as quantkit decodes it. Raises Declined if
+    the engine does not load the model."""
+    skeleton, name = decoded.model.skeleton, f"{decoded.model.name} in {engine.name}"
+    listen(name, 0, 1)
+    give_back(skeleton.device)  # the engine's process needs it
+    with engine.run(skeleton.checkpoint, windows, skeleton.device) as (said, logits):
+        scores = _score(logits, windows, decoded.model.chunk_tokens, base, chosen, decoded)
+    listen(name, 1, 1)
+    return scores, {"name": engine.name, **said, "difference": asdict(metrics.divergence(scores.difference))}
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
@@ -154,6 +195,77 @@ def check_comparable(
             why = difference(first.tokenizer, other.tokenizer, sizes)
             what = f"{other.source} and {first.source} have different tokenizers: {why}"
             raise QuantkitError(what, hint, UNSUPPORTED)
+
+
+def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> States:
+    """Run the model over all windows; return final hidden states `[batch, ctx, hidden]` of each batch."""
+    full = disk_errors(storage.folder, "run the same command again, with another folder in TMPDIR")
+    with watched(model.skeleton.checkpoint), full if storage.folder else nullcontext():
+        return model.states(windows.ids.split(_batch(windows)), listen, storage)
+
+
+def _batch(windows: Windows) -> int:
+    """Return the number of windows in a batch."""
+    return max(1, BATCH_TOKENS // windows.ids.shape[1])
+
+
+def measure_floor(
+    base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener,
+    dtype: torch.dtype | None = None,
+) -> Floor:  # fmt: skip
+    """Return the divergence of the base from itself in another dtype: by default bfloat16 for a float32 base,
+    else float32.
+
+    It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
+    """
+    skeleton = base.model.skeleton
+    dtype = dtype or (torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32)
+    ctx = windows.ids.shape[1]
+    count = min(len(windows.ids), max(1, FLOOR_TOKENS // ctx))
+    tokens = sum(ctx - 1 - first for first in windows.first[:count])
+    head = Windows(windows.ids[:count], windows.first[:count], replace(windows.protocol, tokens=tokens))
+    model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
+    model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
+    other = Measured(model, run(model, head, listen))
+    others = _score(other.logits, head, model.chunk_tokens, base, chosen)
+    metrics = summarize(others, Scores(scores.nll[:tokens]), chosen)
+    return Floor(dtype, tokens, metrics)
+
+
+def _score(
+    logits_of: Logits, windows: Windows, size: int, base: Measured | None, chosen: frozenset[str],
+    decoded: Measured | None = None,
+) -> Scores:  # fmt: skip
+    """Return the scores of all scored tokens, from the logits of `size` tokens at a time. base: model to
+    compare with; None for the base itself. decoded: the same model as quantkit decodes it, for the logits of
+    an engine."""
+    nll, kld, agree, difference = [], [], [], []
+    compared = base is not None and bool(chosen & {"kld", "top1"})
+    for batch, span, targets in _chunks(windows, size):
+        logits = logits_of(batch, span)
+        nll.append(divergence.nll(logits, targets.to(logits.device)).cpu())
+        if compared:
+            expected = base.logits(batch, span)
+            for scores, values in zip((kld, agree), divergence.of_logits(expected, logits), strict=True):
+                scores.append(values.cpu())
+        if decoded:
+            difference.append(divergence.of_logits(decoded.logits(batch, span), logits)[0].cpu())
+    return Scores(
+        torch.cat(nll),
+        torch.cat(kld) if compared and "kld" in chosen else None,
+        torch.cat(agree).bool() if compared and "top1" in chosen else None,
+        torch.cat(difference) if decoded else None,
+    )
+
+
+def _chunks(windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:
+    """Yield (batch, (row, positions), target ids), at most `size` scored positions at a time."""
+    last = windows.ids.shape[1] - 1
+    for window, ids in enumerate(windows.ids):
+        batch, row = divmod(window, _batch(windows))
+        for start in range(windows.first[window], last, size):
+            end = min(start + size, last)
+            yield batch, (row, slice(start, end)), ids[start + 1 : end + 1]
 
 
 def _size(skeleton: Skeleton, trial: Trial | None) -> Size:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from quantkit.evaluation import evaluate, metrics, served, windows
+from quantkit.evaluation import evaluate, metrics, windows
 from quantkit.evaluation.comparison import card, gates
 from quantkit.evaluation.comparison.record import record
+from quantkit.evaluation.engines import Engine
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.tasks import Tasks
 from quantkit.models import kv_types
@@ -35,7 +36,7 @@ def measure(
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
     memory = size_bytes(most, "--max-memory") if most else None
     gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
-    engine = served.find(asked)
+    engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     if described:
         card.check(described, models)
     checkpoints = [

@@ -105,9 +105,9 @@ DISTRIBUTION = (
 
 def columns(record: dict) -> list[Column]:
     """Return the columns for the measured figures, without the column of names."""
-    compared, noise = len(record["models"]) > 1, record.get("engine_noise")
-    measured = {None, *(record["models"][0]["metrics"] if compared or noise else ())}
-    measured |= {"engine"} if noise or any(model.get("engine") for model in record["models"]) else set()
+    compared = len(record["models"]) > 1
+    measured = {None, *(record["models"][0]["metrics"] if compared else ())}
+    measured |= {"engine"} if any(model.get("engine") for model in record["models"]) else set()
     front = set(record["pareto"]["models"]) if compared else ()
     loss = LOSS_NAMES[record["pareto"]["loss"]]
     on_front = Column(
@@ -136,18 +136,16 @@ def _task(key: tuple[str, str]) -> Column:
 
 
 def rows(record: dict) -> list[list[str]]:
-    """Return the cells of each model's row, and those of the noise floor's and an engine's noise; the first
-    cell is the name."""
+    """Return the cells of each model's row and of the noise floor's; the first cell is the name."""
     models = record["models"]
     named = labels([model["source"] for model in models])
     table = [
         [label, *(column.cell(model) for column in columns(record))]
         for model, label in zip(models, named, strict=True)
     ]
-    for name, noise in (("floor", record["noise_floor"]), ("of the engine", record.get("engine_noise"))):
-        if noise:
-            cells = [column.cell(noise) if column.needs else "" for column in columns(record)]
-            table.append([f"(noise {name})", *cells])
+    if floor := record["noise_floor"]:
+        cells = [column.cell(floor) if column.needs else "" for column in columns(record)]
+        table.append(["(noise floor)", *cells])
     return table
 
 
@@ -180,29 +178,22 @@ def protocol(record: dict) -> str:
     )
 
 
-def noise_notes(record: dict) -> list[str]:
-    """Return the lines that explain the rows of the noise floor, of the engine's noise and of models in an
-    engine."""
-    base, *others = labels([model["source"] for model in record["models"]])
-    floor, noise, declined = (
-        record.get(f"{key}") for key in ("noise_floor", "engine_noise", "engine_declined")
-    )
-    notes = []
+def footnotes(record: dict) -> list[str]:
+    """Return the lines below a table: the protocol, the noise floor, and what each engine said."""
+    models, floor, declined = record["models"], record["noise_floor"], record.get("engine_declined")
+    names = labels([model["source"] for model in models])
+    notes = [protocol(record)]
     if floor:
-        notes += [f"noise floor: {base} against itself in {floor['dtype']}, first {floor['tokens']} tokens"]
-    if noise:
-        notes += [f"noise of the engine: {base} in {engine_line(noise['engine'])}"]
-    if declined:
-        notes += [f"the noise of the engine was not measured: {declined}"]
-    models = zip(others, record["models"][1:], strict=True)
-    return notes + [
-        f"{name}: {engine_line(model['engine'])}" for name, model in models if model.get("engine")
+        against = f"{names[0]} against itself in {floor['dtype']}"
+        notes.append(f"noise floor: {against}, first {floor['tokens']} tokens")
+    served = [
+        (name, model["engine"]) for name, model in zip(names, models, strict=True) if model.get("engine")
     ]
+    notes += [f"{name}: {engine_line(engine)}" for name, engine in served]
+    return notes + [f"{names[0]} was not measured in the engine: {declined}"] * bool(declined)
 
 
 def engine_line(engine: dict) -> str:
     """Return an engine's name and version, and what it said of its kernels and precision."""
-    kernels = f", {engine['kernels']}" if engine["kernels"] else ""
-    return f"{engine['name']} {engine['version']}{kernels}" + (
-        f", {engine['dtype']}" if engine["dtype"] else ""
-    )
+    said = [f"{engine['name']} {engine['version']}", engine["kernels"], engine["dtype"]]
+    return ", ".join(filter(None, said))

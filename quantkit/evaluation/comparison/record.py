@@ -33,7 +33,6 @@ def record(
     models = _finite(
         [asdict(result) | {"metrics": _metrics(result.metrics, chosen)} for result in evaluation.results]
     )
-    noise = evaluation.noise
     return {
         "schema": SCHEMA,
         "data": asdict(protocol) | {"dtype": _name(dtype)},
@@ -44,8 +43,6 @@ def record(
             "tokens": floor.tokens,
             "metrics": _finite(_metrics(floor.metrics, chosen)),
         },
-        "engine_noise": noise
-        and _finite({"engine": asdict(noise.engine), "metrics": _metrics(noise.metrics, chosen)}),
         "engine_declined": evaluation.declined,
         "tasks": tasks,
         "pareto": pareto(models),

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,9 @@ PACKAGES = {  # engine -> package, and what to install
 ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b: ")  # the last line of a traceback
 
 
+Logits = Callable[[int, tuple[int, slice]], Tensor]  # of (batch, (row, positions)): `[tokens, vocabulary]`
+
+
 class Declined(QuantkitError):
     """Raised if an engine does not run a checkpoint."""
 
@@ -45,8 +48,11 @@ class Engine:
     options: dict[str, Any]
 
     @staticmethod
-    def find(name: str, python: str | None, options: Sequence[str] = ()) -> Engine:
-        """Parse options `NAME=VALUE`, and look for the package. Raises QuantkitError without it."""
+    def find(name: str | None, python: str | None, options: Sequence[str]) -> Engine | None:
+        """Return the engine, None without a name. Raises QuantkitError if its package is missing, or for an
+        option that is not NAME=VALUE."""
+        if name is None:
+            return None
         path = shutil.which(python or sys.executable)
         if path is None:
             raise QuantkitError(f"--python {python}: no such program", "name a python", NOT_FOUND)
@@ -58,74 +64,59 @@ class Engine:
         return Engine(name, path, _parsed(options))
 
     @contextmanager
-    def run(self, checkpoint: Checkpoint, windows: Windows, device: torch.device) -> Iterator[EngineRun]:
-        """Start the engine and yield its run over the windows; the process ends with the context.
+    def run(
+        self, checkpoint: Checkpoint, windows: Windows, device: torch.device
+    ) -> Iterator[tuple[dict[str, Any], Logits]]:
+        """Start the engine; yield {version, kernels, dtype} as it says (None if it does not), and its logits.
 
-        Raises Declined if the engine does not load the checkpoint.
+        Spans of logits must be read in the order of the windows. The process ends with the context. Raises
+        Declined if the engine does not load the checkpoint.
         """
-        path = checkpoint.folder
-        what = f"{self.name} does not run {checkpoint.source}: it reads GGUF files"
+        path, what = checkpoint.folder, f"{self.name} does not run {checkpoint.source}"
         if self.name == "llama.cpp" and path.is_dir():
-            raise Declined(what, "write a file for it with quantkit gguf", UNSUPPORTED)
-        program = Path(__file__).with_name(f"in_{self.name.replace('.', '')}.py")
+            raise Declined(f"{what}: it reads GGUF files", "make one with quantkit gguf", UNSUPPORTED)
         request = {
-            "model": str(path.absolute()),
-            "windows": windows.ids.tolist(),
-            "first": windows.first,
-            "options": self.options,
-            "device": str(device),
+            "model": str(path.absolute()), "windows": windows.ids.tolist(), "first": windows.first,
+            "options": self.options, "device": str(device), "threads": torch.get_num_threads(),
             "attention": checkpoint.config._attn_implementation,
-            "threads": torch.get_num_threads(),
             "trust_remote_code": checkpoint.trust_remote_code,
-        }
+        }  # fmt: skip
+        program = Path(__file__).with_name("wire.py"), f"in_{self.name.replace('.', '')}"
         with tempfile.TemporaryFile() as log, tempfile.TemporaryFile("w+") as asked:
             json.dump(request, asked)
             asked.seek(0)
-            command = [self.python, "-X", "utf8", str(program)]
-            with subprocess.Popen(
-                command, stdin=asked, stdout=subprocess.PIPE, stderr=log, env=_environment(), cwd="/"
-            ) as process:
+            command = [self.python, "-X", "utf8", *program]
+            pipes = {"stdin": asked, "stdout": subprocess.PIPE, "stderr": log}
+            with subprocess.Popen(command, env=_environment(), cwd="/", **pipes) as process:
+
+                def logits(batch: int, span: tuple[int, slice]) -> Tensor:
+                    values = torch.empty(span[1].stop - span[1].start, columns)
+                    view = memoryview(values.numpy()).cast("B")
+                    if process.stdout.readinto(view) < len(view):
+                        ended = f"{self.name} ended while it ran {checkpoint.source}: {_reason(process, log)}"
+                        raise QuantkitError(ended, "try fewer tokens with --ctx and --limit", RUNTIME)
+                    return values.to(device)
+
                 try:
-                    yield EngineRun(self, checkpoint, process, log)
+                    line = process.stdout.readline()
+                    if not line:
+                        hint = f"quantkit inspect {checkpoint.source} lists engines, and what they need"
+                        raise Declined(f"{what}: {_reason(process, log)}", hint, UNSUPPORTED)
+                    facts, expected = json.loads(line), checkpoint.text_config.vocab_size
+                    columns = facts.pop("vocabulary")
+                    other = f"{self.name} computes {columns} logits a token, not {expected}"
+                    require(columns == expected, other, "they cannot be compared", UNSUPPORTED)
+                    yield facts, logits
                 finally:
                     process.kill()
 
 
-class EngineRun:
-    """A run of an engine over windows. version, kernels, dtype: as the engine says; None if it does not."""
-
-    def __init__(self, engine: Engine, checkpoint: Checkpoint, process: subprocess.Popen, log: IO[bytes]):
-        """Wait for the first logits. Raises Declined if the engine ends before."""
-        self.name = f"{checkpoint.source} in {engine.name}"
-        self._process, self._log, assert_pipe = process, log, process.stdout
-        assert assert_pipe is not None
-        self._pipe = assert_pipe
-        line = self._pipe.readline()
-        if not line:
-            what = f"{engine.name} does not run {checkpoint.source}: {self._reason()}"
-            hint = f"quantkit inspect {checkpoint.source} lists the engines that load it, and what they need"
-            raise Declined(what, hint, UNSUPPORTED)
-        facts = json.loads(line)
-        self.version, self.kernels, self.dtype = (facts[name] for name in ("version", "kernels", "dtype"))
-        self._columns, expected = facts["vocabulary"], checkpoint.text_config.vocab_size
-        what = f"{engine.name} computes logits of {self._columns} tokens, {checkpoint.source} has {expected}"
-        require(self._columns == expected, what, "they cannot be compared", UNSUPPORTED)
-
-    def logits(self, batch: int, span: tuple[int, slice]) -> Tensor:
-        """Return the next logits `[positions, vocabulary]`: spans are read in the order of the windows."""
-        logits = torch.empty(span[1].stop - span[1].start, self._columns)
-        view = memoryview(logits.numpy()).cast("B")
-        if self._pipe.readinto(view) < len(view):
-            raise QuantkitError(f"{self.name} ended: {self._reason()}", "run it with fewer tokens", RUNTIME)
-        return logits
-
-    def _reason(self) -> str:
-        """Return the engine's last error, or the last line that it printed."""
-        code = self._process.wait()
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines()]
-        errors = [line for line in lines if ERROR.match(line)]
-        return (errors or list(filter(None, lines)) or [f"its process ended with code {code}"])[-1]
+def _reason(process: subprocess.Popen, log: IO[bytes]) -> str:
+    """Return the last error in an ended engine's log, else its last line."""
+    code = process.wait()
+    log.seek(0)
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+    return ([line for line in lines if ERROR.match(line)] or lines or [f"its exit code is {code}"])[-1]
 
 
 def _environment() -> dict[str, str]:
@@ -135,19 +126,14 @@ def _environment() -> dict[str, str]:
 
 
 def _parsed(options: Sequence[str]) -> dict[str, Any]:
-    """Return options `NAME=VALUE`, of which `NAME.INNER=VALUE` make an object. Raises QuantkitError."""
+    """Return options `NAME=VALUE` whose value is JSON or else a text. Raises QuantkitError."""
     parsed: dict[str, Any] = {}
     for option in options:
-        name, equals, text = option.partition("=")
+        name, _, text = option.partition("=")
         what = f"--engine-option {option!r} is not NAME=VALUE"
-        require(name and equals, what, "for example --engine-option dtype=float32", USAGE)
+        require(name and text, what, "for example --engine-option dtype=float32", USAGE)
         try:
-            value = json.loads(text)
+            parsed[name] = json.loads(text)
         except ValueError:
-            value = text
-        *outer, last = name.split(".")
-        target = parsed
-        for key in outer:
-            target = target.setdefault(key, {})
-        target[last] = value
+            parsed[name] = text
     return parsed

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load(request: dict) -> tuple[Any, Any]:
-    """Return the functions that `wire.answer` calls."""
+    """Return a function from ids to logits, and one that returns facts; see wire.py."""
     import llama_cpp
 
     length = max(map(len, request["windows"]))
@@ -24,9 +24,3 @@ def load(request: dict) -> tuple[Any, Any]:
         return {"version": llama_cpp.__version__, "kernels": None, "dtype": None}  # it does not say
 
     return compute, facts
-
-
-if __name__ == "__main__":
-    from wire import answer
-
-    answer(load)

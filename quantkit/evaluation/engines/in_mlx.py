@@ -13,7 +13,7 @@ from typing import Any
 
 
 def load(request: dict) -> tuple[Any, Any]:
-    """Return the functions that `wire.answer` calls."""
+    """Return a function from ids to logits, and one that returns facts; see wire.py."""
     import mlx.core as mx
     import mlx.nn as nn
     import mlx_lm
@@ -42,13 +42,7 @@ def load(request: dict) -> tuple[Any, Any]:
 
     def facts() -> dict:
         dtype = str(dtypes.most_common(1)[0][0]).rpartition(".")[2]
-        kernels = names.most_common(1)[0][0] if names else "Linear"
+        kernels = f"{names.most_common(1)[0][0]}, {len(packed)} modules" if packed else "Linear"
         return {"version": mlx_lm.__version__, "kernels": kernels, "dtype": dtype}
 
     return compute, facts
-
-
-if __name__ == "__main__":
-    from wire import answer
-
-    answer(load)

@@ -1,6 +1,7 @@
 """Runs a checkpoint in transformers, with the kernels of its clients; see wire.py.
 
-Options are those of `from_pretrained`; `quantization_config` replaces single values of the checkpoint's own.
+Options are those of `from_pretrained`. `quantization_config`, an object, replaces single values of the
+checkpoint's own.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from typing import Any
 
 
 def load(request: dict) -> tuple[Any, Any]:
-    """Return the functions that `wire.answer` calls."""
+    """Return a function from ids to logits, and one that returns facts; see wire.py."""
     import torch
     import transformers
 
     path, options = Path(request["model"]), {"dtype": "auto", **request["options"]}
-    opened: dict[str, Any] = {"trust_remote_code": request["trust_remote_code"], "local_files_only": True}
+    given: dict[str, Any] = {"trust_remote_code": request["trust_remote_code"], "local_files_only": True}
     if path.is_file():
-        path, opened["gguf_file"] = path.parent, path.name
-    config = transformers.AutoConfig.from_pretrained(path, **opened)
+        path, given["gguf_file"] = path.parent, path.name
+    config = transformers.AutoConfig.from_pretrained(path, **given)
     config._attn_implementation = request["attention"]  # config.json may name a kernel of the hub
     if changed := options.pop("quantization_config", {}):
         config.quantization_config = dict(config.quantization_config) | changed
-    opened |= {"config": config, "device_map": {"": request["device"]}, "use_safetensors": True}
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, **opened, **options).eval()
+    given |= {"config": config, "device_map": {"": request["device"]}, "use_safetensors": True}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, **given, **options).eval()
 
     @torch.no_grad()
     def compute(ids: list[int]) -> Any:
@@ -48,9 +49,3 @@ def kernels(model: Any) -> tuple[str, bool]:
         and any(not t.is_floating_point() for t in (*module.parameters(), *module.buffers()))
     )
     return (quantized.most_common(1)[0][0], True) if quantized else ("torch Linear", False)
-
-
-if __name__ == "__main__":
-    from wire import answer
-
-    answer(load)

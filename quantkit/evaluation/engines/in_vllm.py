@@ -16,7 +16,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 
 def load(request: dict) -> tuple[Any, Any]:
-    """Return the functions that `wire.answer` calls."""
+    """Return a function from ids to logits, and one that returns facts; see wire.py."""
     import numpy as np
     import vllm
 
@@ -33,8 +33,8 @@ def load(request: dict) -> tuple[Any, Any]:
         **options,
     )
 
-    def listen(inner: Any) -> str:
-        """Keep the logits of all positions; return the name of the kernels."""
+    def listen(inner: Any) -> list[tuple[str, int]]:
+        """Keep the logits of all positions; return the most frequent kernels, "" for modules without one."""
         compute_logits = inner.compute_logits
 
         def keeping(hidden: Any, *arguments: Any, **named: Any) -> Any:
@@ -72,9 +72,3 @@ def _kernel(module: Any) -> str:
     scheme = getattr(module, "scheme", None)
     kernel = next((k for holder in (scheme, method) if (k := getattr(holder, "kernel", None))), None)
     return " ".join(type(each).__name__ for each in (method, scheme, kernel) if each is not None)
-
-
-if __name__ == "__main__":
-    from wire import answer
-
-    answer(load)
