@@ -22,7 +22,7 @@ from interop.checkpoints import Cell, cells, make
 from peers.jobs import python_of, run_job, write_tokens
 
 SHARE = 0.1  # of compression's divergence: differences up to here are activations in 8 bit
-TIMES = 4  # the engine's noise, as in quantkit verify
+TIMES = 10  # the engine's noise, as in quantkit verify
 TEXT = ("--ctx", "128", "--limit", "1024")
 VLLM = {
     "vllm": cells(

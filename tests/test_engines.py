@@ -150,7 +150,7 @@ def test_codes_taken_for_weights_are_found(short_demo, tmp_path, quantkit):
 def test_the_original_says_how_large_the_noise_is(short_demo, nf4, make):
     made = make("verify", nf4, "--base", short_demo, "--engine", "transformers")["engine"]
     assert made["agrees"] and made["dtype"] == "bfloat16" and made["tokens"] == 255
-    assert made["bound"] == pytest.approx(max(1e-4, 4 * max(made["arithmetic"], made["original"])))
+    assert made["bound"] == pytest.approx(max(1e-4, 10 * max(made["arithmetic"], made["original"])))
     assert 0.3 < made["difference"] / made["arithmetic"] < 3
 
 
