@@ -12,7 +12,8 @@ def load(request: dict) -> tuple[Any, Any]:
 
     length = max(map(len, request["windows"]))
     layers = 0 if request["device"] == "cpu" else -1
-    options = {"n_gpu_layers": layers, "n_threads": request["threads"], **request["options"]}
+    threads = dict.fromkeys(("n_threads", "n_threads_batch"), request["threads"])
+    options = {"n_gpu_layers": layers, **threads, **request["options"]}
     model = llama_cpp.Llama(request["model"], n_ctx=length, logits_all=True, verbose=False, **options)
 
     def compute(ids: list[int]) -> Any:
