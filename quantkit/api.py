@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import VERIFICATION, refuse_problems
 from quantkit.errors import QuantkitError as QuantkitError
+from quantkit.errors import refuse_problems
 from quantkit.quantize.prepare import recipe
 from quantkit.quantize.prepare.values import filled
 from quantkit.quantize.progress import Progress
@@ -171,17 +171,23 @@ def verify(
     *,
     trust_remote_code: bool = False,
     progress: Progress | bool = False,
+    **options: Any,
 ) -> dict[str, Any]:
-    """Check files and values of a checkpoint; with `base`, measure the error of every linear again.
+    """Check files and values of a checkpoint; with `base`, measure the error of every linear again; with
+    `engine`, `python` and `engine_option` as in `evaluate`, compare what an engine computes.
 
     The error about a damaged checkpoint has exit code 6 and the record in `found`.
     """
+    from quantkit.evaluation.settings import EvalSettings
+
+    asked = filled(EvalSettings, options, "verify")
+    asked.check()
     with _listening(progress) as listener:
-        from quantkit.inspection import verify as verification
+        from quantkit.evaluation import served
 
         pair = os.fspath(path), base and os.fspath(base)
-        record = verification.verify(*pair, listener.counting, trust_remote_code)
-    refuse_problems(record, record["problems"], VERIFICATION)
+        record = served.verify(*pair, asked, listener, trust_remote_code)
+    served.refuse(record)
     return record
 
 

@@ -67,6 +67,14 @@ def quantkit_logged(arguments: list[str], log: Path) -> None:
     run([sys.executable, "-m", "quantkit", *arguments], log, PYTHONPATH=str(ROOT))
 
 
+def served(models: list[Path], log: Path, engine: str, python: Path | str, *flags: str) -> dict:
+    """Return the record of `quantkit eval --engine` of models, the original first. Raises Failed."""
+    command = ["eval", *map(str, models), "--engine", engine, "--python", str(python), "--json", "-q", *flags]
+    quantkit_logged(command, log)
+    printed = log.read_text()
+    return json.loads(printed[printed.index("{") :])
+
+
 def table(header: list[str], rows: list[list[str]], left: int | None = None) -> str:
     """Return Markdown. Columns after the first `left` are aligned as numbers; by default none is."""
     left = len(header) if left is None else left

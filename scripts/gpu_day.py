@@ -57,7 +57,7 @@ STAGES = (
     Stage("sweep", 120, "GPTQ with and without its graphs and its kernel"),
     Stage("tests", 240, "the tests of an accelerator on the real device"),
     Stage("large", 300, "the same jobs on one block of a 70B model and of a mixture"),
-    Stage("vllm", 420, "vLLM with its kernels on what was written: log probabilities"),
+    Stage("vllm", 420, "vLLM with its kernels on what was written: KL divergences"),
     Stage("peers", 360, "llm-compressor and GPTQModel on the same blocks; llm-compressor on the whole model"),
     Stage("bench", 240, "attention, batching, decoding, speculative decoding"),
     Stage("ranks", 150, "two processes on two devices against one"),

@@ -321,9 +321,11 @@ def test_the_record_has_exactly_this_shape(tiny_model, text):
                 "tasks": None,
                 "kv": None,
                 "weights_only": False,
+                "engine": None,
             }
             for folder in (base, copy)
         ],
+        "engine_declined": None,
         "pareto": {
             "size": "size.weight_bytes",
             "loss": "metrics.kld.mean",

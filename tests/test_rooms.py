@@ -20,7 +20,7 @@ ROOMS = (
 FLOORS = {
     "models": ("machine", "files", "skeleton", "gguf"),
     "quantize": ("solvers", "staging", "calibrate", "transforms", "outputs", "methods", "prepare"),
-    "evaluation": ("tasks", "comparison"),
+    "evaluation": ("engines", "tasks", "comparison"),
     "serving": ("engines", "chat", "bench", "specdec", "server"),
 }
 DOORS = {"models.files.open", "models.files.headers"}  # open whatever the user names, a GGUF file as well

@@ -20,6 +20,7 @@ EPILOG = """Examples:
   quantkit eval ./model ./candidate --text test.txt --ctx 2048 --json > result.json
   quantkit eval ./model ./candidate --text test.txt --html report.html --plot plot.svg
   quantkit eval ./model ./candidate --card ./candidate     (a table and metadata in its README.md)
+  quantkit eval ./model ./candidate --engine vllm --python ~/vllm/bin/python     (what the engine computes)
   quantkit eval ./model ./candidate --text test.txt --max-ppl-increase 2% --max-kld 0.05
 
 Exit code 7: a gate failed."""

@@ -8,42 +8,41 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, streams
-from quantkit.errors import VERIFICATION, count, refuse_problems
+from quantkit.errors import count
+from quantkit.evaluation.settings import EvalSettings
 
 EPILOG = """Examples:
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
   quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
+  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes, in seconds)
   quantkit verify ./model-Q4_K_M.gguf --json"""
+PATH = Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")]
+BASE = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Original model: measure the error of every linear again and compare with the manifest.",
+    ),
+]
 
 
-def command(
-    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="Original model: measure the error of every linear again and compare with the manifest.",
-        ),
-    ] = None,
-    threads: flags.THREADS = None,
-    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
-) -> None:
+def _verify(context: typer.Context, path: str, base: str | None, **values: Any) -> None:
     """Run `quantkit verify`."""
     from quantkit.cli.progress import listener, uncollected
 
-    with listener(quiet) as progress:
+    asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
+    asked.check()
+    with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.inspection import verify
-        record = verify.verify(path, base, progress.counting, trust_remote_code)
-    refused = partial(refuse_problems, record, record["problems"], VERIFICATION)
-    streams.present(record, as_json, partial(_show, record), refused)
+            from quantkit.evaluation import served
+        record = served.verify(path, base, asked, progress, trusted)
+    streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record))
 
 
 def _show(record: dict[str, Any]) -> None:
     from rich.console import Console
 
+    from quantkit.evaluation.comparison.columns import engine_line, number
     from quantkit.inspection.show import provenance
     from quantkit.tables import print_facts, print_line
 
@@ -59,10 +58,27 @@ def _show(record: dict[str, Any]) -> None:
             f"{len(agree)} of {count(len(record['linears']), 'linear')} as far from the source as the "
             f"manifest says; farthest {worst['name']}, {worst['error']:.3g}"
         )
+    if made := record["engine"]:
+        facts["engine"] = (
+            f"{engine_line(made)}: KL divergence {number(made['difference'])} from quantkit's decode, on "
+            f"{made['tokens']} tokens; rounding explains up to {number(made['bound'])}"
+        )
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
     for note in record["notes"]:
         print_line(console, f"note: {note}")
     for problem in record["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
-    if not record["problems"]:
+    if not record["problems"] and (not made or made["agrees"]):
         print_line(console, "No damage found. Checksums detect corruption, not tampering.")
+
+
+command = flags.sign(
+    _verify,
+    [
+        flags.parameter("path", PATH),
+        flags.parameter("base", BASE, None),
+        *flags.of("options", EvalSettings, ("engine", "python", "engine_option")),
+        flags.parameter("threads", flags.THREADS, None),
+        *flags.fixed(("trust_remote_code", "as_json", "quiet")),
+    ],
+)

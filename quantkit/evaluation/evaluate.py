@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, require
-from quantkit.evaluation import kv_rounding, memory
+from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
+from quantkit.evaluation import kv_rounding, memory, metrics
+from quantkit.evaluation.engines import Declined, Engine, Logits
 from quantkit.evaluation.kv_cache import Kv
 from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
@@ -27,6 +29,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
 from quantkit.models.gguf.tokenizer_hash import difference, tokenizer_sha256
 from quantkit.models.machine import distributed
+from quantkit.models.machine.device import give_back
 from quantkit.models.machine.memory import map_large_blocks
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import divergence
@@ -34,8 +37,18 @@ from quantkit.quantize.calibrate.states import HERE, Place, States
 from quantkit.quantize.prepare.memory import BATCH_TOKENS
 from quantkit.quantize.staging.folder import disk_errors
 
-Measured = tuple[StreamedModel, States]  # a model that has run, and its final hidden states
 FLOOR_TOKENS = 1024  # for the noise floor: a CPU without bfloat16 takes eight times as long
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model that has run, and its final hidden states."""
+
+    model: StreamedModel
+    states: States
+
+    def logits(self, batch: int, span: tuple[int, slice]) -> Tensor:
+        return self.model.skeleton.logits(self.states[batch][span])
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,8 @@ class Size:
 class Result:
     """One model of a comparison. tasks: {task: {metric: {value, stderr}}}, None if no tasks were run. kv: the
     quantized KV cache, None if the cache was not quantized. weights_only: activations were not quantized,
-    although clients of the layout do it."""
+    although clients of the layout do it. engine: what `in_engine` returns; None if quantkit computed the
+    logits."""
 
     source: str
     size: Size
@@ -62,6 +76,7 @@ class Result:
     tasks: TaskScores | None = None
     kv: Kv | None = None
     weights_only: bool = False
+    engine: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -75,28 +90,33 @@ class Floor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Results in the given order, the base first. floor: None if not requested."""
+    """Results in the given order, the base first. floor: None if not requested. declined: why the engine did
+    not run the base."""
 
     results: list[Result]
     floor: Floor | None
+    declined: str | None = None
 
 
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
-    weights_only: bool = False, max_memory: int | None = None,
+    weights_only: bool = False, max_memory: int | None = None, engine: Engine | None = None,
 ) -> Evaluation:  # fmt: skip
     """Measure every checkpoint and its divergence from the first one, the base.
 
     trials: data-free methods, as typed; the base is also measured after each. chosen: names of metrics.
     tasks: run on every model. kv_dtypes: every model is also measured with its KV cache in these types.
     weights_only: models whose clients quantize activations are also measured without that. max_memory: bytes
-    for the whole process; hidden states that do not fit are stored in a file.
+    for the whole process; hidden states that do not fit are stored in a file. engine: runs every model a
+    second time.
 
-    Raises QuantkitError if a candidate's tokenizer or vocabulary differs from the first's, and (exit code
-    5), before reading weights, if an evaluation does not fit the memory.
+    Raises QuantkitError if a candidate's tokenizer or vocabulary differs from the first's, if the engine
+    declines a candidate, and (exit code 5), before reading weights, if an evaluation does not fit the memory.
     """
+    single = not engine or distributed.count() == 1
+    require(single, "--engine runs in a single process", "start quantkit without torchrun", USAGE)
     check_comparable(checkpoints)
     for name in kv_dtypes:
         kv_rounding.named(name)
@@ -113,11 +133,11 @@ def evaluate(
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     storage = memory.decide(*planned)
-    results, base, base_scores, floor = [], None, None, None
+    results, base, base_scores, floor, declined = [], None, None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
-        measured = model, _run(model, windows, listen, storage)
-        scores = _score(*measured, windows, base, chosen).of_all_ranks()
+        measured = Measured(model, run(model, windows, listen, storage))
+        scores = _score(measured.logits, windows, model.chunk_tokens, base, chosen).of_all_ranks()
         metrics = summarize(scores, base_scores, chosen)
         scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
         size = _size(model.skeleton, trial)
@@ -125,8 +145,34 @@ def evaluate(
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
-                floor = distributed.broadcast(partial(_measure_floor, base, scores, whole, chosen, listen))
-    return Evaluation(results, floor)
+                floor = distributed.broadcast(partial(measure_floor, base, scores, whole, chosen, listen))
+        if engine and not (trial or kv or alone):
+            try:
+                scores, facts = in_engine(engine, measured, windows, base, chosen, listen)
+            except Declined as error:
+                if measured is not base or len(checkpoints) == 1:
+                    raise
+                declined = error.message  # the candidates are measured all the same
+            else:
+                name = f"{model.name} in {engine.name}"
+                results.append(Result(name, size, summarize(scores, base_scores, chosen), engine=facts))
+    return Evaluation(results, floor, declined)
+
+
+def in_engine(
+    engine: Engine, decoded: Measured, windows: Windows, base: Measured | None, chosen: frozenset[str],
+    listen: Listener,
+) -> tuple[Scores, dict[str, Any]]:  # fmt: skip
+    """Return the scores of a model whose logits the engine computes, and {name, version, kernels, dtype,
+    difference}: the KL divergence from `decoded`, the same model as quantkit decodes it. Raises Declined if
+    the engine does not load the model."""
+    skeleton, name = decoded.model.skeleton, f"{decoded.model.name} in {engine.name}"
+    listen(name, 0, 1)
+    give_back(skeleton.device)  # the engine's process needs it
+    with engine.run(skeleton.checkpoint, windows, skeleton.device) as (said, logits):
+        scores = _score(logits, windows, decoded.model.chunk_tokens, base, chosen, decoded)
+    listen(name, 1, 1)
+    return scores, {"name": engine.name, **said, "difference": asdict(metrics.divergence(scores.difference))}
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
@@ -151,7 +197,7 @@ def check_comparable(
             raise QuantkitError(what, hint, UNSUPPORTED)
 
 
-def _run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> States:
+def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> States:
     """Run the model over all windows; return final hidden states `[batch, ctx, hidden]` of each batch."""
     full = disk_errors(storage.folder, "run the same command again, with another folder in TMPDIR")
     with watched(model.skeleton.checkpoint), full if storage.folder else nullcontext():
@@ -163,58 +209,63 @@ def _batch(windows: Windows) -> int:
     return max(1, BATCH_TOKENS // windows.ids.shape[1])
 
 
-def _measure_floor(
-    base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener
-) -> Floor:
-    """Return the divergence of the base from itself in another dtype: bfloat16 for a float32 base, else
-    float32.
+def measure_floor(
+    base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener,
+    dtype: torch.dtype | None = None,
+) -> Floor:  # fmt: skip
+    """Return the divergence of the base from itself in another dtype: by default bfloat16 for a float32 base,
+    else float32.
 
     It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
     """
-    skeleton = base[0].skeleton
-    dtype = torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32
+    skeleton = base.model.skeleton
+    dtype = dtype or (torch.bfloat16 if skeleton.dtype == torch.float32 else torch.float32)
     ctx = windows.ids.shape[1]
     count = min(len(windows.ids), max(1, FLOOR_TOKENS // ctx))
     tokens = sum(ctx - 1 - first for first in windows.first[:count])
     head = Windows(windows.ids[:count], windows.first[:count], replace(windows.protocol, tokens=tokens))
     model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
     model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
-    others = _score(model, _run(model, head, listen), head, base, chosen)
+    other = Measured(model, run(model, head, listen))
+    others = _score(other.logits, head, model.chunk_tokens, base, chosen)
     metrics = summarize(others, Scores(scores.nll[:tokens]), chosen)
     return Floor(dtype, tokens, metrics)
 
 
 def _score(
-    model: StreamedModel, states: States, windows: Windows, base: Measured | None, chosen: frozenset[str]
-) -> Scores:
-    """Return the scores of all scored tokens. base: model to compare with; None for the base itself."""
-    nll, kld, agree = [], [], []
+    logits_of: Logits, windows: Windows, size: int, base: Measured | None, chosen: frozenset[str],
+    decoded: Measured | None = None,
+) -> Scores:  # fmt: skip
+    """Return the scores of all scored tokens, from the logits of `size` tokens at a time. base: model to
+    compare with; None for the base itself. decoded: the same model as quantkit decodes it, for the logits of
+    an engine."""
+    nll, kld, agree, difference = [], [], [], []
     compared = base is not None and bool(chosen & {"kld", "top1"})
-    for batch, span, targets in _chunks(states, windows, model.chunk_tokens):
-        logits = model.skeleton.logits(states[batch][span])
+    for batch, span, targets in _chunks(windows, size):
+        logits = logits_of(batch, span)
         nll.append(divergence.nll(logits, targets.to(logits.device)).cpu())
         if compared:
-            original, expected_states = base
-            expected = original.skeleton.logits(expected_states[batch][span])
+            expected = base.logits(batch, span)
             for scores, values in zip((kld, agree), divergence.of_logits(expected, logits), strict=True):
                 scores.append(values.cpu())
+        if decoded:
+            difference.append(divergence.of_logits(decoded.logits(batch, span), logits)[0].cpu())
     return Scores(
         torch.cat(nll),
         torch.cat(kld) if compared and "kld" in chosen else None,
         torch.cat(agree).bool() if compared and "top1" in chosen else None,
+        torch.cat(difference) if decoded else None,
     )
 
 
-def _chunks(states: States, windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:
+def _chunks(windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice], Tensor]]:
     """Yield (batch, (row, positions), target ids), at most `size` scored positions at a time."""
-    window = 0
-    for batch, hidden in enumerate(states):
-        for row in range(len(hidden)):
-            ids, last = windows.ids[window], windows.ids.shape[1] - 1
-            for start in range(windows.first[window], last, size):
-                end = min(start + size, last)
-                yield batch, (row, slice(start, end)), ids[start + 1 : end + 1]
-            window += 1
+    last = windows.ids.shape[1] - 1
+    for window, ids in enumerate(windows.ids):
+        batch, row = divmod(window, _batch(windows))
+        for start in range(windows.first[window], last, size):
+            end = min(start + size, last)
+            yield batch, (row, slice(start, end)), ids[start + 1 : end + 1]
 
 
 def _size(skeleton: Skeleton, trial: Trial | None) -> Size:

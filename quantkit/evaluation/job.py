@@ -10,6 +10,7 @@ import torch
 from quantkit.evaluation import evaluate, metrics, windows
 from quantkit.evaluation.comparison import card, gates
 from quantkit.evaluation.comparison.record import record
+from quantkit.evaluation.engines import Engine
 from quantkit.evaluation.settings import EvalSettings
 from quantkit.evaluation.tasks import Tasks
 from quantkit.models import kv_types
@@ -35,6 +36,7 @@ def measure(
     caches = list(dict.fromkeys(map(kv_types.named, asked.kv_dtype)))
     memory = size_bytes(most, "--max-memory") if most else None
     gates.check(limits, chosen, (len(models) + len(asked.trials)) * (1 + len(caches)) - 1)
+    engine = Engine.find(asked.engine, asked.python, asked.engine_option)
     if described:
         card.check(described, models)
     checkpoints = [
@@ -51,7 +53,7 @@ def measure(
     harness = Tasks.prepare(asked.tasks, asked.task_limit) if asked.tasks else None
     measured = evaluate.evaluate(
         checkpoints, text, precision, device, progress.evaluating, asked.trials, chosen, harness, caches,
-        asked.weights_only, memory,
+        asked.weights_only, memory, engine,
     )  # fmt: skip
     task_settings = harness.record() if harness else None
     made = record(text.protocol, precision, device, measured, chosen, limits, task_settings)

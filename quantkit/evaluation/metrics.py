@@ -25,12 +25,14 @@ class Scores:
     """Scores of every scored token, in the order of the windows. nll: float32 `[tokens]`, in nats.
 
     kld: float32 `[tokens]`, KL divergence from the base's prediction, in nats. agree: bool `[tokens]`,
-    whether both models rank the same token first. Both are None if not measured.
+    whether both models rank the same token first. difference: float32 `[tokens]`, KL divergence of an
+    engine's prediction from that of quantkit's decode, in nats. None if not measured.
     """
 
     nll: Tensor
     kld: Tensor | None = None
     agree: Tensor | None = None
+    difference: Tensor | None = None
 
     def of_all_ranks(self) -> Scores:
         """Gather the scores of all ranks, in the order of the windows."""

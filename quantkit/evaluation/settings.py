@@ -77,6 +77,17 @@ class EvalSettings:
         "float32", "Precision of the forward passes; 16 bit adds noise to small divergences."
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
+    engine: Literal["transformers", "vllm", "llama.cpp", "mlx"] | None = option(
+        None, "Compare the probabilities of this engine with those of quantkit's own decode."
+    )
+    python: str | None = option(
+        None, "Python that has the engine's package. (default: this one)", metavar="PATH"
+    )
+    engine_option: tuple[str, ...] = option(
+        (),
+        "Option for the engine as it loads a model, such as dtype=float32. Repeatable.",
+        metavar="NAME=VALUE",
+    )
     max_memory: str | None = option(
         None,
         "Host memory of the whole process at most, such as 6GB. Hidden states that do not fit are kept in a "
@@ -85,7 +96,10 @@ class EvalSettings:
     )
 
     def check(self) -> None:
-        """Raise QuantkitError for methods and options of --as that do not exist."""
+        """Raise QuantkitError for methods and options of --as that do not exist, and options without an
+        engine."""
+        without = self.engine or not (self.python or self.engine_option)
+        require(without, "--python and --engine-option need --engine", "add --engine NAME", USAGE)
         for typed in self.trials:
             name, *settings = typed.split(",")
             if name not in methods.available():

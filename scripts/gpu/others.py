@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from common import DEMO, ROOT, Failed, run_script
+from common import DEMO, ROOT, served
 from common import run as run_logged
 from gpu.on_device import JOBS, few, made, shape
 from gpu.run import Run, Skipped, command
@@ -50,7 +50,7 @@ BLACKWELL = 10  # capability from which a device multiplies in 4 bit
 
 
 def vllm(run: Run) -> None:
-    """Log probabilities of vLLM's kernels against quantkit's own decode."""
+    """Probabilities by vLLM's kernels against those of quantkit's own decode."""
     python = environment(run, "vllm", " (with a GPU: pip install vllm)")
     without = {}
     if run.device == "cpu" or torch.cuda.get_device_capability()[0] < BLACKWELL:
@@ -66,21 +66,14 @@ def vllm(run: Run) -> None:
 
 
 def agrees(run: Run, python: Path, name: str) -> dict:
-    """Return differences of log probabilities in nats."""
-    from interop import in_vllm
-
-    source = shape(run, MODEL)
-    folder = source if name == "original" else written(run, name)
-    path = run.work / "vllm" / f"{name.replace(' ', '-')}.json"
-    result = path.with_suffix(".result.json")
-    request = in_vllm.request([{"folder": str(folder), "dtype": "float16", "result": str(result)}])
-    run_script(str(python), ROOT / "scripts/interop/run_vllm.py", request, path, threads=8)
-    report = json.loads(result.read_text())
-    if "error" in report:
-        raise Failed(report["error"])
-    cells = in_vllm.compare(folder, source, report, in_vllm.SHARE)
-    names = ("verdict", "mean", "largest", "compression", "likeliest_equal", "greedy_equal")
-    return dict(zip(names, cells, strict=True)) | {"versions": report["versions"]}
+    """Return KL divergences in nats per token: vLLM from quantkit's decode, the decode from the original."""
+    models = [shape(run, MODEL), *([] if name == "original" else [written(run, name)])]
+    log = run.work / "vllm" / f"{name.replace(' ', '-')}.log"
+    few_tokens = "--ctx", "128", "--limit", "256", "--engine-option", "gpu_memory_utilization=0.5"
+    record = served(models, log, "vllm", python, *few_tokens, "--device", run.device)
+    engine = record["models"][-1]["engine"]
+    changed = record["models"][2]["metrics"]["kld"]["mean"] if models[1:] else 0.0
+    return engine | {"difference": engine["difference"]["mean"], "compression": changed}
 
 
 # peers

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from common import DEMO, quantkit_logged
 
-IDS = [0] + [(7 * i * i + 13 * i + 5) % 4000 + 4 for i in range(31)]  # the prompt
 SHAPE = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 # The random models borrow the demo model's tokenizer
 SHAPE |= {"vocab_size": 4096, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -95,16 +94,3 @@ def make(cell: Cell, root: Path) -> Path:
         arguments = [method, str(model), "-o", str(folder), *flags, *shared]
         quantkit_logged(arguments, folder.with_suffix(".log"))
     return folder
-
-
-def own_logits(folder: Path, ids: list[int]):
-    """Return logits `[tokens, vocabulary]` of quantkit's decode in float32, with activations, keys and values
-    rounded as the checkpoint says."""
-    import torch
-
-    from quantkit.evaluation.stream import StreamedModel
-    from quantkit.models.files.open import open_checkpoint
-
-    model = StreamedModel.open(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
-    (hidden,) = model.states([torch.tensor([ids])], lambda source, done, total: None)
-    return model.skeleton.logits(hidden[0]).float()

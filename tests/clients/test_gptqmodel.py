@@ -4,6 +4,8 @@ import cases
 import pytest
 from cases import Case
 
+from quantkit.evaluation import served
+from quantkit.evaluation.engines import Engine
 from quantkit.models.files.open import open_checkpoint
 
 pytestmark = cases.MARKS
@@ -67,6 +69,14 @@ def test_client_computes_what_quantkit_wrote(name, folders, client):
     assert theirs["packed"] == sum("grid" in linear for linear in linears)
     assert bool(case.exclude) == any("kept" in linear for linear in linears)
     cases.compare(case, folders[name], theirs)
+
+
+@pytest.mark.parametrize(("name", "agrees"), [("qwen2", True), ("head", False)])
+def test_verify_finds_the_head_that_transformers_fills_with_random_numbers(folders, name, agrees):
+    options = ["dtype=float32", 'quantization_config={"backend": "gptq_torch"}']
+    engine = Engine.find("transformers", cases.PYTHON, options)
+    made = served.check(engine, [open_checkpoint(str(folders[name]))], lambda *progress: None)
+    assert made["agrees"] == agrees and (made["difference"] < 1e-5 if agrees else made["difference"] > 0.1)
 
 
 def test_cases_are_what_they_say(folders):

@@ -13,7 +13,7 @@ NOTHING = "–"
 UNITS = {  # shown on the page if header and cells name no unit
     "kv bits": "bits/value",
     MODEL_BITS: "bits/weight",
-    **dict.fromkeys(("KL divergence", "KL median", "KL 99 %", "KL max"), "nats/token"),
+    **dict.fromkeys(("KL divergence", "from decode", "KL median", "KL 99 %", "KL max"), "nats/token"),
 }
 LOSS_NAMES = {"metrics.kld.mean": "KL divergence", "metrics.ppl.value": "perplexity"}
 UNREADABLE = 1e4  # larger values are written with an exponent
@@ -89,6 +89,12 @@ COLUMNS = (  # the most important first: narrow terminals cut a table in two
         _at("metrics.top1", percent),
         "top1",
     ),
+    Column(
+        "from decode",
+        "KL divergence of an engine from quantkit's decode of the same model, in nats",
+        _at("engine.difference.mean", number),
+        "engine",
+    ),
 )
 DISTRIBUTION = (
     Column("KL median", "of the tokens' KL divergences", _at(f"{KLD}.median", number), "kld"),
@@ -101,6 +107,7 @@ def columns(record: dict) -> list[Column]:
     """Return the columns for the measured figures, without the column of names."""
     compared = len(record["models"]) > 1
     measured = {None, *(record["models"][0]["metrics"] if compared else ())}
+    measured |= {"engine"} if any(model.get("engine") for model in record["models"]) else set()
     front = set(record["pareto"]["models"]) if compared else ()
     loss = LOSS_NAMES[record["pareto"]["loss"]]
     on_front = Column(
@@ -171,10 +178,22 @@ def protocol(record: dict) -> str:
     )
 
 
-def floor_note(record: dict) -> str:
-    """Return the line that explains the row of the noise floor; "" without such a row."""
-    floor = record["noise_floor"]
-    if not floor:
-        return ""
-    base = labels([record["models"][0]["source"]])[0]
-    return f"noise floor: {base} against itself in {floor['dtype']}, first {floor['tokens']} tokens"
+def footnotes(record: dict) -> list[str]:
+    """Return the lines below a table: the protocol, the noise floor, and what each engine said."""
+    models, floor, declined = record["models"], record["noise_floor"], record.get("engine_declined")
+    names = labels([model["source"] for model in models])
+    notes = [protocol(record)]
+    if floor:
+        against = f"{names[0]} against itself in {floor['dtype']}"
+        notes.append(f"noise floor: {against}, first {floor['tokens']} tokens")
+    served = [
+        (name, model["engine"]) for name, model in zip(names, models, strict=True) if model.get("engine")
+    ]
+    notes += [f"{name}: {engine_line(engine)}" for name, engine in served]
+    return notes + [f"{names[0]} was not measured in the engine: {declined}"] * bool(declined)
+
+
+def engine_line(engine: dict) -> str:
+    """Return an engine's name and version, and what it said of its kernels and precision."""
+    said = [f"{engine['name']} {engine['version']}", engine["kernels"], engine["dtype"]]
+    return ", ".join(filter(None, said))

@@ -43,6 +43,7 @@ def record(
             "tokens": floor.tokens,
             "metrics": _finite(_metrics(floor.metrics, chosen)),
         },
+        "engine_declined": evaluation.declined,
         "tasks": tasks,
         "pareto": pareto(models),
         "gates": judge(gates, _served(models)),
@@ -64,15 +65,15 @@ def environment(device: str) -> dict:
 
 def pareto(models: Sequence[dict]) -> dict:
     """Return {loss: path of the metric, models: sources on the Pareto front}. A model is on the front if no
-    other is at least as good in size and loss and better in one. Models measured with weights only are
-    ignored.
+    other is at least as good in size and loss and better in one. Models measured with weights only or in an
+    engine are ignored.
 
     The loss is the KL divergence (0 for the base), or the perplexity if no divergence was measured.
     """
     diverging = any(look_up(model, LOSSES[0]) is not None for model in models)
     loss = LOSSES[0] if diverging else LOSSES[1]
     points = []
-    for position, model in enumerate(_served(models)):
+    for position, model in enumerate(model for model in _served(models) if not model.get("engine")):
         value = 0.0 if position == 0 and loss == LOSSES[0] else look_up(model, loss)
         if value is not None:
             points.append((model["size"]["weight_bytes"], value, model["source"]))

@@ -5,10 +5,9 @@ from __future__ import annotations
 from quantkit.evaluation.comparison.columns import (
     UNITS,
     columns,
-    floor_note,
+    footnotes,
     label_by_source,
     labels,
-    protocol,
     rows,
 )
 from quantkit.evaluation.comparison.figures import figures
@@ -21,7 +20,7 @@ def report(record: dict) -> Report:
     base, *candidates = labels([model["source"] for model in record["models"]])
     others = ", ".join(candidates) if len(candidates) < 3 else f"{len(candidates)} candidates"
     meanings = {column.header: column.meaning for column in columns(record)}
-    notes = [(line, "") for line in (protocol(record), floor_note(record)) if line]
+    notes = [(line, "") for line in footnotes(record)]
     notes += [(f"gate {line}", "red" if line.startswith("FAILED") else "") for line in verdicts(record)]
     data = record["data"]
     hashes = {"SHA-256 of the text": data["sha256"], "SHA-256 of the tokenizer": data["tokenizer"]}
@@ -40,7 +39,7 @@ def markdown(record: dict) -> str:
     grid = [f"| {' | '.join(map(_escape, cells))} |" for cells in (headers, *rows(record))]
     grid.insert(1, f"| --- |{' ---: |' * (len(headers) - 1)}")
     gates = [f"- {'❌' if line.startswith('FAILED') else '✅'} {_escape(line)}" for line in verdicts(record)]
-    foot = [_escape(line) + "  " for line in (protocol(record), floor_note(record)) if line]
+    foot = [_escape(line) + "  " for line in footnotes(record)]
     lines = [f"### {gates_line(record)}", "", *gates, "", *grid, "", *foot]
     return "\n".join(lines) + "\n\n"  # the next step's summary begins its own paragraph
 

@@ -8,7 +8,6 @@ import itertools
 import logging
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
@@ -18,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from quantkit.errors import RESOURCES, first_line, require
+from quantkit.evaluation.engines import in_transformers
 from quantkit.evaluation.whole_model import load_model
 from quantkit.inspection import record
 from quantkit.models.files import headers
@@ -48,7 +48,7 @@ def load(
         model, note = _packed(checkpoint, dtype, device)
     if model is None:
         model = load_model(checkpoint, dtype, device, tokens)
-    kernels, packed = _kernels(model)
+    kernels, packed = in_transformers.kernels(model)
     if checkpoint.quantized and not packed and (decoded or not note):
         note = "as requested" if decoded else "transformers decodes the weights when they are first used"
     return model.eval(), EngineFacts(
@@ -125,18 +125,6 @@ def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
     if "quantization_config" in checkpoint.raw_config:
         config.quantization_config = copy.deepcopy(checkpoint.raw_config["quantization_config"])
     return config
-
-
-def _kernels(model: nn.Module) -> tuple[str, bool]:
-    """Return the most frequent class of quantized linears and True; without any, `torch Linear` and False."""
-    quantized = Counter(
-        f"{type(module).__module__.partition('.')[0]} {type(module).__name__}"
-        for module in model.modules()
-        if type(module).__module__.partition(".")[0] not in ("torch", "transformers")
-        and not any(True for _ in module.children())
-        and any(not t.is_floating_point() for t in (*module.parameters(), *module.buffers()))
-    )
-    return (quantized.most_common(1)[0][0], True) if quantized else ("torch Linear", False)
 
 
 Clock = Callable[[], float]  # seconds

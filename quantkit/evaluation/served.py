@@ -1,0 +1,80 @@
+"""Compares an engine's probabilities with those of quantkit's decode of the same checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quantkit.errors import VERIFICATION, QuantkitError, refuse_problems
+from quantkit.evaluation import evaluate, windows
+from quantkit.evaluation.comparison.columns import number
+from quantkit.evaluation.engines import Engine
+from quantkit.evaluation.settings import EvalSettings
+from quantkit.evaluation.stream import Listener, StreamedModel
+from quantkit.inspection import verify as verification
+from quantkit.models.files.checkpoint import Checkpoint
+from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize.progress import Progress
+
+TOKENS = 256  # of the sequence that `check` compares
+LEAST = 1e-4  # nats per token: divergences up to here are products in 16 bit, whatever the noise
+FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 1.1, int4 in vLLM 6
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def verify(
+    source: str, base: str | None, asked: EvalSettings, progress: Progress, trust_remote_code: bool = False
+) -> dict:
+    """Verify a checkpoint with `inspection.verify`; if it is undamaged, run it in the requested engine as
+    well. Return JSON."""
+    engine = Engine.find(asked.engine, asked.python, asked.engine_option)
+    record = verification.verify(source, base, progress.counting, trust_remote_code) | {"engine": None}
+    if engine and not record["problems"]:
+        paths = [source, base] if base else [source]
+        opened = [open_checkpoint(path, trust_remote_code=trust_remote_code) for path in paths]
+        record["engine"] = check(engine, opened, progress.evaluating)
+    return record
+
+
+def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -> dict:
+    """Compare an engine with quantkit's decode on one sequence of the held-out text; return JSON.
+
+    `difference` is the mean KL divergence in nats per token, `bound` the largest that counts as rounding:
+    FACTOR times the noise, and at least LEAST. The noise is the divergence of quantkit's decode from itself
+    in the engine's dtype (`arithmetic`) or, if larger, of the engine from quantkit's decode of the original
+    model, the second of the checkpoints (`original`). Raises Declined if the engine does not load one.
+    """
+    (facts, arithmetic, tokens), *others = (_difference(engine, each, listen) for each in checkpoints)
+    difference, original = facts["difference"]["mean"], others[0][0]["difference"]["mean"] if others else None
+    bound = max(LEAST, FACTOR * max(arithmetic, original or 0.0))
+    noise = {"tokens": tokens, "arithmetic": arithmetic, "original": original}
+    made = facts | noise | {"difference": difference, "bound": bound, "agrees": difference <= bound}
+    return {key: None if value != value else value for key, value in made.items()}  # JSON has no NaN
+
+
+def refuse(record: dict) -> None:
+    """Raise QuantkitError (exit code 6), with the record, if there are problems or the engine disagrees."""
+    refuse_problems(record, record["problems"], VERIFICATION)
+    made = record["engine"]
+    if made and not made["agrees"]:
+        apart = f"KL divergence {number(made['difference'])} nats per token from quantkit's decode"
+        what = f"{made['name']} does not compute what {record['source']} holds: {apart}, "
+        hint = (
+            "a coarse kernel adds a little: quantkit eval --engine compares it with the loss of compression; "
+            "a fault adds much: quantkit inspect lists the engines that load the file"
+        )
+        raise QuantkitError(f"{what}rounding explains {number(made['bound'])}", hint, VERIFICATION, record)
+
+
+def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tuple[dict, float, int]:
+    """Return an engine's difference from quantkit's decode, the divergence of that decode from itself in the
+    engine's dtype, and the number of tokens."""
+    ctx, chosen = min(TOKENS, checkpoint.context or TOKENS), frozenset({"kld"})
+    text = windows.load(checkpoint, None, ctx, limit=ctx)
+    model = StreamedModel.open(checkpoint, torch.float32, torch.device("cpu"))
+    decoded = evaluate.Measured(model, evaluate.run(model, text, listen))
+    scores, facts = evaluate.in_engine(engine, decoded, text, None, chosen, listen)
+    dtype = DTYPES.get(facts["dtype"], torch.bfloat16)
+    floor = evaluate.measure_floor(decoded, scores, text, chosen, listen, dtype)
+    return facts, floor.metrics.kld.mean, text.protocol.tokens

@@ -1,0 +1,217 @@
+"""`--engine` of eval and verify: what an engine computes, and engines that compute something else.
+
+transformers is the engine. `--python` may be any program: some of the tests replace transformers' loader, or
+print an error in its place.
+"""
+
+import json
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import families
+import jobs
+import jsonschema
+import pytest
+import torch
+import transformers
+from torch.nn.functional import cross_entropy
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation import windows
+from quantkit.evaluation.comparison import record as records
+from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
+from quantkit.evaluation.comparison.table import markdown
+from quantkit.evaluation.engines import PACKAGES
+from quantkit.models.files.open import open_checkpoint
+
+FLOAT32 = ["--engine", "transformers", "--engine-option", "dtype=float32"]
+TEXT = ["--ctx", 64, "--limit", 256]
+TAMPERING = """#!{python}
+import runpy, sys, torch, transformers
+if sys.argv[1] == "-c":
+    sys.exit(0)
+loaded = transformers.AutoModelForCausalLM.from_pretrained
+def tampered(*arguments, **options):
+    model = loaded(*arguments, **options)
+    with torch.no_grad():
+        {tampering}
+    return model
+transformers.AutoModelForCausalLM.from_pretrained = tampered
+program, sys.argv = sys.argv[3], sys.argv[3:]
+sys.path.insert(0, program.rpartition("/")[0])
+runpy.run_path(program, run_name="__main__")
+"""
+NAME = "model.layers.1.mlp.down_proj"
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(families.sentences()))
+    return path
+
+
+@pytest.fixture
+def program(tmp_path):
+    """`program(text)` is an executable file."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "python"
+        path.write_text(text)
+        path.chmod(0o755)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def nf4(tmp_path_factory, short_demo) -> Path:
+    """Two blocks of the demo model, as `quantkit nf4` writes them."""
+    folder = tmp_path_factory.mktemp("made") / "nf4"
+    jobs.quantize("nf4", short_demo, folder)
+    return folder
+
+
+@torch.no_grad()
+def nll(folder: Path, ids: list) -> float:
+    """By transformers alone."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = [cross_entropy(model(row[None]).logits[0, :-1], row[1:]) for row in torch.tensor(ids)]
+    return torch.stack(losses).mean().item()
+
+
+def test_an_engine_has_rows_of_its_own(short_demo, nf4, quantkit, text):
+    command = ["eval", short_demo, nf4, "--text", text, *TEXT, *FLOAT32, "-q"]
+    made = json.loads(quantkit(*command, "--max-kld", 1, "--json").out)
+    schema = (Path(records.__file__).parent / "eval-3.json").read_text()
+    jsonschema.validate(made, json.loads(schema))
+    base, noise, decoded, served = made["models"]
+    assert served["source"] == f"{nf4} in transformers"
+    assert (base["engine"], decoded["engine"]) == (None, None)
+    engine = served["engine"]
+    assert engine["kernels"] == "bitsandbytes Linear4bit" and engine["version"] == transformers.__version__
+    # the kernel computes in bfloat16 whatever is asked for
+    assert served["metrics"]["nll"]["value"] == pytest.approx(decoded["metrics"]["nll"]["value"], abs=5e-3)
+    assert 1e-7 < engine["difference"]["mean"] < decoded["metrics"]["kld"]["mean"] / 50
+    assert noise["metrics"]["nll"]["value"] == pytest.approx(base["metrics"]["nll"]["value"], abs=1e-5)
+    assert noise["engine"]["difference"] == noise["metrics"]["kld"]
+    assert noise["metrics"]["kld"]["mean"] < 1e-9 and noise["engine"]["kernels"] == "torch Linear"
+    names = [f"{short_demo} in transformers", str(nf4), f"{nf4} in transformers"]
+    assert [gate["model"] for gate in made["gates"]] == names
+    assert made["pareto"]["models"] == [str(nf4), str(short_demo)]
+    page = markdown(made)
+    assert "from decode" in page
+    assert f"nf4 in transformers: transformers {transformers.__version__}, bitsandbytes Linear4bit" in page
+    verdicts = judge([Gate("", "kld", "kld.mean", "<=", 1e-6)], made["models"])
+    with pytest.raises(QuantkitError, match="KL divergence of .*nf4 in transformers is"):
+        refuse_failed(made | {"gates": verdicts})
+
+
+def test_an_engine_computes_its_own_loss_over_windows_that_overlap(tiny_model, quantkit, text):
+    """Each token is scored once, in the first window that predicts it."""
+    folder = tiny_model("llama", tokenizer=True)
+    for stride in (64, 24):
+        command = ["eval", folder, "--text", text, *TEXT, "--stride", stride, *FLOAT32, "--json", "-q"]
+        made = json.loads(quantkit(*command).out)
+        assert made["models"][1]["engine"]["difference"]["max"] < 1e-5
+        if stride == 64:
+            ids = windows.load(open_checkpoint(str(folder)), text, 64, None, 256).ids.tolist()
+            served = made["models"][1]["metrics"]["nll"]["value"]
+            assert served == pytest.approx(nll(folder, ids), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "tampering",
+    [
+        "model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))",
+        f"model.get_submodule({NAME!r}).forward = lambda inputs: torch.zeros_like(inputs[..., :256])",
+        f"model.get_submodule({NAME!r}).weight.quant_state.offset.zero_()",
+    ],
+    ids=["a head of random numbers", "a linear that is skipped", "scales of another type"],
+)
+def test_an_engine_that_computes_something_else_is_found(nf4, quantkit, program, tampering):
+    python = program(TAMPERING.format(python=sys.executable, tampering=tampering))
+    done = quantkit("verify", nf4, *FLOAT32, "--python", python, "--json", "-q")
+    made = json.loads(done.out)
+    assert done.code == 6 and not made["problems"]
+    assert not made["engine"]["agrees"] and made["engine"]["difference"] > 4 * made["engine"]["bound"]
+    assert made["error"]["message"].startswith(f"transformers does not compute what {nf4} holds")
+
+
+def test_codes_taken_for_weights_are_found(short_demo, tmp_path, quantkit):
+    """transformers does not know ModelOpt's layout, and loads it without a word."""
+    jobs.quantize("fp8", short_demo, tmp_path / "out", {"layout": "modelopt"})
+    done = quantkit("verify", "out", "--engine", "transformers", "-q")
+    assert done.code == 6 and "KL divergence" in done.out and "No damage" not in done.out
+
+
+def test_the_original_says_how_large_the_noise_is(short_demo, nf4, make):
+    made = make("verify", nf4, "--base", short_demo, "--engine", "transformers")["engine"]
+    assert made["agrees"] and made["dtype"] == "bfloat16" and made["tokens"] == 255
+    assert made["bound"] == pytest.approx(max(1e-4, 10 * max(made["arithmetic"], made["original"])))
+    assert 0.3 < made["difference"] / made["arithmetic"] < 3
+
+
+def test_damaged_files_are_not_run(nf4, tmp_path, quantkit):
+    shutil.copytree(nf4, tmp_path / "out")
+    with (tmp_path / "out/model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    done = quantkit("verify", "out", *FLOAT32, "--json", "-q")
+    assert done.code == 6 and json.loads(done.out)["engine"] is None
+
+
+@pytest.mark.parametrize(
+    "engine", [name for name, (package, _) in PACKAGES.items() if not find_spec(package)]
+)
+def test_a_missing_package_is_named_with_the_command(demo_model, refuse, engine):
+    error, hint = refuse(4, "verify", demo_model, "--engine", engine)
+    package, install = PACKAGES[engine]
+    assert error == f"{sys.executable} has no package {package}, which runs {engine}"
+    assert hint == f"{sys.executable} -m pip install {install}; or name a python that has it with --python"
+
+
+def test_what_an_engine_says_when_it_declines_is_the_error(demo_model, refuse, program):
+    python = program('#!/bin/sh\ntest "$1" = -c && exit\necho ValueError: no kernel for int4 >&2\nexit 1\n')
+    error, hint = refuse(4, "verify", demo_model, "--engine", "vllm", "--python", python)
+    assert error == f"vllm does not run {demo_model}: ValueError: no kernel for int4"
+    assert hint.startswith(f"quantkit inspect {demo_model} lists engines")
+
+
+def test_an_engine_that_ends_early_is_no_result(demo_model, refuse, program):
+    facts = '{"version": "1", "kernels": null, "dtype": null, "vocabulary": 4096}'
+    python = program(f"#!/bin/sh\ntest \"$1\" = -c && exit\necho '{facts}'\necho RuntimeError: full >&2\n")
+    error, _ = refuse(1, "eval", demo_model, "--limit", 512, "--engine", "mlx", "--python", python)
+    assert error == f"mlx ended while it ran {demo_model}: RuntimeError: full"
+
+
+def test_an_original_that_the_engine_does_not_read_is_no_error(tiny_model, make, quantkit, program, text):
+    """llama.cpp reads files alone. The stand-in answers with logits of zeros for any file."""
+    folder = tiny_model("llama", tokenizer=True)
+    make("gguf", folder, "-o", "out.gguf", "--type", "F16")
+    python = program(f"""#!{sys.executable}
+import json, sys
+if sys.argv[1] != "-c":
+    asked = json.load(sys.stdin)
+    facts = {{"version": "1", "kernels": None, "dtype": None, "vocabulary": 512}}
+    sys.stdout.buffer.write(json.dumps(facts).encode() + b"\\n")
+    sys.stdout.buffer.write(bytes(4 * 512 * sum(len(ids) - 1 for ids in asked["windows"])))
+""")
+    command = ["eval", folder, "out.gguf", "--text", text, *TEXT, "--engine", "llama.cpp", "--python", python]
+    made = json.loads(quantkit(*command, "--json", "-q").out)
+    assert made["engine_declined"] == f"llama.cpp does not run {folder}: it reads GGUF files"
+    uniform = torch.tensor(512.0).log().item()
+    assert made["models"][2]["metrics"]["nll"]["value"] == pytest.approx(uniform)
+    assert "llama was not measured in the engine: llama.cpp does not run" in quantkit(*command).out
+
+
+def test_flags_are_checked(demo_model, refuse, tmp_path):
+    run = ["eval", demo_model, "--engine", "transformers"]
+    assert refuse(2, *run, "--engine-option", "dtype")[0] == "--engine-option 'dtype' is not NAME=VALUE"
+    assert (
+        refuse(3, *run, "--python", tmp_path / "none")[0] == f"--python {tmp_path / 'none'}: no such program"
+    )
+    error, hint = refuse(2, "verify", demo_model, "--python", sys.executable)
+    assert (error, hint) == ("--python and --engine-option need --engine", "add --engine NAME")
