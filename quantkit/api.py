@@ -169,18 +169,28 @@ def verify(
     path: Place,
     base: Place | None = None,
     *,
+    reproduce: int | str | None = None,
+    calibration: Place | None = None,
+    seed: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | bool = False,
 ) -> dict[str, Any]:
     """Check files and values of a checkpoint; with `base`, measure the error of every linear again.
 
+    reproduce: how many blocks are also solved again, or "all"; calibration: the text of the job, by default
+    as the manifest says; seed: chooses the blocks.
+
     The error about a damaged checkpoint has exit code 6 and the record in `found`.
     """
     with _listening(progress) as listener:
         from quantkit.inspection import verify as verification
+        from quantkit.quantize import audit
 
-        pair = os.fspath(path), base and os.fspath(base)
+        pair, text = (os.fspath(path), base and os.fspath(base)), calibration and os.fspath(calibration)
+        blocks = audit.wanted(reproduce, pair[1])
         record = verification.verify(*pair, listener.counting, trust_remote_code)
+        if reproduce is not None:
+            audit.add(record, pair[1], blocks, seed, text, trust_remote_code, listener)
     refuse_problems(record, record["problems"], VERIFICATION)
     return record
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, streams
-from quantkit.errors import VERIFICATION, count, refuse_problems
+from quantkit.errors import USAGE, VERIFICATION, count, name_all, refuse_problems, require
 
 EPILOG = """Examples:
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
   quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
+  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
   quantkit verify ./model-Q4_K_M.gguf --json"""
+
+
+SOUND = "No damage found. Checksums detect corruption, not tampering."
+AUDITED = {  # by verdict
+    "identical": "No damage found. The blocks solved again are identical.",
+    "equivalent": "No damage found. The blocks solved again on this other machine are as good.",
+}
 
 
 def command(
@@ -25,6 +34,25 @@ def command(
             help="Original model: measure the error of every linear again and compare with the manifest.",
         ),
     ] = None,
+    reproduce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K|all",
+            help="Audit: solve K random blocks, or all, again from --base with the settings of the manifest, "
+            "and compare their codes.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="With --reproduce: the calibration text of the job. (default: as the manifest says)",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="With --reproduce: seed that chooses the blocks. (default: a new one, printed)"),
+    ] = None,
     threads: flags.THREADS = None,
     trust_remote_code: flags.TRUST_REMOTE_CODE = False,
     as_json: flags.AS_JSON = False,
@@ -33,10 +61,16 @@ def command(
     """Run `quantkit verify`."""
     from quantkit.cli.progress import listener, uncollected
 
+    what = "--calibration and --seed are for --reproduce"
+    require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with listener(quiet) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import verify
+            from quantkit.quantize import audit
+        blocks = audit.wanted(reproduce, base)
         record = verify.verify(path, base, progress.counting, trust_remote_code)
+        if reproduce is not None:
+            audit.add(record, base, blocks, seed, calibration, trust_remote_code, progress)
     refused = partial(refuse_problems, record, record["problems"], VERIFICATION)
     streams.present(record, as_json, partial(_show, record), refused)
 
@@ -59,10 +93,26 @@ def _show(record: dict[str, Any]) -> None:
             f"{len(agree)} of {count(len(record['linears']), 'linear')} as far from the source as the "
             f"manifest says; farthest {worst['name']}, {worst['error']:.3g}"
         )
+    done = record.get("reproduction")
+    if done and done["blocks"]:
+        facts["again"] = _again(done)
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
     for note in record["notes"]:
         print_line(console, f"note: {note}")
     for problem in record["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
     if not record["problems"]:
-        print_line(console, "No damage found. Checksums detect corruption, not tampering.")
+        print_line(console, AUDITED[done["verdict"]] if done else SOUND)
+
+
+def _again(done: dict[str, Any]) -> str:
+    """Return what came of the blocks that were solved again."""
+    rows, seed = done["linears"], f"(seed {done['seed']})"
+    same = [row for row in rows if row["identical"]]
+    said = f"blocks {name_all(map(str, done['blocks']))} of {done['of_blocks']} {seed}: {len(same)} of "
+    said += f"{count(len(rows), 'linear')} bit for bit"
+    if len(same) == len(rows):
+        return said
+    different, codes = (sum(row[key] for row in rows) for key in ("different", "codes"))
+    excess = statistics.median(row["excess"] for row in rows)
+    return f"{said}; {different:,} of {codes:,} codes differ, median excess of loss {excess:+.1%}"
