@@ -4,7 +4,7 @@ The loop runs as in a resumed job that has staged all blocks but those to be sol
 from the output. On the machine of the job, with its versions, all values must be equal. Elsewhere sums round
 differently, and error feedback turns many codes over. Then the stored linears run as well, so that each is
 judged alone: it may lose LINEAR_BOUND more than the one solved again, and a row ROW_BOUND. (SmolLM2-135M in 4
-bits, its job in bfloat16, the audit in float32: up to 3 and 50 %.) Noise may also reverse the move of a
+bits, the job in bfloat16, the audit in float32: up to 2 and 52 %.) Noise may also reverse the move of a
 target (`retarget`), which adds up to MOVE_BOUND times the loss of the move.
 """
 
