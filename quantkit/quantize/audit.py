@@ -27,7 +27,7 @@ import transformers
 from torch import Tensor, nn
 
 from quantkit import __version__
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, QuantkitError, count, name_all, require
 from quantkit.grids.grid import QuantizedWeight
 from quantkit.inspection.names import split
 from quantkit.layouts import LinearSpec
@@ -99,7 +99,7 @@ def add(
         problems, found = [], {"blocks": [], "linears": []}
         if job.source_sha256.result() != (manifest.get("source") or {}).get("sha256"):
             problems.append(f"{base} is not the source that the manifest names (sha256)")
-        if text and text["sha256"] != made["calibration"]["sha256"]:
+        if text and text["sha256"] != made["calibration"].get("sha256"):
             problems.append(f"the tokens of {text['source']} are not those that the manifest names (sha256)")
         if not problems:
             found = _compared(job, stored, blocks, seed, here == there, progress)
@@ -137,6 +137,10 @@ def _request(manifest: Mapping[str, Any], base: str, output: Path, calibration: 
         raise QuantkitError(what, "audit what quantkit wrote", UNSUPPORTED) from error
     what = "the types of --like are those of a file that the manifest does not name"
     require(not like, what, "audit what was made with other options", UNSUPPORTED)
+    source = str(text.get("source", "shipped"))  # of a file the bare name
+    what = f"the calibration text of {output.name} is {source!r}, which names no file here"
+    named = calibration or text.get("dataset") or Path(source).name == source
+    require(named, what, "give it with --calibration", NOT_FOUND)
     typed = {"model": base, "output": output, "allow_unread": True}
     if calibration:
         typed["calibration"] = calibration
