@@ -169,12 +169,18 @@ def verify(
     path: Place,
     base: Place | None = None,
     *,
+    reproduce: int | str | None = None,
+    calibration: Place | None = None,
+    seed: int | None = None,
     trust_remote_code: bool = False,
     progress: Progress | bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Check files and values of a checkpoint; with `base`, measure the error of every linear again; with
     `engine`, `python` and `engine_option` as in `evaluate`, compare what an engine computes.
+
+    reproduce: how many blocks are also solved again, or "all"; calibration: the text of the job, by default
+    as the manifest says; seed: chooses the blocks.
 
     The error about a damaged checkpoint has exit code 6 and the record in `found`.
     """
@@ -184,9 +190,13 @@ def verify(
     asked.check()
     with _listening(progress) as listener:
         from quantkit.evaluation import served
+        from quantkit.quantize import audit
 
-        pair = os.fspath(path), base and os.fspath(base)
+        pair, text = (os.fspath(path), base and os.fspath(base)), calibration and os.fspath(calibration)
+        blocks = audit.wanted(reproduce, pair[1])
         record = served.verify(*pair, asked, listener, trust_remote_code)
+        if reproduce is not None:
+            audit.add(record, pair[1], blocks, seed, text, trust_remote_code, listener)
     served.refuse(record)
     return record
 

@@ -20,7 +20,7 @@ SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 def test_goes_on_with_the_gradients_of_the_run_before(tiny_model, quantkit, monkeypatch, tmp_path):
     model = tiny_model("llama", tokenizer=True, **SIZES)
     assert quantkit("gptq", model, *OPTIONS, "-o", "whole").code == 0
-    quantize = loop._Loop._quantize
+    quantize = loop.Loop._quantize
 
     def stop(self, index, module):
         if index == 1:
@@ -28,7 +28,7 @@ def test_goes_on_with_the_gradients_of_the_run_before(tiny_model, quantkit, monk
         quantize(self, index, module)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Loop, "_quantize", stop)
+        patch.setattr(loop.Loop, "_quantize", stop)
         assert quantkit("gptq", model, *OPTIONS, "-o", "out").code
     monkeypatch.setattr(curvature, "_pass", None)  # nothing is gathered again
     done = quantkit("gptq", model, *OPTIONS, "-o", "out", "--resume")

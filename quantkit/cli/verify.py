@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import statistics
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, streams
-from quantkit.errors import count
+from quantkit.errors import USAGE, count, name_all, require
 from quantkit.evaluation.settings import EvalSettings
 
 EPILOG = """Examples:
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
   quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
   quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes, in seconds)
+  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
   quantkit verify ./model-Q4_K_M.gguf --json"""
 PATH = Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")]
 BASE = Annotated[
@@ -24,6 +26,30 @@ BASE = Annotated[
         help="Original model: measure the error of every linear again and compare with the manifest.",
     ),
 ]
+REPRODUCE = Annotated[
+    str | None,
+    typer.Option(
+        metavar="K|all",
+        help="Audit: solve K random blocks, or all, again from --base with the settings of the manifest, and "
+        "compare their codes.",
+    ),
+]
+CALIBRATION = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEXT",
+        help="With --reproduce: the calibration text of the job. (default: as the manifest says)",
+    ),
+]
+SEED = Annotated[
+    int | None,
+    typer.Option(help="With --reproduce: seed that chooses the blocks. (default: a new one, printed)"),
+]
+SOUND = "No damage found. Checksums detect corruption, not tampering."
+AUDITED = {  # by verdict
+    "identical": "No damage found. The blocks solved again are identical.",
+    "equivalent": "No damage found. The blocks solved again on this other machine are as good.",
+}
 
 
 def _verify(context: typer.Context, path: str, base: str | None, **values: Any) -> None:
@@ -32,10 +58,17 @@ def _verify(context: typer.Context, path: str, base: str | None, **values: Any) 
 
     asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
     asked.check()
+    reproduce, calibration, seed = (values[name] for name in ("reproduce", "calibration", "seed"))
+    what = "--calibration and --seed are for --reproduce"
+    require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.evaluation import served
+            from quantkit.quantize import audit
+        blocks = audit.wanted(reproduce, base)
         record = served.verify(path, base, asked, progress, trusted)
+        if reproduce is not None:
+            audit.add(record, base, blocks, seed, calibration, trusted, progress)
     streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record))
 
 
@@ -63,13 +96,29 @@ def _show(record: dict[str, Any]) -> None:
             f"{engine_line(made)}: KL divergence {number(made['difference'])} from quantkit's decode, on "
             f"{made['tokens']} tokens; rounding explains up to {number(made['bound'])}"
         )
+    done = record.get("reproduction")
+    if done and done["blocks"]:
+        facts["again"] = _again(done)
     print_facts(console, {name: fact for name, fact in facts.items() if fact})
     for note in record["notes"]:
         print_line(console, f"note: {note}")
     for problem in record["problems"][1:]:  # the first is the error
         print_line(console, f"wrong: {problem}", "yellow")
     if not record["problems"] and (not made or made["agrees"]):
-        print_line(console, "No damage found. Checksums detect corruption, not tampering.")
+        print_line(console, AUDITED[done["verdict"]] if done else SOUND)
+
+
+def _again(done: dict[str, Any]) -> str:
+    """Return what came of the blocks that were solved again."""
+    rows, seed = done["linears"], f"(seed {done['seed']})"
+    same = [row for row in rows if row["identical"]]
+    said = f"blocks {name_all(map(str, done['blocks']))} of {done['of_blocks']} {seed}: {len(same)} of "
+    said += f"{count(len(rows), 'linear')} bit for bit"
+    if len(same) == len(rows):
+        return said
+    different, codes = (sum(row[key] for row in rows) for key in ("different", "codes"))
+    excess = statistics.median(row["excess"] for row in rows)
+    return f"{said}; {different:,} of {codes:,} codes differ, median excess of loss {excess:+.1%}"
 
 
 command = flags.sign(
@@ -77,6 +126,9 @@ command = flags.sign(
     [
         flags.parameter("path", PATH),
         flags.parameter("base", BASE, None),
+        flags.parameter("reproduce", REPRODUCE, None),
+        flags.parameter("calibration", CALIBRATION, None),
+        flags.parameter("seed", SEED, None),
         *flags.of("options", EvalSettings, ("engine", "python", "engine_option")),
         flags.parameter("threads", flags.THREADS, None),
         *flags.fixed(("trust_remote_code", "as_json", "quiet")),

@@ -10,7 +10,7 @@ from disk, checked against the loop's own final hidden states, and renamed into 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import replace
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.layouts import Statistic
+from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import check_unchanged, watched
 from quantkit.models.machine import distributed
 from quantkit.models.machine.device import give_back
@@ -64,7 +65,7 @@ def run(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
             job.staging.opened(job.fingerprint, job.request.resume, lasting=bool(job.method.needs)),
             watched(job.checkpoint),
         ):
-            summaries += _Loop(job, progress).run()
+            summaries += Loop(job, progress).run()
     return summaries
 
 
@@ -82,8 +83,10 @@ def _encoded(jobs: Sequence[Job], progress: Progress) -> list[Summary]:
         return distributed.broadcast(lambda: finish.finish(jobs, None, timings, progress, imatrix))
 
 
-class _Loop:
-    """The run of one job."""
+class Loop:
+    """The run of one job. `audit.py` replaces the quantizer, and reads the blocks that are done elsewhere."""
+
+    quantizer: Callable[..., Quantizer] = Quantizer
 
     def __init__(self, job: Job, progress: Progress):
         self.job, self.progress = job, progress
@@ -133,21 +136,26 @@ class _Loop:
 
     def run(self) -> list[Summary]:
         """Quantize all blocks, then finish the output."""
-        skeleton, staging, done = self.skeleton, self.job.staging, self._done()
+        self.through(self._done())
+        summaries = distributed.broadcast(self._finished)
+        self.skeleton.model.to("meta")  # gives its memory back
+        return summaries
+
+    def through(self, done: Sequence[bool]) -> None:
+        """Quantize and stage the first `len(done)` blocks; those that are done run as they were written."""
+        skeleton, staging = self.skeleton, self.job.staging
         self.progress.start(len(done), sum(done))
 
-        def written(index: int) -> walk.Source:
-            return self.job.material.with_block(index), False
-
         def source(index: int) -> walk.Source:
-            return (None, True) if self.originals is not None or not done[index] else written(index)
+            original = self.originals is not None or not done[index]
+            return (None, True) if original else (self._written(index), False)
 
-        for index, module in walk.blocks(skeleton, source, self.timings):
-            if done[index]:  # by an earlier run: as it was written
+        for index, module in walk.blocks(skeleton, source, self.timings, range(len(done))):
+            if done[index]:
                 if self.originals is not None:
                     outputs = skeleton.outputs(index, self.originals)
                     self.originals.advance(self.timings.waiting("original", outputs))
-                    skeleton.load_block(index, *written(index))
+                    skeleton.load_block(index, self._written(index))
                 self._advance(skeleton.outputs(index, self.states))
             else:
                 self._quantize_or_step_down(index, module)
@@ -156,9 +164,10 @@ class _Loop:
             self.progress.block(index, replayed=done[index])
         with self.timings("write"):
             staging.wait()
-        summaries = distributed.broadcast(self._finished)
-        skeleton.model.to("meta")  # gives its memory back
-        return summaries
+
+    def _written(self, index: int) -> Checkpoint:
+        """Return the checkpoint from which a block that is done is read: an earlier run staged it."""
+        return self.job.material.with_block(index)
 
     def _quantize_or_step_down(self, index: int, module: nn.Module) -> None:
         """Quantize a block; if the device runs out of memory, again in the way that needs the least.
@@ -209,7 +218,7 @@ class _Loop:
             )
             transformed, visits = self._transform(measuring, parts)
             self._stage_changed(block, transformed, parts)
-            quantizer = Quantizer(
+            quantizer = self.quantizer(
                 self.skeleton,
                 self.method.solver,
                 self.method.layout,

@@ -66,6 +66,14 @@ def choose_dtype(requested: str, stored: str, device: torch.device) -> str:
     return "bfloat16" if stored == "BF16" and processor.has_bfloat16() else "float32"
 
 
+def machine_of(device: torch.device) -> str:
+    """Return the kind of machine on which a job on this device gives the same bytes: the name of the
+    accelerator, or that of the processor and the instructions that torch uses."""
+    if is_accelerator(device) and hasattr(backend := getattr(torch, device.type), "get_device_name"):
+        return backend.get_device_name(device)
+    return f"{processor.name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
 def is_accelerator(device: torch.device) -> bool:
     """Return whether the device has its own memory and runs work asynchronously."""
     return device.type not in ("cpu", "meta")

@@ -21,6 +21,7 @@ from quantkit.models.files.checkpoint import MANIFEST, Checkpoint
 from quantkit.models.files.headers import open_contents
 from quantkit.models.files.reading import Slice, stacked
 from quantkit.models.files.safetensors_folder import TensorInfo, read_json
+from quantkit.models.machine.device import machine_of
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate.states import Place
 from quantkit.quantize.outputs import Batches, Draft, Material, Planned, Sizes, Summary, outside
@@ -123,6 +124,7 @@ class Output:
         manifest = read_json(draft.place / MANIFEST) | {"loss": summary.loss and asdict(summary.loss)}
         write_json(draft.place / MANIFEST, manifest)
         record = {"seconds": summary.seconds, "steps_down": summary.steps_down}
+        record["machine"] = machine_of(draft.material.skeleton.device)
         (draft.place / TIMINGS).write_text(json.dumps(record, indent=2) + "\n")
         made = model_card(draft.place, draft.material, draft.manifest, summary)
         card.write(draft.place / card.CARD, *made)
@@ -171,7 +173,7 @@ def model_card(
         files=gguf_shards.of(Path(name)),
         summary=summary,
         job=manifest["job"],
-        recipe=_recipe(manifest),
+        recipe=recipe_of(manifest),
         load=clients.how_to_load(loaded_by["clients"], name),
         manifest="The metadata" if place.is_file() else f"`{MANIFEST}`",
         measured="output" if material.output_errors else "weight",
@@ -182,7 +184,7 @@ def model_card(
     return card.head(base, layout, checkpoint.folder), made
 
 
-def _recipe(manifest: dict) -> str:
+def recipe_of(manifest: dict) -> str:
     """Return the job as a recipe for `quantkit run`."""
     import yaml
 

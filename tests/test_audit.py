@@ -1,0 +1,201 @@
+"""`quantkit verify --reproduce`: blocks of an output, solved again from its source."""
+
+import json
+import shutil
+
+import families
+import pytest
+import torch
+from nights import by_day, nightly
+from safetensors.torch import load_file, save_file
+from test_verify import reseal
+
+from quantkit import api
+from quantkit.errors import NOT_FOUND, UNSUPPORTED, USAGE, VERIFICATION
+from quantkit.quantize.calibrate import capture
+from quantkit.quantize.progress import SILENT
+
+GPTQ = {"samples": 4, "seqlen": 32, "group_size": 32}
+TEXT = "a text of letters " * 400
+METHODS = {
+    "awq": ("awq", GPTQ),
+    "gguf": ("gguf", {"type": ["Q8_0"], "samples": 4, "seqlen": 32}),
+    "mlx": ("gptq", GPTQ | {"layout": "mlx", "embedding": 8, "target": "own", "transform": "none"}),
+    "yaqa": ("gptq", GPTQ | {"solver": "yaqa", "transform": "none"}),
+    "w8a8": ("w8a8", {"samples": 4, "seqlen": 32}),
+    "nf4": ("nf4", {}),
+    "int8": ("int8", {}),
+    "fp8": ("fp8", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, another one, a text, and what gptq makes of the model: on the shipped text, on
+    the other one, and rounded to nearest."""
+    folder = tmp_path_factory.mktemp("place")
+    for name, seed in (("model", 0), ("other", 5)):
+        families.save_model(folder / name, "llama", seed=seed, num_hidden_layers=2)
+        families.save_tokenizer(folder / name, bos=True)
+    (folder / "other.txt").write_text(TEXT)
+    further = {"out": {}, "claimed": {"calibration": str(folder / "other.txt")}, "worse": {"solver": "rtn"}}
+    for name, options in further.items():
+        if name == "worse":
+            options |= {"transform": "none"}
+        make(folder, name, "gptq", GPTQ | options)
+    return folder
+
+
+def make(place, name, method, options, to=None):
+    output = (to or place) / name
+    api.quantize(method, place / "model", output=output, progress=SILENT, loss_tokens=0, **options)
+    return output
+
+
+@pytest.fixture
+def audit(quantkit):
+    """`audit(output, model, "all")` -> exit code, problems, and the statement."""
+
+    def run(output, model, blocks, *options):
+        done = quantkit("verify", output, "--base", model, "--reproduce", blocks, *options, "--json", "-q")
+        record = json.loads(done.out)
+        return done.code, record["problems"], record.get("reproduction")
+
+    return run
+
+
+@pytest.mark.parametrize("name", by_day(METHODS, ["gguf", "mlx", "int8"]))
+def test_an_honest_output_is_reproduced(place, audit, tmp_path, name):
+    output = make(place, f"out{'.gguf' * (name == 'gguf')}", *METHODS[name], tmp_path)
+    code, problems, made = audit(output, place / "model", 1, "--seed", 3)
+    assert (code, problems) == (0, [])
+    assert made["verdict"] == "identical" and made["seed"] == 3
+    assert len(made["blocks"]) == 1 < made["of_blocks"]
+    assert sum(row["codes"] for row in made["linears"]) and not any(r["different"] for r in made["linears"])
+
+
+@pytest.fixture
+def written(place, tmp_path):
+    """The model, and a copy of what gptq made of it."""
+    shutil.copytree(place / "out", tmp_path / "out")
+    return place / "model", tmp_path / "out"
+
+
+@pytest.fixture
+def elsewhere(monkeypatch):
+    """Calling it makes this another kind of machine: its sums round differently."""
+    mean = capture.Hessian.mean
+
+    def rounded(self, tokens):
+        hessian, generator = mean(self, tokens), torch.Generator().manual_seed(0)
+        noise = 1e-5 * torch.randn(hessian.shape, generator=generator)
+        return hessian.mul_(1 + noise + noise.t())
+
+    def start():
+        monkeypatch.setattr(capture.Hessian, "mean", rounded)
+        monkeypatch.setattr("quantkit.quantize.audit.machine_of", lambda device: "another")
+
+    return start
+
+
+def changed(output, name, change) -> None:
+    """Change a stored linear, and its file's sum in the manifest. change: of its tensors by suffix."""
+    tensors = load_file(output / "model.safetensors")
+    change({part: tensors[key] for key in tensors for part in [key.removeprefix(f"{name}.")] if part != key})
+    save_file(tensors, output / "model.safetensors", {"format": "pt"})
+    reseal(output)
+
+
+def offenders(problems) -> set[str]:
+    return {problem.split()[0] for problem in problems if "not solved so" in problem}
+
+
+@pytest.mark.parametrize("name", ["gptq", *nightly("awq", "mlx", "yaqa", "w8a8")])
+def test_another_machine_passes_within_the_bounds(place, audit, elsewhere, tmp_path, name):
+    output = place / "out" if name == "gptq" else make(place, "out", *METHODS[name], tmp_path)
+    elsewhere()
+    code, problems, made = audit(output, place / "model", "all")
+    assert (code, problems) == (0, [])
+    assert made["verdict"] == ("equivalent" if any(r["different"] for r in made["linears"]) else "identical")
+    assert name != "gptq" or made["verdict"] == "equivalent"
+
+
+@pytest.mark.parametrize("machine", ["the same", "another"])
+def test_one_row_of_codes_is_found(written, audit, elsewhere, machine):
+    model, output = written
+    name = "model.layers.1.mlp.gate_proj"
+    changed(output, name, lambda parts: parts["qweight"][:, 5].bitwise_not_())
+    if machine == "another":
+        elsewhere()
+    code, problems, made = audit(output, model, "all")
+    assert (code, made["verdict"]) == (VERIFICATION, "different")
+    assert offenders(problems) == {name} or (machine == "another" and name in offenders(problems))
+    (row,) = (row for row in made["linears"] if row["name"] == name)
+    assert (row["rows"] == 1 and row["different"] == 64) or machine == "another"
+
+
+@pytest.mark.parametrize("machine", ["the same", "another"])
+def test_a_worse_rounding_is_found(place, written, audit, elsewhere, machine):
+    model, output = written
+    name = "model.layers.0.mlp.up_proj"
+    worse = load_file(place / "worse" / "model.safetensors")
+
+    def replace(parts):
+        for part, tensor in parts.items():
+            tensor.copy_(worse[f"{name}.{part}"])
+
+    changed(output, name, replace)
+    if machine == "another":
+        elsewhere()
+    code, problems, _ = audit(output, model, "all")
+    assert (code, offenders(problems)) == (VERIFICATION, {name})
+
+
+def test_another_text_than_the_manifest_names_is_found(place, written, audit, elsewhere):
+    model, output = written
+    code, problems, made = audit(output, model, 1, "--calibration", place / "other.txt")
+    assert (code, made["linears"]) == (VERIFICATION, [])
+    assert problems == ["the tokens of other.txt are not those that the manifest names (sha256)"]
+
+    manifest, honest = (json.loads((place / n / "quantkit.json").read_text()) for n in ("claimed", "out"))
+    manifest["job"]["calibration"] = honest["job"]["calibration"]
+    shutil.rmtree(output)
+    shutil.copytree(place / "claimed", output)
+    (output / "quantkit.json").write_text(json.dumps(manifest))
+    elsewhere()
+    code, problems, made = audit(output, model, "all")
+    assert code == VERIFICATION and len(offenders(problems)) > len(made["linears"]) / 2
+
+
+def test_a_text_of_a_file_is_asked_for(place, audit, refuse):
+    model, output = place / "model", place / "claimed"
+    error, hint = refuse(NOT_FOUND, "verify", output, "--base", model, "--reproduce", 1)
+    assert "other.txt" in error and "--calibration" in hint
+    code, _, made = audit(output, model, 1, "--calibration", place / "other.txt")
+    assert (code, made["verdict"], made["calibration"]["source"]) == (0, "identical", "other.txt")
+
+
+def test_another_source_and_tensors_that_are_not_the_sources_are_found(place, written, audit):
+    model, output = written
+    code, problems, made = audit(output, place / "other", 1)
+    assert (code, made["verdict"], made["linears"]) == (VERIFICATION, "different", [])
+    assert any("is not the source that the manifest names" in problem for problem in problems)
+
+    changed(output, "model.norm", lambda parts: parts["weight"].mul_(2))
+    code, problems, _ = audit(output, model, 1)
+    assert (code, problems) == (VERIFICATION, ["model.norm.weight is not the source's"])
+
+
+def test_what_cannot_be_audited_is_refused(place, written, quantkit, refuse):
+    model, output = written
+    options = "--base", model, "--reproduce"
+    make(place, "nearest.gguf", "gguf", {"type": ["Q4_0"], "solver": "rtn", "imatrix": "none"}, output.parent)
+    error, _ = refuse(UNSUPPORTED, "verify", "nearest.gguf", *options, "all")
+    assert "tensor by tensor" in error
+    assert quantkit("convert", output, "--to", "compressed-tensors", "-o", "new", "-q").code == 0
+    error, _ = refuse(UNSUPPORTED, "verify", "new", *options, 1)
+    assert "new was converted" in error
+    error, _ = refuse(UNSUPPORTED, "verify", model, *options, 1)
+    assert "records no job" in error
+    refuse(USAGE, "verify", output, *options, 0)
+    refuse(USAGE, "verify", output, "--reproduce", 1)
