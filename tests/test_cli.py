@@ -227,7 +227,7 @@ def test_json_is_alone_on_stdout(quantkit, model, small):
     record = json.loads(done.out)
     assert (record["schema"], record["linears"], record["kept"]) == ("quantkit.job/3", 14, 0)
     assert "block 2/2" in done.err
-    stages = set("load original forward hessian solve pack write verify hash transform loss".split())
+    stages = set("load original forward hessian solve pack write verify hash loss".split())
     assert record["seconds"].keys() == stages and all(value > 0 for value in record["seconds"].values())
     done = quantkit("eval", model, "tiny-gptq-w4g128", "--text", small[1], "--limit", 512, "--json")
     assert [row["source"] for row in json.loads(done.out)["models"]] == [str(model), "tiny-gptq-w4g128"]
