@@ -28,7 +28,7 @@ PACKAGES = {  # engine -> package, and what to install
     "llama.cpp": ("llama_cpp", "llama-cpp-python"),
     "mlx": ("mlx_lm", "mlx-lm"),
 }
-ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b: ")  # the last line of a traceback
+ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a traceback, perhaps with a prefix
 
 
 Logits = Callable[[int, tuple[int, slice]], Tensor]  # of (batch, (row, positions)): `[tokens, vocabulary]`
@@ -116,7 +116,7 @@ def _reason(process: subprocess.Popen, log: IO[bytes]) -> str:
     code = process.wait()
     log.seek(0)
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return ([line for line in lines if ERROR.match(line)] or lines or [f"its exit code is {code}"])[-1]
+    return ([line for line in lines if ERROR.search(line)] or lines or [f"its exit code is {code}"])[-1]
 
 
 def _environment() -> dict[str, str]:
