@@ -136,7 +136,7 @@ class Skeleton:
             read = partial(self._reader.rows, name, module.weight)
             if is_accelerator(self.device):
                 if name not in on_host:
-                    on_host[name] = rows.in_host_memory(self.read(name, module.weight), self.device)
+                    on_host[name] = rows.OnHost(self.read(name, module.weight), self.device)
                 read = on_host[name]
             elif isinstance(module, nn.Embedding):
                 for part in rows.slices(module.weight):

@@ -56,11 +56,8 @@ class Reader:
             tensor = tensor.t().contiguous()
         return checked(tensor, expected.shape, stored)
 
-    def rows(self, name: str, expected: Tensor, rows: slice | Tensor) -> Tensor:
-        """Return rows of the model's matrix `name`, neighbours or those of given numbers; errors as in
-        `read`."""
-        if isinstance(rows, Tensor):
-            return torch.cat([self.rows(name, expected, slice(row, row + 1)) for row in rows.tolist()])
+    def rows(self, name: str, expected: Tensor, rows: slice) -> Tensor:
+        """Return some rows of the model's matrix `name`; errors as in `read`."""
         stored = self.names.stored[name]
         shape = rows.stop - rows.start, *expected.shape[1:]
         return checked(self.checkpoint.load(stored, self.dtype, rows), shape, stored)

@@ -9,6 +9,7 @@ the checkpoint or from what a job has made of them (`install`), an accelerator's
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,8 +19,7 @@ from torch.nn.functional import linear
 from quantkit.models.machine.device import is_accelerator
 
 SLICE_BYTES = 1 << 25  # of a head's rows, in the model's dtype
-# returns these rows of a matrix, some neighbours or those of given numbers, in the model's dtype, checked
-Rows = Callable[[slice | Tensor], Tensor]
+Rows = Callable[[slice], Tensor]  # returns these rows of a matrix, in the model's dtype, checked
 
 
 def slices(weight: Tensor) -> Iterator[slice]:
@@ -38,9 +38,16 @@ def stay_away(module: nn.Embedding | nn.Linear, rows: Rows) -> None:
     module.forward = partial(_look_up if isinstance(module, nn.Embedding) else _multiply, module, rows)
 
 
-def in_host_memory(weight: Tensor, device: torch.device) -> Rows:
-    """Return a function that copies rows of `weight` from host memory to a device."""
-    return lambda rows: weight[rows.cpu() if isinstance(rows, Tensor) else rows].to(device)
+@dataclass(frozen=True)
+class OnHost:
+    """Rows of `weight`, which are copied from host memory to a device."""
+
+    weight: Tensor
+    device: torch.device
+
+    def __call__(self, rows: slice | Tensor) -> Tensor:
+        """Return these rows, or those of these numbers."""
+        return self.weight[rows.cpu() if isinstance(rows, Tensor) else rows].to(self.device)
 
 
 def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.device) -> None:
@@ -55,7 +62,7 @@ def install(model: nn.Module, names: Collection[str], rows: Rows, device: torch.
         whole = torch.empty_like(values, device="cpu" if away else device)
         for part in slices(whole):
             whole[part] = rows(part)
-        values, rows = (values, in_host_memory(whole, device)) if away else (whole, rows)
+        values, rows = (values, OnHost(whole, device)) if away else (whole, rows)
     if away:
         for owner, _ in owners:
             stay_away(owner, rows)
@@ -70,7 +77,11 @@ def _look_up(embedding: nn.Embedding, rows: Rows, ids: Tensor) -> Tensor:
     if not whole.is_meta:
         return type(embedding).forward(embedding, ids)
     distinct, positions = ids.unique(return_inverse=True)
-    embedding.weight, embedding.padding_idx = nn.Parameter(rows(distinct), requires_grad=False), None
+    if isinstance(rows, OnHost):
+        few = rows(distinct)
+    else:
+        few = torch.cat([rows(slice(row, row + 1)) for row in distinct.tolist()])
+    embedding.weight, embedding.padding_idx = nn.Parameter(few, requires_grad=False), None
     try:
         return type(embedding).forward(embedding, positions)
     finally:

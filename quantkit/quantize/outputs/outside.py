@@ -97,8 +97,6 @@ def install_embedding(
         staging.wait()
 
 
-def _decoded(
-    layout: Layout, packed: Mapping[str, Tensor], dtype: torch.dtype, rows: slice | Tensor
-) -> Tensor:
+def _decoded(layout: Layout, packed: Mapping[str, Tensor], dtype: torch.dtype, rows: slice) -> Tensor:
     """Return the values of some rows."""
     return layout.values({name: tensor[rows] for name, tensor in packed.items()}).to(dtype)
