@@ -150,12 +150,14 @@ class RunOptions:
         "Precision of forward passes. auto: the checkpoint's own if the hardware supports it, else float32.",
     )
     device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
-    batch_size: int | None = option(None, "Sequences per forward pass. (default: about 4096 tokens)")
+    batch_size: int | None = option(
+        None, "Sequences per forward pass. (default: about 2048 tokens, 8192 on an accelerator)"
+    )
     sequential: Literal["auto", "suspend", "repeat"] = option(
         "auto",
         "How the inputs of each site (linears with the same input) are collected. suspend: one forward pass "
-        "for each block, which pauses at each site; faster. repeat: one pass up to each site; less memory. "
-        "auto: by free memory.",
+        "for each block, which pauses at each site; faster on a CPU. repeat: one pass up to each site; less "
+        "memory. auto: repeat on an accelerator, else by free memory.",
     )
     states: Literal["auto", "device", "host", "disk"] = option(
         "auto",

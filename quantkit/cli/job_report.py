@@ -159,7 +159,7 @@ def _scaled(linears: Mapping[str, dict]) -> str:
     parts = [f"{count(len(spreads), 'linear')}, columns by up to {max(spreads):.1f}×"] if spreads else []
     if left := len(linears) - len(spreads):
         parts.append(f"{count(left, 'linear')} unchanged: no layer before absorbs scales")
-    return "; ".join(parts) or "no linear: scaling does not reduce the error"
+    return "; ".join(parts) or "no linear: columns are alike, or scaling does not reduce the error"
 
 
 def _loss(loss: Loss | None) -> str:
