@@ -14,7 +14,7 @@ from quantkit.models.machine import expert_share
 from quantkit.quantize import methods, solving
 from quantkit.quantize.calibrate.statistics import retarget
 from quantkit.quantize.solvers.gptq import GptqSolver
-from quantkit.quantize.transforms.auto import FedReader, FeedbackScaling, candidate
+from quantkit.quantize.transforms.auto import FedReader, FeedbackScaling, candidate, spread
 from quantkit.quantize.transforms.awq import AwqScaling
 from quantkit.quantize.transforms.scaling import Reader
 
@@ -134,7 +134,32 @@ def test_the_block_computes_the_same_and_its_columns_are_alike(twin):
     assert transformed.facts["mlp.gate_proj"]["scaled"]["into"] == NORMS[1]
 
 
+def test_the_spread_of_columns_is_that_of_all_linears_together_without_empty_columns():
+    first, second = torch.zeros(2, 4), torch.zeros(3, 4)
+    first[0] = torch.tensor([3.0, 0.5, 0.0, 1e-5])
+    second[1] = torch.tensor([4.0, 0.0, 0.0, 0.0])
+    assert spread([first, second]) == pytest.approx(5 / 0.5)
+    assert spread([first.bfloat16(), second]) == pytest.approx(5 / 0.5)
+    assert spread([torch.zeros(2, 4)]) == 1
+
+
 # ---- whole jobs
+
+
+def test_blocks_whose_columns_are_alike_are_skipped(tiny_model, tmp_path):
+    def change(name: str, tensor: torch.Tensor) -> None:
+        if name == "model.layers.1.post_attention_layernorm.weight":
+            tensor[3] *= 32
+        elif name in ("model.layers.1.mlp.gate_proj.weight", "model.layers.1.mlp.up_proj.weight"):
+            tensor[:, 3] /= 32
+
+    model = jobs.rewrite(tiny_model("llama", tokenizer=True, num_hidden_layers=2), change)
+    text = jobs.calibration(tmp_path)
+    summary = jobs.quantize("gptq", model, tmp_path / "out", SMALL, calibration=text, **RUN)
+    assert summary.scaled and all(name.startswith("model.layers.1.") for name in summary.scaled)
+    rows = jobs.manifest(tmp_path / "out")
+    assert "weight_error" in rows["model.layers.0.mlp.up_proj"]
+    assert "weight_error_up_to_scales" in rows["model.layers.1.mlp.up_proj"]
 
 
 @pytest.mark.processor

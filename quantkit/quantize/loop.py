@@ -257,7 +257,7 @@ class _Loop:
     def _transform(
         self, measuring: Measuring, parts: BlockParts
     ) -> tuple[Transformed | None, Generator[Visit]]:
-        """Transform a block; return the changes, None without a transform, and the visits of its sites.
+        """Transform a block; return the changes, None if nothing is transformed, and the visits of its sites.
 
         A transform by a sample of the tokens comes before all visits, which measure with all tokens.
         """
@@ -266,10 +266,8 @@ class _Loop:
             by_expert = ExpertByExpert(measuring, transform, parts)
             return by_expert.transformed, by_expert.visits(self._advance)
         visits = schedule.visits(measuring, self._advance)
-        if not transform:
+        if not transform or not transform.may_help(block):
             return None, visits
-        if not block.around:
-            return Transformed({}), visits
         statistics = measuring.at_once(block.around, transform.sample)
         here = block.specs.keys() - self.skeleton.away(block.index)
         dtypes = {name: block.module.get_submodule(name).weight.dtype for name in sorted(here)}

@@ -66,7 +66,8 @@ class Work:
     """Time and memory of a method with default options, for `quantkit plan` (capacity/duration.py).
 
     weight: time of choosing a weight's code / that of 4-bit error feedback on this machine. search: the same
-    for each weight that a transform looks at. products: matrix products of a transform, in `out · in²`.
+    for each weight that a transform looks at, if it skips no block. products: matrix products of a transform,
+    in `out · in²`.
     sample: share of the calibration tokens that a transform uses. 0: no calibration; below 1: error feedback
     after the transform. outside: embedding and head are encoded too. h200_seconds: per billion weights of the
     blocks (docs/gpu.md).

@@ -10,7 +10,8 @@ Candidates come from the weights: `s_j = |W_:j|^-b · D_j^(a/2)`. With b = 1 all
 large. AWQ's `mean|x|^α` lowered the loss at no site of the bundled model.
 
 Pivots are computed from a sample of the tokens; the solver uses all tokens. Experts are not scaled, nor is
-the norm before a layer of experts.
+the norm before a layer of experts. Blocks whose columns are alike are skipped: on SmolLM2-135M, where scales
+would lower the estimate by 2 to 9 percent, the KL divergence is the same with and without them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
+from quantkit.quantize.calibrate.sites import Block
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.solvers.gptq import GptqSolver
 from quantkit.quantize.transforms.fold import Producer
@@ -36,6 +38,7 @@ ENOUGH = {1: 0.98, 2: 0.85}
 SAMPLED_ROWS = 512  # rows of a fold that the search uses
 TEMPORARIES = 8  # temporary tensors as large as the groups that are searched together
 FLOOR = 1e-3  # share of the mean column: smaller columns count as this large
+SPREAD = 8  # a block is scaled if a site's largest column is more than so many times its smallest
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ class FeedbackScaling(ColumnScaling):
     rows = SAMPLED_ROWS
     plain = False
     enough = ENOUGH
+
+    def may_help(self, block: Block) -> bool:
+        """See `ColumnScaling`: returns whether the columns of some site differ much in size."""
+        weights = (
+            [block.module.get_submodule(spec.local).weight for spec in block.quantized(site)]
+            for site in block.around
+        )
+        return any(spread(linears) > SPREAD for linears in weights)
 
     def reader(self, reader: Reader) -> FedReader:
         """See `ColumnScaling`: returns a reader whose loss uses pivots."""
@@ -64,6 +75,13 @@ class FeedbackScaling(ColumnScaling):
             if loss < least:
                 best, least = scale, loss
         return best
+
+
+def spread(weights: Sequence[Tensor]) -> float:
+    """Return the ratio of the largest to the smallest column of `weights [out_k, in]`; columns of 0 aside."""
+    columns = sum(torch.linalg.vector_norm(w, dim=0, dtype=torch.float32).square_() for w in weights).sqrt_()
+    columns = columns[columns > FLOOR * columns.mean()]
+    return (columns.max() / columns.min()).item() if len(columns) else 1.0
 
 
 def candidate(readers: Sequence[FedReader], b: float, a: float) -> Tensor:

@@ -26,7 +26,7 @@ from quantkit.grids.grid import Grid
 from quantkit.grids.parallel import rows_at_once
 from quantkit.layouts import Statistic
 from quantkit.models.machine import expert_share
-from quantkit.quantize.calibrate.sites import Site
+from quantkit.quantize.calibrate.sites import Block, Site
 from quantkit.quantize.calibrate.statistics import SiteStatistics
 from quantkit.quantize.calibrate.view import BlockView, Transformed
 from quantkit.quantize.solvers import measured, row_losses
@@ -61,6 +61,10 @@ class ColumnScaling:
     def sees_all(self) -> bool:
         """Whether scales are chosen by all calibration tokens, so that no site is measured again."""
         return self.sample == 1
+
+    def may_help(self, block: Block) -> bool:
+        """Return whether a scale may lower the loss of a block, judged by its weights alone."""
+        return bool(block.around)
 
     def reader(self, reader: Reader) -> Reader:
         """Return a reader with the loss of this transform."""
