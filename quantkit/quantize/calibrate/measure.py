@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.layouts import Statistic
 from quantkit.models.machine import distributed
-from quantkit.models.machine.memory import return_freed_pages
+from quantkit.models.machine.memory import MAPPED_BYTES, return_freed_pages
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize.calibrate import capture
 from quantkit.quantize.calibrate.capture import Statistics
@@ -109,6 +109,7 @@ class Measuring:
         """Return a site's statistics from `sums`. Raises QuantkitError if activations are not finite."""
         with self.timings("hessian"):
             statistics = sums.finish()
-            return_freed_pages()  # the solver's copies are a block's peak: let them not come on top of holes
+            if 4 * site.in_features**2 >= MAPPED_BYTES:  # else the solver's copies fill the holes of the heap
+                return_freed_pages()
         statistics.refuse_not_finite(self.block.reader(site).name, self.execution.dtype)
         return statistics
