@@ -25,6 +25,12 @@ from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
 from quantkit.evaluation.comparison.table import markdown
 from quantkit.evaluation.engines import PACKAGES
 from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize.progress import SILENT
+from quantkit.serving.engines.choose import Offer
+from quantkit.serving.server.command import ServerCommand
+from quantkit.serving.server.job import Prepared, compare
+from quantkit.serving.server.settings import ServeSettings
+from quantkit.serving.server.sizing import ServerSize
 
 FLOAT32 = ["--engine", "transformers", "--engine-option", "dtype=float32"]
 TEXT = ["--ctx", 64, "--limit", 256]
@@ -138,6 +144,22 @@ def test_an_engine_that_computes_something_else_is_found(nf4, quantkit, program,
     assert done.code == 6 and not made["problems"]
     assert not made["engine"]["agrees"] and made["engine"]["difference"] > 4 * made["engine"]["bound"]
     assert made["error"]["message"].startswith(f"transformers does not compute what {nf4} holds")
+
+
+def test_serve_refuses_what_computes_something_else(nf4, program):
+    """The python beside the server's program runs the engine."""
+
+    def prepared(python: Path) -> Prepared:
+        command, size = ServerCommand((str(python),), "demo"), ServerSize(512, 1, None, 512, 0, 10**9, True)
+        settings = ServeSettings(dtype="float32")
+        return Prepared(str(nf4), Offer("transformers", True, ""), command, settings, size, False, ())
+
+    assert compare(prepared(Path(sys.executable)), None, True, SILENT)["agrees"]
+    tampering = f"model.get_submodule({NAME!r}).weight.quant_state.offset.zero_()"
+    tampered = program(TAMPERING.format(python=sys.executable, tampering=tampering))
+    with pytest.raises(QuantkitError, match="transformers does not compute what") as refused:
+        compare(prepared(tampered), None, True, SILENT)
+    assert refused.value.exit_code == 6
 
 
 def test_codes_taken_for_weights_are_found(short_demo, tmp_path, quantkit):
