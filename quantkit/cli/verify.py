@@ -69,7 +69,7 @@ def _verify(context: typer.Context, path: str, base: str | None, **values: Any) 
         record = served.verify(path, base, asked, progress, trusted)
         if reproduce is not None:
             audit.add(record, base, blocks, seed, calibration, trusted, progress)
-    streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record))
+    streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record, base))
 
 
 def _show(record: dict[str, Any]) -> None:
