@@ -197,7 +197,7 @@ def verify(
         record = served.verify(*pair, asked, listener, trust_remote_code)
         if reproduce is not None:
             audit.add(record, pair[1], blocks, seed, text, trust_remote_code, listener)
-    served.refuse(record)
+    served.refuse(record, pair[1])
     return record
 
 

@@ -30,6 +30,7 @@ EXIT_CODES = {  # as help, `quantkit doctor` and docs/jobs.md describe them
 }
 TURNING = "\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"  # marks of text direction
 FREE = "free some space"
+DAMAGED = "the checkpoint is incomplete or damaged: copy or download it again"
 DISK = {  # error number -> what is wrong with the disk, and what to do
     errno.ENOSPC: ("is full", FREE),
     errno.EDQUOT: ("is full: the quota is used up", FREE),
@@ -62,11 +63,12 @@ class QuantkitError(Exception):
         return (self.found or {}) | {"error": error}
 
 
-def refuse_problems(found: dict, problems: Sequence[str], exit_code: int = RUNTIME) -> None:
+def refuse_problems(
+    found: dict, problems: Sequence[str], exit_code: int = RUNTIME, hint: str = DAMAGED
+) -> None:
     """Raise QuantkitError naming the first problem of a checkpoint, if there is one. found: its record."""
     if problems:
         more = f" (and {count(len(problems) - 1, 'more problem')})" if len(problems) > 1 else ""
-        hint = "the checkpoint is incomplete or damaged: copy or download it again"
         raise QuantkitError(problems[0] + more, hint, exit_code, found)
 
 

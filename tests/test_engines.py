@@ -25,6 +25,12 @@ from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
 from quantkit.evaluation.comparison.table import markdown
 from quantkit.evaluation.engines import PACKAGES
 from quantkit.models.files.open import open_checkpoint
+from quantkit.quantize.progress import SILENT
+from quantkit.serving.engines.choose import Offer
+from quantkit.serving.server.command import ServerCommand
+from quantkit.serving.server.job import Prepared, compare
+from quantkit.serving.server.settings import ServeSettings
+from quantkit.serving.server.sizing import ServerSize
 
 FLOAT32 = ["--engine", "transformers", "--engine-option", "dtype=float32"]
 TEXT = ["--ctx", 64, "--limit", 256]
@@ -140,6 +146,22 @@ def test_an_engine_that_computes_something_else_is_found(nf4, quantkit, program,
     assert made["error"]["message"].startswith(f"transformers does not compute what {nf4} holds")
 
 
+def test_serve_refuses_what_computes_something_else(nf4, program):
+    """The python beside the server's program runs the engine."""
+
+    def prepared(python: Path) -> Prepared:
+        command, size = ServerCommand((str(python),), "demo"), ServerSize(512, 1, None, 512, 0, 10**9, True)
+        settings = ServeSettings(dtype="float32")
+        return Prepared(str(nf4), Offer("transformers", True, ""), command, settings, size, False, ())
+
+    assert compare(prepared(Path(sys.executable)), None, True, SILENT)["agrees"]
+    tampering = f"model.get_submodule({NAME!r}).weight.quant_state.offset.zero_()"
+    tampered = program(TAMPERING.format(python=sys.executable, tampering=tampering))
+    with pytest.raises(QuantkitError, match="transformers does not compute what") as refused:
+        compare(prepared(tampered), None, True, SILENT)
+    assert refused.value.exit_code == 6
+
+
 def test_codes_taken_for_weights_are_found(short_demo, tmp_path, quantkit):
     """transformers does not know ModelOpt's layout, and loads it without a word."""
     jobs.quantize("fp8", short_demo, tmp_path / "out", {"layout": "modelopt"})
@@ -187,24 +209,25 @@ def test_an_engine_that_ends_early_is_no_result(demo_model, refuse, program):
     assert error == f"mlx ended while it ran {demo_model}: RuntimeError: full"
 
 
-def test_an_original_that_the_engine_does_not_read_is_no_error(tiny_model, make, quantkit, program, text):
-    """llama.cpp reads files alone. The stand-in answers with logits of zeros for any file."""
+def test_an_original_that_the_engine_does_not_read_is_no_error(tiny_model, make, quantkit, text):
+    """llama.cpp reads files alone."""
+    pytest.importorskip("xllamacpp")
     folder = tiny_model("llama", tokenizer=True)
     make("gguf", folder, "-o", "out.gguf", "--type", "F16")
-    python = program(f"""#!{sys.executable}
-import json, sys
-if sys.argv[1] != "-c":
-    asked = json.load(sys.stdin)
-    facts = {{"version": "1", "kernels": None, "dtype": None, "vocabulary": 512}}
-    sys.stdout.buffer.write(json.dumps(facts).encode() + b"\\n")
-    sys.stdout.buffer.write(bytes(4 * 512 * sum(len(ids) - 1 for ids in asked["windows"])))
-""")
-    command = ["eval", folder, "out.gguf", "--text", text, *TEXT, "--engine", "llama.cpp", "--python", python]
+    command = ["eval", folder, "out.gguf", "--text", text, *TEXT, "--engine", "llama.cpp"]
     made = json.loads(quantkit(*command, "--json", "-q").out)
     assert made["engine_declined"] == f"llama.cpp does not run {folder}: it reads GGUF files"
-    uniform = torch.tensor(512.0).log().item()
-    assert made["models"][2]["metrics"]["nll"]["value"] == pytest.approx(uniform)
+    decoded, served = made["models"][1:]
+    assert served["metrics"]["nll"]["value"] == pytest.approx(decoded["metrics"]["nll"]["value"], abs=1e-3)
+    assert 0 < served["engine"]["difference"]["max"] < 1e-4
     assert "llama was not measured in the engine: llama.cpp does not run" in quantkit(*command).out
+
+
+def test_llama_cpp_says_which_setting_it_does_not_have(tiny_model, make, refuse):
+    pytest.importorskip("xllamacpp")
+    make("gguf", tiny_model("llama", tokenizer=True), "-o", "out.gguf", "--type", "F16")
+    error, _ = refuse(4, "verify", "out.gguf", "--engine", "llama.cpp", "--engine-option", "n_batches=8")
+    assert error.startswith("llama.cpp does not run out.gguf: AttributeError: ") and "n_batches" in error
 
 
 def test_flags_are_checked(demo_model, refuse, tmp_path):

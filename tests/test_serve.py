@@ -99,6 +99,13 @@ def test_llamacpp_from_the_start_to_ctrl_c(gguf, expected):
         assert not engine.is_running() and not (process.stdout.read() + process.stderr.read())
 
 
+def test_llamacpp_is_compared_before_it_serves(gguf):
+    pytest.importorskip("xllamacpp")
+    with command_line(gguf, "--check", "--port", "0", "--json", "-q", "--device", "cpu") as (process, told):
+        assert told["compared"]["agrees"] and told["compared"]["tokens"] == 255 and told["proof"]["text"]
+        assert process.wait(SECONDS) == 0
+
+
 def check_record(told: dict) -> None:
     assert (told["schema"], told["engine"], told["tried"]) == ("quantkit.serve/1", "llama.cpp", True)
     assert told["proof"]["usage"]["completion_tokens"] == job.TOKENS and told["proof"]["text"]

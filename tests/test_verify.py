@@ -136,6 +136,7 @@ def test_a_changed_bit_and_an_absent_file_are_named(written, quantkit):
     done = quantkit("verify", output)
     assert done.code == VERIFICATION
     assert "error: model.safetensors was changed (and 1 more problem)\n" in done.err
+    assert "hint: the checkpoint is incomplete or damaged" in done.err
     assert "wrong: tokenizer.json is absent\n" in done.out and "wrong: model.safetensors" not in done.out
     found = json.loads(quantkit("verify", output, "--json").out)
     assert [row["state"] for row in found["files"] if row["name"] == "config.json"] == ["same"]
@@ -215,6 +216,7 @@ def test_another_base_is_named(written, tiny_model, quantkit, refuse):
     other = tiny_model("llama", name="other", tokenizer="bos", seed=5)
     done = quantkit("verify", output, "--base", other)
     assert done.code == VERIFICATION and "other is not the source that the manifest names" in done.err
+    assert "hint: no file was changed: " in done.err
     larger = tiny_model("gpt2", name="larger", tokenizer="bos")
     error, _ = refuse(UNSUPPORTED, "verify", output, "--base", larger)
     assert "do not share" in error

@@ -15,7 +15,7 @@ EPILOG = """Examples:
   quantkit serve ./model                       (the engine follows from the layout and from what is here)
   quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
   quantkit serve ./model --print               (the engine's own command, and nothing is started)
-  quantkit serve ./model --check --port 0      (start, ask for one completion, stop: for CI)
+  quantkit serve ./model --check --port 0      (compare, start, ask for one completion, stop: for CI)
   QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
   quantkit serve ./model -- --log-level info   (what follows -- is the engine's)"""
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
@@ -34,7 +34,13 @@ PRINT = Annotated[
     bool, typer.Option("--print", help="Print the engine's command on one line, and start nothing.")
 ]
 CHECK = Annotated[
-    bool, typer.Option("--check", help="Stop after one completion. Exit code 0: the server answered.")
+    bool,
+    typer.Option(
+        "--check",
+        help="Compare what the engine computes with quantkit's decode, as verify --engine does, start the "
+        "server, and stop after one completion. Exit code 0: it answered; 6: the engine computes something "
+        "else.",
+    ),
 ]
 
 
@@ -48,18 +54,20 @@ def _serve(
     quiet, as_json = values["quiet"], values["as_json"]
     settings = flags.options(ServeSettings, values | {"extra": extra or []})
     with listener(quiet) as progress:
-        from quantkit.serving.server.job import prepare
+        from quantkit.serving.server.job import compare, prepare
 
         opened = values["revision"], values["offline"]
         prepared = prepare(model, settings, *opened, progress, fetch=not print_only)
         for warning in prepared.warnings:
             progress.warn(warning)
+        checked = values["check"] and not print_only
+        compared = compare(prepared, *opened, progress) if checked else None
     if print_only:
         print(json.dumps(prepared.record(), indent=2) if as_json else prepared.command.line())
         return
     with stopping() as signals:
         try:
-            _stay(prepared, values["check"], as_json, quiet)
+            _stay(prepared, values["check"], compared, as_json, quiet)
         except BaseException:
             if not signals:
                 raise
@@ -68,7 +76,7 @@ def _serve(
             raise SystemExit(signals[0]) from None  # typer.Exit(130) would print `error: interrupted`
 
 
-def _stay(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:
+def _stay(prepared: Any, check: bool, compared: dict[str, Any] | None, as_json: bool, quiet: bool) -> None:
     """Serve until the engine ends; with `check`, only until it has answered once."""
     from quantkit.cli.progress import Lines, Quiet
     from quantkit.serving.server import job, show
@@ -81,9 +89,9 @@ def _stay(prepared: Any, check: bool, as_json: bool, quiet: bool) -> None:
         with job.serving(prepared, progress, output) as (engine, proof):
             progress.close()
             if as_json:
-                print(json.dumps(prepared.record(proof), indent=2), flush=True)
+                print(json.dumps(prepared.record(proof, compared), indent=2), flush=True)
             else:
-                show.ready(prepared, proof, staying=not check)
+                show.ready(prepared, proof, compared, staying=not check)
             if check:
                 return
             raise job.ended(prepared, engine, engine.wait())

@@ -69,13 +69,13 @@ def _verify(context: typer.Context, path: str, base: str | None, **values: Any) 
         record = served.verify(path, base, asked, progress, trusted)
         if reproduce is not None:
             audit.add(record, base, blocks, seed, calibration, trusted, progress)
-    streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record))
+    streams.present(record, values["as_json"], partial(_show, record), partial(served.refuse, record, base))
 
 
 def _show(record: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from quantkit.evaluation.comparison.columns import engine_line, number
+    from quantkit.evaluation.comparison.columns import check_line
     from quantkit.inspection.show import provenance
     from quantkit.tables import print_facts, print_line
 
@@ -92,10 +92,7 @@ def _show(record: dict[str, Any]) -> None:
             f"manifest says; farthest {worst['name']}, {worst['error']:.3g}"
         )
     if made := record["engine"]:
-        facts["engine"] = (
-            f"{engine_line(made)}: KL divergence {number(made['difference'])} from quantkit's decode, on "
-            f"{made['tokens']} tokens; rounding explains up to {number(made['bound'])}"
-        )
+        facts["engine"] = check_line(made)
     done = record.get("reproduction")
     if done and done["blocks"]:
         facts["again"] = _again(done)

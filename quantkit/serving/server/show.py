@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from quantkit.errors import printable
+from quantkit.evaluation.comparison.columns import check_line
 from quantkit.serving.server.command import KEY_VARIABLE
 from quantkit.serving.server.job import Prepared
 from quantkit.tables import print_facts, print_line, size
@@ -30,11 +31,13 @@ def announce(prepared: Prepared) -> None:
         print_line(console, f"note: {note}")
 
 
-def ready(prepared: Prepared, proof: dict[str, Any], staying: bool) -> None:
-    """Print the server's first answer and its address on stdout; if `staying`, also an example with curl."""
+def ready(prepared: Prepared, proof: dict[str, Any], compared: dict[str, Any] | None, staying: bool) -> None:
+    """Print the server's first answer and its address on stdout, and what `compare` returned; if `staying`,
+    also an example with curl."""
     console = Console(highlight=False, markup=False)
     text = " ".join(proof["text"].split())
-    facts = {
+    facts = {"compared": check_line(compared)} if compared else {}
+    facts |= {
         "healthy": f"after {proof['started_seconds']:.1f} s",
         "answered": f"{proof['prompt']!r} with {text!r} in {proof['seconds']:.1f} s",
         "base URL": prepared.url,
