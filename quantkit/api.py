@@ -189,8 +189,7 @@ def verify(
     asked = filled(EvalSettings, options, "verify")
     asked.check()
     with _listening(progress) as listener:
-        from quantkit.evaluation import served
-        from quantkit.quantize import audit
+        from quantkit.evaluation import audit, served
 
         pair, text = (os.fspath(path), base and os.fspath(base)), calibration and os.fspath(calibration)
         blocks = audit.wanted(reproduce, pair[1])

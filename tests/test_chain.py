@@ -106,7 +106,7 @@ def test_it_is_launched_once_for_a_group():
     weight, _, hessian = problem(256, rows=4)
     with kernel() as shapes:
         solved(weight, hessian, AffineGrid(4, 128), refine=1)
-    assert shapes == [(1, 128, 4)] * 2 + [(1, 128, 4)] * 2
+    assert shapes == [(1, 128, 4)] * 4, "two in the sweep, two in the refinement"
 
 
 def test_experts_are_one_launch():

@@ -222,7 +222,8 @@ def test_what_a_user_is_warned_of():
         return loss.warning(found, SimpleNamespace(**options), "bfloat16")
 
     feedback = {"target": "original", "transform": "auto", "solver": "gptq"}
-    assert warning(0.125, 0.1) is None and warning(0.009, 0.001) is None, "chance"
+    assert warning(0.105, 0.1) is None and warning(0.009, 0.001) is None, "16-bit arithmetic alone"
+    assert "0.125 against 0.1;" in warning(0.125, 0.1, **feedback)
     found = warning(3.41, 0.96, **feedback)
     assert "3.41 against 0.96; try --target own or --transform none or --solver rtn" in found
     assert "try --solver rtn" in warning(3.41, 0.96, **feedback | {"target": "own", "transform": "none"})

@@ -7,6 +7,7 @@ import families
 import jobs
 import pytest
 import torch
+from sums import assert_sums
 from torch import Tensor
 
 from quantkit.errors import QuantkitError
@@ -62,6 +63,32 @@ def test_a_move_is_the_least_squares_answer_as_far_as_it_is_real(missing):
     torch.testing.assert_close(shift, share * full, rtol=0, atol=2e-3 * full.abs().max().item())
     assert 0.99 < share < 1
     before, after = ((inputs @ w.T - meant).square().sum() for w in (weight, moved))
+    assert after < 0.3 * before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_massive_tokens_do_not_decide_the_move(dtype):
+    """Errors count relative to the hidden states that the output is added to; H is that of all tokens."""
+    weight, inputs = randn(ROWS, WIDTH, seed=0), randn(TOKENS, WIDTH, seed=1).to(dtype)
+    short = inputs.float() @ randn(WIDTH, ROWS, seed=5) + 0.5 * randn(TOKENS, ROWS, seed=6)
+    scale = torch.ones(TOKENS)
+    scale[::50] = 1000
+    short[::50] = 1000 * inputs[::50].float() @ randn(WIDTH, ROWS, seed=7)
+    sums = Statistics(WIDTH, torch.device("cpu"))
+    for part in cut(torch.arange(TOKENS), TOKENS):
+        sums.add(inputs[part], Counterpart(inputs[part], weight, short[part], scale[part]))
+    statistics, inputs = sums.finish(), inputs.float()
+    assert_sums(statistics.hessian, 2 * inputs.T @ inputs / TOKENS, rel=1e-5)
+    (moved,) = move([weight], statistics)
+    meant = inputs @ weight.T + short
+    divided = [(side / scale[:, None]).double() for side in (inputs, meant)]
+    full = torch.linalg.lstsq(*divided).solution.T - weight
+    shift = moved.double() - weight
+    share = ((shift * full).sum() / full.square().sum()).item()
+    torch.testing.assert_close(shift, share * full, rtol=0, atol=2e-3 * full.abs().max().item())
+    assert 0.9 < share < 1
+    usual = scale == 1
+    before, after = ((inputs @ w.T - meant)[usual].square().sum() for w in (weight, moved))
     assert after < 0.3 * before
 
 

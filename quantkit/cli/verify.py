@@ -15,7 +15,7 @@ from quantkit.evaluation.settings import EvalSettings
 EPILOG = """Examples:
   quantkit verify ./model-gptq-w4g128                     (files, values, codes)
   quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
-  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes, in seconds)
+  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes)
   quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
   quantkit verify ./model-Q4_K_M.gguf --json"""
 PATH = Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")]
@@ -63,8 +63,7 @@ def _verify(context: typer.Context, path: str, base: str | None, **values: Any) 
     require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.evaluation import served
-            from quantkit.quantize import audit
+            from quantkit.evaluation import audit, served
         blocks = audit.wanted(reproduce, base)
         record = served.verify(path, base, asked, progress, trusted)
         if reproduce is not None:

@@ -23,11 +23,13 @@ WHOLE = 4096  # inputs below which an accelerator computes all of H: launches ta
 class Counterpart:
     """A batch at a site of the original model. inputs: the site's inputs, `[..., in]`. weight: weight of the
     site's only linear, `[out, in]`. missing: the hidden states to which this linear adds its output, original
-    minus quantized model, float32 `[..., out]`."""
+    minus quantized model, float32 `[..., out]`. scale: root mean square of the original's, `[...]`; an error
+    counts relative to it."""
 
     inputs: Tensor
     weight: Tensor | None = None
     missing: Tensor | None = None
+    scale: Tensor | None = None
 
 
 class Hessian:
@@ -150,15 +152,20 @@ class Inputs:
 
 class Drifting:
     """Sums for a `Drift`, over the batches with a counterpart in the original model. width: number of rows of
-    each of `Drift.halves`. outputs: see `Drift`."""
+    each of `Drift.halves`. outputs: see `Drift`. weighted: tokens are divided by `Counterpart.scale`."""
 
-    def __init__(self, in_features: int, device: torch.device, width: int, outputs: bool):
-        self.hessian, self.tokens, self.outputs = Hessian(in_features, device), 0, outputs
+    def __init__(self, in_features: int, device: torch.device, width: int, outputs: bool, weighted: bool):
+        self.hessian, self.tokens = Hessian(in_features, device), 0
+        self.outputs, self.weighted = outputs, weighted
         self.halves = torch.zeros(2, width, in_features, device=device)
 
     def add(self, exact: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
         """Add a batch. factor: the same batch in the dtype of matrix products."""
         self.tokens += len(exact)
+        scale = exact.new_ones(1, 1) if counterpart.scale is None else counterpart.scale.reshape(-1, 1)
+        scale = scale.float().clamp(min=TINY).expand(len(exact), 1)
+        if self.weighted:
+            factor = (exact / scale).to(torch.float32 if factor.dtype == torch.float16 else factor.dtype)
         self.hessian.add(factor)
         if factor.dtype == torch.float16:  # differences need more exponents
             factor = exact.float()
@@ -170,7 +177,7 @@ class Drifting:
                 missing = _add_product(outputs, missing, counterpart.weight.to(factor.dtype).t())
                 if counterpart.missing is not None:
                     missing += counterpart.missing.view(len(exact), -1)[span]
-            _add_product(sums, missing.t(), factor[span])
+            _add_product(sums, missing.div_(scale[span]).t(), factor[span])
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -220,30 +227,31 @@ class Statistics:
             if counterpart is not None:
                 if self.drifting is None:
                     outputs = counterpart.weight is not None
-                    self._drift(len(counterpart.weight) if outputs else self.in_features, outputs)
+                    width = len(counterpart.weight) if outputs else self.in_features
+                    self._drift(width, outputs, counterpart.scale is not None)
                 self.drifting.add(exact, factor, counterpart)
             for kind, sums in self.sums.items():
                 if kind is not Statistic.HESSIAN:
                     sums.add(rows)
-                elif counterpart is None:
+                elif counterpart is None or self.drifting.weighted:
                     sums.add(factor)
 
-    def _drift(self, width: int, outputs: bool) -> None:
-        self.drifting = Drifting(self.in_features, self.device, width, outputs)
+    def _drift(self, width: int, outputs: bool, weighted: bool) -> None:
+        self.drifting = Drifting(self.in_features, self.device, width, outputs, weighted)
 
     def finish(self) -> SiteStatistics:
         """Return the averaged statistics of all ranks. The accumulator cannot be used afterwards."""
         if distributed.count() > 1:
             self._gather()
         drifting, self.drifting = self.drifting, None
-        if drifting is not None:
+        if drifting is not None and not drifting.weighted:
             self.sums[Statistic.HESSIAN].sums += drifting.hessian.sums
         tokens = max(self.tokens, 1)
         statistics = SiteStatistics(
             {kind: sums.mean(tokens) for kind, sums in self.sums.items()}, self.tokens
         )
         if drifting is not None:
-            complete = drifting.tokens == self.tokens
+            complete = drifting.tokens == self.tokens and not drifting.weighted
             hessian = statistics.hessian if complete else drifting.hessian.mean(drifting.tokens)
             halves = drifting.halves.mul_(2 / drifting.tokens)
             statistics[Statistic.DRIFT] = Drift(hessian, halves, drifting.outputs)
@@ -255,7 +263,8 @@ class Statistics:
         for sums in self.sums.values():
             sums.gather()
         drifting = self.drifting
-        shapes = distributed.all_gather(drifting and (drifting.halves.shape[1], drifting.outputs))
+        shape = drifting and (drifting.halves.shape[1], drifting.outputs, drifting.weighted)
+        shapes = distributed.all_gather(shape)
         shape = next(filter(None, shapes), None)
         if shape:
             if drifting is None:

@@ -87,24 +87,25 @@ class Original:
         if len(site.linears) > 1:
             return Counterpart(inputs)
         (name,) = site.linears
-        weight, missing = self._skeleton.part(self._index, name).weight, self._missing(name, k)
-        narrow = len(weight) <= site.in_features
-        return Counterpart(inputs, weight if narrow or missing is not None else None, missing)
+        weight = self._skeleton.part(self._index, name).weight
+        if name in self.writers:
+            return Counterpart(inputs, weight, *self._hidden(name, k))
+        return Counterpart(inputs, weight if len(weight) <= site.in_features else None)
 
     def divide(self, scales: Mapping[Site, Tensor]) -> None:
         """Divide the kept inputs of these sites by a scale `[in]`, as the transformed block does."""
         self._scales.update(scales)
 
-    def _missing(self, name: str, k: int) -> Tensor | None:
-        """Return the hidden states that a writer adds to, original minus quantized; None for others."""
-        if name not in self.writers:
-            return None
-        missing = self._original[self._at[k]].float() - self._states[k]
+    def _hidden(self, name: str, k: int) -> tuple[Tensor, Tensor]:
+        """Return the hidden states that a writer adds to, original minus quantized, and the original's root
+        mean squares."""
+        hidden = self._original[self._at[k]].float()
+        ours = self._states[k].float()
         take = dict.pop if name == self.writers[-1] else dict.__getitem__  # the last to ask
         for before in self.writers[: self.writers.index(name)]:
-            missing += take(self._theirs[before], k).to(missing.device, non_blocking=True)
-            missing -= take(self._ours[before], k)
-        return missing
+            hidden = hidden + take(self._theirs[before], k).to(hidden.device, non_blocking=True)
+            ours = ours + take(self._ours[before], k)
+        return hidden - ours, hidden.square().mean(-1).sqrt_()
 
     def close(self) -> None:
         """Remove the hooks and free all kept tensors."""

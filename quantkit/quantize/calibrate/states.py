@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit.models.machine.device import Lane, free_memory, host_buffer, is_accelerator
+from quantkit.models.machine.device import Lane, free_memory, host_buffer, is_accelerator, to_host
 
 SHARE = 0.25  # of an accelerator's free memory that states may take without a plan
 
@@ -44,7 +44,7 @@ class States:
         self._here: dict[int, Tensor] = {}  # the one that was read last
         self._kept: list[Tensor] | Spill = Spill(place.folder) if place.where == "disk" else []
         for hidden in batches:
-            self._kept.append(_copied(host_buffer(hidden), hidden) if on_host else hidden)
+            self._kept.append(to_host(hidden, wait=False) if on_host else hidden)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -72,14 +72,14 @@ class States:
             return
         if hidden.shape != self._kept[k].shape:  # blocks also pass other tensors
             self._kept[k] = host_buffer(hidden)
-        _copied(self._kept[k], hidden)
+        self._kept[k].copy_(hidden, non_blocking=True)
 
     def move_to_host(self) -> None:
         """Keep all batches in host memory from now on, unless they are in a file."""
         if self._lane is None and self.home == self._device:
             self.home, self._lane, self._here = torch.device("cpu"), Lane(self._device), {}
             for k, hidden in enumerate(self._kept):
-                self._kept[k] = _copied(host_buffer(hidden), hidden)
+                self._kept[k] = to_host(hidden, wait=False)
 
     def advance(self, outputs: Iterable[Tensor]) -> None:
         """Replace the batches by a block's outputs, one by one."""
@@ -105,11 +105,6 @@ def embedded(
         crowded = is_accelerator(device) and first.nbytes * len(ids) > SHARE * free_memory(device)
         place = Place("host") if crowded else HERE
     return States(chain([first], map(embed, ids[1:])), device, place)
-
-
-def _copied(buffer: Tensor, hidden: Tensor) -> Tensor:
-    """Start a copy to a host buffer in the background and return the buffer."""
-    return buffer.copy_(hidden, non_blocking=True)
 
 
 class Spill:

@@ -31,7 +31,6 @@ from quantkit.text.calibration import HeldBack
 
 LARGE = 1.0  # nats: above, the output predicts little like the original
 NOISE = 0.01  # nats that 16-bit arithmetic alone may cost
-ABOVE = 1.2  # times the loss of round to nearest: less may be chance
 REMEDIES = {"target": "own", "transform": "none", "solver": "rtn"}  # options to try if error feedback fails
 
 
@@ -118,7 +117,7 @@ def warning(loss: Loss | None, options: Any, dtype: str) -> str | None:
     are not finite; else None. options: of the method. dtype: in which the models computed."""
     if loss is None:
         return f"the loss is unknown: predictions are not finite in {dtype}; try --dtype float32"
-    if loss.rtn_kld is not None and loss.kld > ABOVE * loss.rtn_kld + NOISE:
+    if loss.rtn_kld is not None and loss.kld > loss.rtn_kld + NOISE:
         other = [name for name, value in REMEDIES.items() if getattr(options, name) != value]
         tries = " or ".join(f"--{name} {REMEDIES[name]}" for name in other) or "another method"
         return (
