@@ -23,6 +23,7 @@ DEFAULT_SEQLEN = 2048
 HELD_BACK = 128  # maximum of tokens in a held-back sequence
 HELD_OUT = 8  # one of eight sequences is held out
 MOST_HELD_OUT = 32  # maximum of held-out sequences
+SPELLED = 1.5  # tokens for each character; known languages take fewer than one
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def load(
 ) -> CalibrationSet:
     """Tokenize as much of the source as is needed and cut it into sequences.
 
-    Documents are read in an order given by the seed and concatenated. If the tokenizer begins texts with a
+    Documents are read in an order given by the seed and concatenated. Shipped documents are left out if the
+    tokenizer has no words for their language, such as Korean in English models. If the tokenizer begins texts with a
     BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache.
     held_back: how many further tokens of the text to hold back. Raises QuantkitError if the text is missing,
     empty, or shorter than one sequence. If it gives fewer sequences than requested, the result has a warning.
@@ -87,7 +89,8 @@ def load(
     bos = begins_with_bos(tokenizer)
     with closing(source.documents) as documents:
         calibrating = options.samples * (seqlen - bos)
-        stream, chat_template = _take(tokenizer, documents, calibrating, held_back, bos)
+        usable = (each for each in documents if not (shipped and _is_spelled(tokenizer, each)))
+        stream, chat_template = _take(tokenizer, usable, calibrating, held_back, bos)
     bos_token = tokenizer.bos_token_id if bos else None
     tokens = _slice(stream, options.samples, seqlen, bos_token)
     holds = f"calibration text {source.name} holds {len(stream)} tokens; "
@@ -152,6 +155,13 @@ def begins_with_bos(tokenizer) -> bool:
     with tokenizing.explained():
         first = tokenizer("a")["input_ids"][:1]
     return tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id]
+
+
+def _is_spelled(tokenizer, text: str) -> bool:
+    """Return whether the tokenizer spells a text byte by byte. Its model has hardly seen the language, and such
+    tokens would outnumber all others."""
+    start = text[:1000]
+    return len(tokenizing.encode(tokenizer, start)) > SPELLED * len(start)
 
 
 def _take(

@@ -68,7 +68,7 @@ def open_source(options: CalibrationOptions, offline: bool) -> Source:
         return Source(str(dataset), _shuffled(documents, options.seed), dataset)
     check_column(named, column)
     if named is None:
-        return Source("shipped", _shuffled(_shipped(), options.seed, math.inf))
+        return Source("shipped", _shipped(options.seed))
     path = Path(named)
     rows = _rows(path, column, options.seed)
     if rows is None:
@@ -121,9 +121,11 @@ def check_column(named: Path | str | None, column: str) -> None:
     require(not plain or column == CalibrationOptions.text_column, what, hint, USAGE)
 
 
-def _shipped() -> Iterator[str]:
-    for path in sorted(shipped_folder("calibration").glob("*.txt")):
-        yield from _cut(path.read_text(encoding="utf-8"))
+def _shipped(seed: int) -> Iterator[str]:
+    """Yield the shipped text; the texts in `more` come last, for tokenizers that others give too few tokens."""
+    for folder in ("calibration", "calibration/more"):
+        paths = sorted(shipped_folder(folder).glob("*.txt"))
+        yield from _shuffled((piece for path in paths for piece in _text(path)), seed, math.inf)
 
 
 def _text(path: Path) -> Iterator[str]:
