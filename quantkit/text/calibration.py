@@ -73,8 +73,8 @@ def load(
     """Tokenize as much of the source as is needed and cut it into sequences.
 
     Documents are read in an order given by the seed and concatenated. Shipped documents are left out if the
-    tokenizer has no words for their language, such as Korean in English models. If the tokenizer begins texts with a
-    BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache.
+    tokenizer has no words for their language, such as Korean in English models. If the tokenizer begins texts
+    with a BOS token, every sequence begins with it. offline: read datasets of the hub from the local cache.
     held_back: how many further tokens of the text to hold back. Raises QuantkitError if the text is missing,
     empty, or shorter than one sequence. If it gives fewer sequences than requested, the result has a warning.
     """
@@ -158,8 +158,8 @@ def begins_with_bos(tokenizer) -> bool:
 
 
 def _is_spelled(tokenizer, text: str) -> bool:
-    """Return whether the tokenizer spells a text byte by byte. Its model has hardly seen the language, and such
-    tokens would outnumber all others."""
+    """Return whether the tokenizer spells a text byte by byte. Its model has hardly seen the language, and
+    such tokens would outnumber all others."""
     start = text[:1000]
     return len(tokenizing.encode(tokenizer, start)) > SPELLED * len(start)
 

@@ -122,7 +122,7 @@ def check_column(named: Path | str | None, column: str) -> None:
 
 
 def _shipped(seed: int) -> Iterator[str]:
-    """Yield the shipped text; the texts in `more` come last, for tokenizers that others give too few tokens."""
+    """Yield the shipped text. The texts in `more` come last, so that short jobs do not depend on them."""
     for folder in ("calibration", "calibration/more"):
         paths = sorted(shipped_folder(folder).glob("*.txt"))
         yield from _shuffled((piece for path in paths for piece in _text(path)), seed, math.inf)
