@@ -23,7 +23,7 @@ from quantkit.evaluation import windows
 from quantkit.evaluation.comparison import record as records
 from quantkit.evaluation.comparison.gates import Gate, judge, refuse_failed
 from quantkit.evaluation.comparison.table import markdown
-from quantkit.evaluation.engines import PACKAGES
+from quantkit.evaluation.engines import PACKAGES, Engine
 from quantkit.models.files.open import open_checkpoint
 from quantkit.quantize.progress import SILENT
 from quantkit.serving.engines.choose import Offer
@@ -113,6 +113,13 @@ def test_an_engine_has_rows_of_its_own(short_demo, nf4, quantkit, text):
     verdicts = judge([Gate("", "kld", "kld.mean", "<=", 1e-6)], made["models"])
     with pytest.raises(QuantkitError, match="KL divergence of .*nf4 in transformers is"):
         refuse_failed(made | {"gates": verdicts})
+
+
+def test_a_relative_python_is_found_from_any_folder(program, tmp_path, monkeypatch):
+    """The engine runs in another folder, where `--python .venv/bin/python` named nothing."""
+    path = program("#!/bin/sh\n")
+    monkeypatch.chdir(tmp_path)
+    assert Engine.find("transformers", "./python", []).python == str(path)
 
 
 def test_an_engine_computes_its_own_loss_over_windows_that_overlap(tiny_model, quantkit, text):

@@ -61,7 +61,7 @@ class Engine:
         if subprocess.run([path, "-c", look], env=_environment(), capture_output=True).returncode:
             hint = f"{path} -m pip install {install}; or name a python that has it with --python"
             raise QuantkitError(f"{path} has no package {package}, which runs {name}", hint, UNSUPPORTED)
-        return Engine(name, path, _parsed(options))
+        return Engine(name, os.path.abspath(path), _parsed(options))  # it runs in another folder
 
     @contextmanager
     def run(
