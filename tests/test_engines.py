@@ -202,10 +202,13 @@ def test_a_missing_package_is_named_with_the_command(demo_model, refuse, engine)
     assert hint == f"{sys.executable} -m pip install {install}; or name a python that has it with --python"
 
 
-def test_what_an_engine_says_when_it_declines_is_the_error(demo_model, refuse, program):
-    python = program('#!/bin/sh\ntest "$1" = -c && exit\necho ValueError: no kernel for int4 >&2\nexit 1\n')
+@pytest.mark.parametrize("reason", ["ValueError: no kernel for int4", "what(): not implemented"])
+def test_what_an_engine_says_when_it_declines_is_the_error(demo_model, refuse, program, reason):
+    """The second is an abort in C++, after a warning that shows another error."""
+    lines = f"echo 'KeyError: only a warning' >&2\necho '{reason}' >&2\necho 'frame #1: torch' >&2"
+    python = program(f'#!/bin/sh\ntest "$1" = -c && exit\n{lines}\nexit 1\n')
     error, hint = refuse(4, "verify", demo_model, "--engine", "vllm", "--python", python)
-    assert error == f"vllm does not run {demo_model}: ValueError: no kernel for int4"
+    assert error == f"vllm does not run {demo_model}: {reason}"
     assert hint.startswith(f"quantkit inspect {demo_model} lists engines")
 
 

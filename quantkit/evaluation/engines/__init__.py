@@ -28,7 +28,7 @@ PACKAGES = {  # engine -> package, and what to install
     "llama.cpp": ("xllamacpp", "xllamacpp"),
     "mlx": ("mlx_lm", "mlx-lm"),
 }
-ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): ")  # the last line of a traceback, perhaps with a prefix
+ERROR = re.compile(r"(^|\s)([\w.]*(Error|Exception)|what\(\)): ")  # the end of a traceback or an abort
 
 
 Logits = Callable[[int, tuple[int, slice]], Tensor]  # of (batch, (row, positions)): `[tokens, vocabulary]`
