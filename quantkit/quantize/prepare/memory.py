@@ -166,9 +166,10 @@ class Stages:
 
     @property
     def retarget(self) -> int:
-        """solvers/gptq.py: peak while --target original computes weights: H, its factor, workspace, drift."""
+        """solvers/gptq.py: peak while --target original computes weights: H of weighted tokens, its factor,
+        workspace, drift."""
         shapes, largest = self.shapes, self.shapes.largest_linear
-        return shapes.hessian * 9 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
+        return shapes.hessian * 13 // 4 + FLOAT32 * (2 * max(largest, shapes.hidden**2) + largest)
 
     @property
     def curvatures(self) -> int:
