@@ -89,7 +89,7 @@ def test_the_wheel_holds_the_package_and_its_data_and_no_more(wheel):
     kinds = ("py", "pyi", "typed", "html", "jinja", "yaml", "json", "jsonl")
     patterns = [f"**/*.{kind}" for kind in kinds]
     places = [(REPOSITORY / "quantkit", pattern, "quantkit") for pattern in patterns]
-    places += [(REPOSITORY / name, "*", f"quantkit/data/{name}") for name in DATA]
+    places += [(REPOSITORY / name, "**/*", f"quantkit/data/{name}") for name in DATA]
     expected = {
         f"{place}/{path.relative_to(folder).as_posix()}": path
         for folder, pattern, place in places
