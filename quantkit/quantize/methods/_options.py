@@ -33,7 +33,7 @@ OPTIONS = {  # options that several methods share: name -> (default, help, names
         "gptq",
         "rtn: round to nearest, in seconds and without calibration text. gptq: error feedback on calibration "
         "text, less loss at the same size. yaqa: error feedback that also uses gradients of the model's "
-        "loss, the least loss, in several times the time.",
+        "loss, less loss on some models, in several times the time.",
         SOLVERS,
     ),
     "act_order": (

@@ -63,7 +63,7 @@ class Options(MethodOptions):
         "gptq",
         "rtn: llama-quantize's own encoder, with the importance of --imatrix. gptq: error feedback on "
         "calibration text, half the loss at the same size. yaqa: error feedback that also uses gradients of "
-        "the model's loss, the least loss, in several times the time.",
+        "the model's loss, less loss on some models, in several times the time.",
         names=_options.SOLVERS,
     )
     imatrix: str = option(
