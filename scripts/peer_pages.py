@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from pathlib import Path
 
 from common import ROOT, table, write_section
@@ -145,16 +144,6 @@ def headline(rows: list[Row], text: str) -> str:
     return "".join(lines)
 
 
-def bundled() -> str:
-    """Return Markdown: a line for the bundled model, from the table of its page."""
-    page = (ROOT / "docs/measurements/quality.md").read_text(encoding="utf-8")
-    values = [re.search(rf"^\| {row} 4 bit \|.*\| ([\d.]+) \|$", page, re.M)[1] for row in ("rtn", "gptq")]
-    return (
-        f"The bundled model (5.8 M parameters), 4 bit in groups of 128: KL divergence {values[0]} by round "
-        f"to nearest, {values[1]} by gptq ([all rows](docs/measurements/quality.md#every-method)).\n"
-    )
-
-
 def real(path: Path, write: bool) -> None:
     """Print the sections of all pages from a store of rows, or put them where they belong."""
     stored = json.loads(path.read_text(encoding="utf-8"))
@@ -167,7 +156,7 @@ def real(path: Path, write: bool) -> None:
     sections = {
         ("real", PAGE): whole_table(rows, texts) + protocol(stored),
         ("headline", readme): headline(rows, texts[0]),
-        ("results", readme): short + bundled(),
+        ("results", readme): short,
     }
     for (marker, document), text in sections.items():
         if write:

@@ -159,7 +159,7 @@ def begins_with_bos(tokenizer) -> bool:
 
 def _is_spelled(tokenizer, text: str) -> bool:
     """Return whether the tokenizer spells a text byte by byte. Its model has hardly seen the language, and
-    such tokens would outnumber all others."""
+    such tokens would take the place of useful ones."""
     start = text[:1000]
     return len(tokenizing.encode(tokenizer, start)) > SPELLED * len(start)
 
