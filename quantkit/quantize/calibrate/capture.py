@@ -162,22 +162,20 @@ class Drifting:
     def add(self, exact: Tensor, factor: Tensor, counterpart: Counterpart) -> None:
         """Add a batch. factor: the same batch in the dtype of matrix products."""
         self.tokens += len(exact)
-        scale = exact.new_ones(1, 1) if counterpart.scale is None else counterpart.scale.reshape(-1, 1)
-        scale = scale.float().clamp(min=TINY).expand(len(exact), 1)
+        missing = _difference(counterpart.inputs.reshape(exact.shape), exact)
+        if self.outputs:
+            missing = missing @ counterpart.weight.to(missing.dtype).t()
+        if counterpart.missing is not None:
+            missing = missing + counterpart.missing.view(missing.shape)
         if self.weighted:
-            factor = (exact / scale).to(torch.float32 if factor.dtype == torch.float16 else factor.dtype)
+            factor = factor.float() if factor.dtype == torch.float16 else factor  # needs more exponents
+            scale = counterpart.scale.reshape(-1, 1).float().clamp(min=TINY)
+            missing, factor = missing / scale, (factor / scale).to(factor.dtype)
         self.hessian.add(factor)
-        if factor.dtype == torch.float16:  # differences need more exponents
-            factor = exact.float()
+        factor = factor.float() if factor.dtype == torch.float16 else factor
         half = len(exact) // 2
         for sums, span in zip(self.halves, (slice(0, half), slice(half, None)), strict=True):
-            missing = counterpart.inputs.reshape(exact.shape)[span].float() - exact[span]
-            if self.outputs:
-                outputs = missing.new_zeros(len(missing), self.halves.shape[1])
-                missing = _add_product(outputs, missing, counterpart.weight.to(factor.dtype).t())
-                if counterpart.missing is not None:
-                    missing += counterpart.missing.view(len(exact), -1)[span]
-            _add_product(sums, missing.div_(scale[span]).t(), factor[span])
+            _add_product(sums, missing[span].t(), factor[span])
 
     def gather(self) -> None:
         """Add the other ranks' sums."""
@@ -186,12 +184,18 @@ class Drifting:
         distributed.sum_(self.halves)
 
 
-def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add `left right` to float32 sums in place. `left` is rounded to a 16-bit `right`'s dtype: of a
-    difference between activations, which were rounded to it themselves, this loses nothing that counts."""
+def _difference(theirs: Tensor, ours: Tensor) -> Tensor:
+    """Return `theirs - ours`, in float32 if they are float16, which has too few exponents. Rounding a
+    difference of bfloat16 activations to bfloat16 again loses nothing that counts."""
+    return theirs.float() - ours if ours.dtype == torch.float16 else theirs - ours
+
+
+def _add_product(sums: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add `left right` to float32 sums in place. `left` is rounded to a 16-bit `right`'s dtype."""
     if right.itemsize == 2:
-        return sums.add_(torch.mm(left.to(right.dtype), right, out_dtype=torch.float32))
-    return sums.addmm_(left, right)
+        sums.add_(torch.mm(left.to(right.dtype), right, out_dtype=torch.float32))
+    else:
+        sums.addmm_(left.float(), right)
 
 
 KINDS = {
