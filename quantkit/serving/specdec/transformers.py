@@ -38,6 +38,11 @@ class DraftedText:
     checking: float
 
     @property
+    def tokens(self) -> int:
+        """Number of new tokens."""
+        return len(self.ids)
+
+    @property
     def decoded(self) -> int:
         """Number of new tokens after those of the first pass."""
         return len(self.ids) - self.steps[0].tokens
