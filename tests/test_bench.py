@@ -22,10 +22,9 @@ from bench_runs import SMALL, checked, measured, subject
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import processor
-from quantkit.serving.bench import measure, memory, runners, show, subjects, worker
+from quantkit.serving.bench import measure, memory, prompts, runners, show, subjects, worker
 from quantkit.serving.bench.record import record
-from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import WorkerJob
+from quantkit.serving.bench.settings import BenchSettings
 from quantkit.serving.engines import choose
 from quantkit.serving.engines import transformers as engine
 
@@ -35,8 +34,8 @@ QUICK = ["--tokens", "3", "--prompt-tokens", "4", "--repeats", "1", "--rounds", 
 def told(folder: Path, settings: BenchSettings = SMALL, engine: str = "transformers") -> list[dict]:
     """Events of a worker that runs in this process."""
     heard: list[dict] = []
-    made = WorkerJob(subjects.open_subject(str(folder)), engine, settings, settings.workloads)
-    worker.measure(pickle.loads(pickle.dumps(made)), heard.append)
+    made = (subjects.open_subject(str(folder)), engine, settings, settings.workloads)
+    worker.measure(*pickle.loads(pickle.dumps(made)), heard.append)
     return heard
 
 
@@ -138,9 +137,8 @@ def test_clients_are_silent_while_they_load(make, tiny_model, tmp_path, monkeypa
 
 
 def test_prompts_are_the_seeds_and_of_the_middle_of_the_vocabulary():
-    known = subject("a")
-    first = known.prompts(Workload(2, 50), 0)
-    assert first == known.prompts(Workload(2, 50), 0) != known.prompts(Workload(2, 50), 1)
+    first = prompts.draw([50, 50], 512, "0")
+    assert first == prompts.draw([50, 50], 512, "0") != prompts.draw([50, 50], 512, "1")
     assert [len(ids) for ids in first] == [50, 50] and first[0] != first[1]
     assert all(128 <= token < 256 for ids in first for token in ids)
 
@@ -159,7 +157,7 @@ def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
     pytest.importorskip("xllamacpp")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     row = measure.rows([str(path)], SMALL)[0]
-    heard = list(measure.events(WorkerJob(row.subject, row.engine, SMALL, SMALL.workloads)))
+    heard = list(measure.events(row.subject, row.engine, SMALL, SMALL.workloads))
     runs = [event for event in heard if event["event"] == "run"]
     assert [found["decode_tokens"] for found in runs if found["batch"] == 1] == [3] * 2
     assert all(0 < found["decode_tokens"] <= 9 for found in runs if found["batch"] == 3)
@@ -206,11 +204,11 @@ def test_auto_is_planned_in_the_precision_that_runs(tiny_model, monkeypatch, cap
     monkeypatch.setattr(processor, "has_bfloat16", lambda: capable)
     planned = []
 
-    def refuse(self, work, dtype, free):
-        planned.append(dtype)
+    def refuse(subject, runner, work, tokens, free):
+        planned.append(runner.dtype)
         return "too large"
 
-    monkeypatch.setattr(WorkerJob, "refusal", refuse)
+    monkeypatch.setattr(worker, "refusal", refuse)
     told(tiny_model("llama", num_hidden_layers=1, dtype="bfloat16"), replace(SMALL, dtype="auto"))
     assert set(planned) == {dtype}
 

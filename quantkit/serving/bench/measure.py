@@ -18,7 +18,7 @@ import quantkit
 from quantkit.errors import RUNTIME, QuantkitError, printable
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import Subject, WorkerJob, open_subject
+from quantkit.serving.bench.subjects import Subject, open_subject
 from quantkit.serving.engines.choose import choose_local
 
 MODULE = "quantkit.serving.bench.worker"
@@ -89,7 +89,7 @@ def measure(rows: Sequence[ModelRuns], settings: BenchSettings, progress: Progre
     for turn in range(settings.rounds * len(rows)):
         row = rows[turn % len(rows)]
         works = [] if row.error else [work for work in settings.workloads if work not in row.refused]
-        for event in events(WorkerJob(row.subject, row.engine, settings, works)) if works else ():
+        for event in events(row.subject, row.engine, settings, works) if works else ():
             done += event["event"] in ("run", "warmed up")
             row.add(event)
             progress.counting("measuring", done, total)
@@ -107,12 +107,14 @@ def refuse_empty(result: dict[str, Any]) -> None:
         raise QuantkitError(f"nothing ran: {why}", "the table names every reason", RUNTIME, result)
 
 
-def events(job: WorkerJob) -> Iterator[dict[str, Any]]:
-    """Run a job in a worker process and yield its events; if it dies, the last event says why."""
+def events(
+    subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload]
+) -> Iterator[dict[str, Any]]:
+    """Measure workloads in a worker process and yield its events; if it dies, the last event says why."""
     paths = [str(Path(quantkit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.cores)}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(settings.cores)}
     with tempfile.TemporaryFile() as pickled, tempfile.TemporaryFile() as errors:
-        pickle.dump(job, pickled)
+        pickle.dump((subject, engine, settings, workloads), pickled)
         pickled.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE],

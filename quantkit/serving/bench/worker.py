@@ -1,6 +1,6 @@
 """The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
 
-It reads a pickled `WorkerJob` from stdin and writes a line of JSON for every event to stdout:
+It reads the pickled arguments of `measure` from stdin and writes a line of JSON for every event to stdout:
 
     {"event": "loaded", EngineFacts…, "seconds", "peak_bytes", "how"}
     {"event": "warmed up"}
@@ -19,19 +19,23 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.capacity.source import cache_bytes
 from quantkit.errors import QuantkitError, first_line, memory_ran_out
+from quantkit.models import kv_types
 from quantkit.models.machine.device import free_memory
+from quantkit.serving.bench import prompts as random_prompts
 from quantkit.serving.bench.memory import Meter
-from quantkit.serving.bench.runners import RUNNERS
-from quantkit.serving.bench.settings import Workload
-from quantkit.serving.bench.subjects import WorkerJob
+from quantkit.serving.bench.runners import RUNNERS, Runner
+from quantkit.serving.bench.settings import BenchSettings, Workload
+from quantkit.serving.bench.subjects import Subject
+from quantkit.tables import megabytes
 
 Emit = Callable[[dict[str, Any]], None]
 CPU = torch.device("cpu")
@@ -49,7 +53,7 @@ def main() -> None:
         print(json.dumps(event), file=events, flush=True)
 
     try:
-        measure(pickle.load(sys.stdin.buffer), emit)
+        measure(*pickle.load(sys.stdin.buffer), emit)
     except QuantkitError as error:
         emit({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
     except Exception as error:
@@ -60,13 +64,15 @@ def main() -> None:
     os._exit(0)  # skip destructors of engines' threads
 
 
-def measure(job: WorkerJob, emit: Emit) -> None:
+def measure(
+    subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload], emit: Emit
+) -> None:
     """Load the checkpoint; warm up and run each workload. Raises QuantkitError if it cannot be loaded."""
-    torch.set_num_threads(job.settings.cores)
-    runner = RUNNERS[job.engine](job)
+    torch.set_num_threads(settings.cores)
+    runner = RUNNERS[engine](subject, settings)
     free, possible = free_memory(runner.device or CPU), []
-    for work in job.workloads:
-        if why := job.refusal(work, runner.dtype, free):
+    for work in workloads:
+        if why := refusal(subject, runner, work, settings.tokens, free):
             emit({"event": "refused", **asdict(work), "message": why})
         else:
             possible.append(work)
@@ -77,13 +83,32 @@ def measure(job: WorkerJob, emit: Emit) -> None:
         cost = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
         emit({"event": "loaded", **asdict(loaded), **cost})
         for work in possible:
-            _run(runner, work, job, meter, emit)
+            seed = f"{settings.seed} {work.batch} {work.prompt}"
+            prompts = random_prompts.draw([work.prompt] * work.batch, subject.vocab_size, seed)
+            _run(runner, prompts, settings, meter, emit)
     emit({"event": "done"})
 
 
-def _run(runner: Any, work: Workload, job: WorkerJob, meter: Meter, emit: Emit) -> None:
+def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free: int) -> str | None:
+    """Return why a workload of `tokens` new tokens cannot run (context or memory), or None. free: free memory
+    in bytes."""
+    if subject.context is not None and work.prompt + tokens > subject.context:
+        needed = f"{work.prompt} prompt + {tokens} new tokens"
+        return f"{needed} exceed the model's context of {subject.context}"
+    decoded = int(subject.parameters * kv_types.TYPES[runner.dtype].nbytes)
+    weights = subject.weight_bytes if runner.packed else decoded
+    cache = work.batch * (cache_bytes(subject.path, work.prompt + tokens, runner.dtype) or 0)
+    if weights + cache > free:
+        needed = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
+        return f"needs {needed}; {megabytes(free)} of memory are free"
+    return None
+
+
+def _run(
+    runner: Runner, prompts: Sequence[Sequence[int]], settings: BenchSettings, meter: Meter, emit: Emit
+) -> None:
     """Warm up and measure one workload; if memory runs out, the workload is refused."""
-    prompts, settings = job.subject.prompts(work, job.settings.seed), job.settings
+    work = {"batch": len(prompts), "prompt": len(prompts[0])}
     for index in range(settings.warmup + settings.repeats):
         meter.reset()
         try:
@@ -91,10 +116,10 @@ def _run(runner: Any, work: Workload, job: WorkerJob, meter: Meter, emit: Emit) 
         except Exception as error:
             if not isinstance(error, QuantkitError) and not memory_ran_out(error):
                 raise
-            emit({"event": "refused", **asdict(work), "message": first_line(error)})
+            emit({"event": "refused", **work, "message": first_line(error)})
             return
         if index >= settings.warmup:
-            emit({"event": "run", **asdict(work), **asdict(timing), "peak_bytes": meter.peak()})
+            emit({"event": "run", **work, **asdict(timing), "peak_bytes": meter.peak()})
         else:
             emit({"event": "warmed up"})
 
