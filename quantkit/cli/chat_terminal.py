@@ -133,7 +133,7 @@ class Terminal:
                 return HELP
         raise QuantkitError(f"unknown command {command}", f"commands: {name_all(NAMES, 10)}", USAGE)
 
-    def _answer(self, line: str, answer: Callable[[Stream], Answer]) -> None:
+    def _answer(self, line: str, generate: Callable[[Stream], Answer]) -> None:
         """Print an answer. On a terminal, the first SIGINT stops it and the second discards it."""
         before = signal.getsignal(signal.SIGINT)
 
@@ -144,7 +144,7 @@ class Terminal:
         if self.typed and before not in (signal.SIG_IGN, None):  # unless SIGINT is ignored
             signal.signal(signal.SIGINT, stop)
         try:
-            made = answer(self.write)
+            answer = generate(self.write)
         except KeyboardInterrupt:
             if not self.typed:
                 raise
@@ -153,11 +153,11 @@ class Terminal:
         finally:
             signal.signal(signal.SIGINT, before)
         if self.as_json:
-            print(json.dumps(self.session.record(line, made), ensure_ascii=False), flush=True)
+            print(json.dumps(self.session.record(line, answer), ensure_ascii=False), flush=True)
         self.write("\n")
-        for note in made.notes:
+        for note in answer.notes:
             print_line(self.console, f"note: {note}", "yellow")
-        for line in () if self.quiet else self._cost(made):
+        for line in () if self.quiet else self._cost(answer):
             print_line(self.console, line, "dim", indent=9)
 
     def write(self, text: str) -> None:
@@ -187,15 +187,15 @@ class Terminal:
             *(["/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"] if self.typed else []),
         ]
 
-    def _cost(self, made: Answer) -> list[str]:
+    def _cost(self, answer: Answer) -> list[str]:
         """Return two lines with tokens, speed and memory of an answer."""
-        rate = f" {made.decode_rate:,.1f}/s" if made.decode_rate is not None else ""
-        memory = self.session.memory(made)
+        rate = f" {answer.decode_rate:,.1f}/s" if answer.decode_rate is not None else ""
+        memory = self.session.memory(answer)
         cache = "?" if memory["kv_cache"] is None else size(memory["kv_cache"])
         return [
-            f"tokens   {made.prefilled_tokens:,} prefilled {made.prefill_rate:,.1f}/s "
-            f"({made.cached_tokens:,} cached), {made.generated_tokens:,} generated{rate}, "
-            f"{made.used:,} of {self.session.engine.model.context:,}{STOPS.get(made.stop, '')}",
+            f"tokens   {answer.prefilled_tokens:,} prefilled {answer.prefill_rate:,.1f}/s "
+            f"({answer.cached_tokens:,} cached), {answer.generated_tokens:,} generated{rate}, "
+            f"{answer.used:,} of {self.session.engine.model.context:,}{STOPS.get(answer.stop, '')}",
             f"memory   weights {megabytes(memory['weights'])}, KV cache {cache}, "
             f"process {megabytes(memory['process'])}",
         ]

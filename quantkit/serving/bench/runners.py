@@ -20,8 +20,8 @@ from quantkit.errors import require
 from quantkit.evaluation.generate import shared_dtype
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
+from quantkit.serving.bench.measure import Subject
 from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import Subject
 from quantkit.serving.engines import EngineFacts, llamacpp
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.engines.choose import installed
@@ -83,7 +83,7 @@ class LlamaCppRunner:
     device, dtype, packed = None, "float16", True  # float16: llama.cpp's default for the cache
 
     def __init__(self, subject: Subject, settings: BenchSettings):
-        llamacpp.library()
+        import_module(llamacpp.PACKAGE)  # so that later timings do not include it
         self._subject, self._settings = subject, settings
         self._session: llamacpp.LlamaCppServer | None = None
         self._workload: Workload | None = None
@@ -91,7 +91,7 @@ class LlamaCppRunner:
     def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the file for the first workload."""
         self._open(workloads[0])
-        version, weight_bytes = llamacpp.version() or "", self._subject.weight_bytes
+        version, weight_bytes = llamacpp.version(), self._subject.weight_bytes
         return EngineFacts(version, weight_bytes, "llama.cpp ggml", packed=True, dtype="float32")
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:

@@ -3,11 +3,9 @@
 It reads the pickled arguments of `measure` from stdin and writes a line of JSON for every event to stdout:
 
     {"event": "loaded", EngineFacts…, "seconds", "peak_bytes", "how"}
-    {"event": "warmed up"}
     {"event": "run", "batch", "prompt", Timing…, "peak_bytes"}
     {"event": "refused", "batch", "prompt", "message"}     a workload that cannot run
     {"event": "failed", "message"}                         the last event
-    {"event": "done"}
 
 A separate process makes peak memory exact. If the system kills it for memory, the parent can report that.
 """
@@ -31,10 +29,10 @@ from quantkit.errors import QuantkitError, first_line, memory_ran_out
 from quantkit.models import kv_types
 from quantkit.models.machine.device import free_memory
 from quantkit.serving.bench import prompts as random_prompts
+from quantkit.serving.bench.measure import Subject
 from quantkit.serving.bench.memory import Meter
 from quantkit.serving.bench.runners import RUNNERS, Runner
 from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import Subject
 from quantkit.tables import megabytes
 
 Emit = Callable[[dict[str, Any]], None]
@@ -86,7 +84,6 @@ def measure(
             seed = f"{settings.seed} {work.batch} {work.prompt}"
             prompts = random_prompts.draw([work.prompt] * work.batch, subject.vocab_size, seed)
             _run(runner, prompts, settings, meter, emit)
-    emit({"event": "done"})
 
 
 def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free: int) -> str | None:
@@ -120,8 +117,6 @@ def _run(
             return
         if index >= settings.warmup:
             emit({"event": "run", **work, **asdict(timing), "peak_bytes": meter.peak()})
-        else:
-            emit({"event": "warmed up"})
 
 
 if __name__ == "__main__":

@@ -113,26 +113,26 @@ class ChatSession:
         """Replace the last answer by a new one. Raises QuantkitError if there is no answer yet."""
         *messages, last = self.messages or [{"role": "none"}]
         require(last["role"] == "assistant", "there is no answer to replace", "send a message first", USAGE)
-        made = self._answer(messages, stream)
+        answer = self._answer(messages, stream)
         if self.sampling.temperature:
-            return made
-        return replace(made, notes=(*made.notes, "without --temperature the answer is the same"))
+            return answer
+        return replace(answer, notes=(*answer.notes, "without --temperature the answer is the same"))
 
     def _answer(self, messages: Messages, stream: Stream) -> Answer:
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
         self.stopped = False
-        made = self.engine.answer(self._prompt(messages), self.raw, sampling, stream, lambda: self.stopped)
+        answer = self.engine.answer(self._prompt(messages), self.raw, sampling, stream, lambda: self.stopped)
         cut = "interrupted" if self.stopped else "context"
-        cut = "length" if made.generated_tokens >= sampling.tokens else cut
-        made = replace(made, stop=made.stop or cut)
-        if made.stop != "interrupted" or made.text:
-            self.messages = [*messages, {"role": "assistant", "content": made.text}]
+        cut = "length" if answer.generated_tokens >= sampling.tokens else cut
+        answer = replace(answer, stop=answer.stop or cut)
+        if answer.stop != "interrupted" or answer.text:
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers += 1
-        share = made.used / (context := self.engine.model.context)
+        share = answer.used / (context := self.engine.model.context)
         if share < NEARLY_FULL:
-            return made
+            return answer
         note = f"{share:.0%} of the context of {context:,} tokens are used: /reset starts again"
-        return replace(made, notes=(*made.notes, note))
+        return replace(answer, notes=(*answer.notes, note))
 
     def _prompt(self, messages: Messages) -> str:
         """Return the text that the engine continues. Raises QuantkitError for messages that the chat template
@@ -164,12 +164,12 @@ class ChatSession:
         except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale lacks
             raise QuantkitError(f"{path} cannot be written: {error}", "save elsewhere") from error
 
-    def memory(self, made: Answer) -> dict[str, int | None]:
-        """Return the bytes of the weights, of the cache after `made`, and of this process."""
+    def memory(self, answer: Answer) -> dict[str, int | None]:
+        """Return the bytes of the weights, of the cache after `answer`, and of this process."""
         weights = self.engine.model.weight_bytes
-        return {"weights": weights, "kv_cache": made.kv_bytes, "process": resident()}
+        return {"weights": weights, "kv_cache": answer.kv_bytes, "process": resident()}
 
-    def record(self, message: str, made: Answer) -> dict[str, Any]:
+    def record(self, message: str, answer: Answer) -> dict[str, Any]:
         """Return the versioned JSON of one message and its answer."""
         kinds = ("prompt", "cached", "prefilled", "generated")
         model = {name: value for name, value in asdict(self.engine.model).items() if name != "weight_bytes"}
@@ -177,13 +177,13 @@ class ChatSession:
             "schema": SCHEMA,
             "turn": self.answers,
             "said": message,
-            "text": made.text,
-            "stop": made.stop,
-            "tokens": {kind: getattr(made, f"{kind}_tokens") for kind in kinds},
-            "seconds": {"prefill": made.prefill_seconds, "decode": made.decode_seconds},
-            "tokens_per_second": {"prefill": made.prefill_rate, "decode": made.decode_rate},
-            "memory_bytes": self.memory(made),
-            "notes": made.notes,
+            "text": answer.text,
+            "stop": answer.stop,
+            "tokens": {kind: getattr(answer, f"{kind}_tokens") for kind in kinds},
+            "seconds": {"prefill": answer.prefill_seconds, "decode": answer.decode_seconds},
+            "tokens_per_second": {"prefill": answer.prefill_rate, "decode": answer.decode_rate},
+            "memory_bytes": self.memory(answer),
+            "notes": answer.notes,
             "model": model,
             "sampling": asdict(self.sampling) | {"seed": self.sampling.seed + self.answers - 1},
         }
