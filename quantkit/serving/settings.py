@@ -41,14 +41,14 @@ class LocalOptions:
     def numbers(self, name: str) -> tuple[int, ...]:
         """Return the numbers of a flag such as `1,4,16`, sorted, each once. Raises QuantkitError."""
         text = str(getattr(self, name))
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts or not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
+        words = [word.strip() for word in text.split(",") if word.strip()]
+        if not words or not all(word.isascii() and word.isdigit() and len(word) < 8 for word in words):
             hint = f"separate them by commas: {flag_of(name)} 1,4,16"
             raise QuantkitError(f"{flag_of(name)} {text!r} is not a list of numbers", hint, USAGE)
-        return tuple(sorted({int(part) for part in parts}))
+        return tuple(sorted(set(map(int, words))))
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the words of a flag such as `eager,sdpa`, each once. Raises QuantkitError if empty."""
-        words = tuple(dict.fromkeys(filter(None, (part.strip() for part in getattr(self, name).split(",")))))
+        words = tuple(dict.fromkeys(word.strip() for word in getattr(self, name).split(",") if word.strip()))
         require(words, f"{flag_of(name)} names nothing", "see --help", USAGE)
         return words

@@ -1,4 +1,4 @@
-"""Alternatives that are measured in turn. One that fails is reported with its reason and not tried again."""
+"""Alternatives that are measured in turn. A failed alternative is reported and not tried again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REASON = 180  # characters of an error message that are kept
 
 class Attempts:
     """Runs alternatives by name. failures: exceptions that say that an alternative does not run here.
-    refused: reasons of those that failed, by name."""
+    refused: name and reason of each alternative that failed."""
 
     def __init__(self, failures: tuple[type[Exception], ...], device: torch.device):
         self.failures, self.device = failures, device
@@ -36,6 +36,6 @@ class Attempts:
         return None
 
     def failure(self, what: str, hint: str) -> QuantkitError:
-        """Return the error (exit code 4) for a measurement without a result. what: its alternatives."""
+        """Return the error (exit code 4) if all failed. what: name of the alternatives, for the message."""
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
         return QuantkitError(f"no {what} ran: {reasons}", hint, UNSUPPORTED)
