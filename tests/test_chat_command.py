@@ -48,7 +48,7 @@ def test_memory_is_that_of_keys_and_values(talker):
         answer = session.say(said, silent)
         held = answer.prompt_tokens + answer.generated_tokens - 1
         assert answer.kv_bytes == 2 * 3 * 2 * 16 * 4 * held
-    found = session.memory(answer)
+    found = session.record("", answer)["memory_bytes"]
     parameters = session.engine._module.parameters()
     assert found["weights"] >= sum(p.numel() * 4 for p in parameters) and found["process"] > found["weights"]
 

@@ -152,12 +152,13 @@ class Terminal:
             return
         finally:
             signal.signal(signal.SIGINT, before)
+        record = self.session.record(line, answer)
         if self.as_json:
-            print(json.dumps(self.session.record(line, answer), ensure_ascii=False), flush=True)
+            print(json.dumps(record, ensure_ascii=False), flush=True)
         self.write("\n")
         for note in answer.notes:
             print_line(self.console, f"note: {note}", "yellow")
-        for line in () if self.quiet else self._cost(answer):
+        for line in () if self.quiet else _cost(record):
             print_line(self.console, line, "dim", indent=9)
 
     def write(self, text: str) -> None:
@@ -187,15 +188,17 @@ class Terminal:
             *(["/help lists commands; Ctrl-C stops an answer, Ctrl-D leaves"] if self.typed else []),
         ]
 
-    def _cost(self, answer: Answer) -> list[str]:
-        """Return two lines with tokens, speed and memory of an answer."""
-        rate = f" {answer.decode_rate:,.1f}/s" if answer.decode_rate is not None else ""
-        memory = self.session.memory(answer)
-        cache = "?" if memory["kv_cache"] is None else size(memory["kv_cache"])
-        return [
-            f"tokens   {answer.prefilled_tokens:,} prefilled {answer.prefill_rate:,.1f}/s "
-            f"({answer.cached_tokens:,} cached), {answer.generated_tokens:,} generated{rate}, "
-            f"{answer.used:,} of {self.session.engine.model.context:,}{STOPS.get(answer.stop, '')}",
-            f"memory   weights {megabytes(memory['weights'])}, KV cache {cache}, "
-            f"process {megabytes(memory['process'])}",
-        ]
+
+def _cost(record: dict[str, Any]) -> list[str]:
+    """Return two lines with tokens, speed and memory of an answer."""
+    tokens, rates, memory = record["tokens"], record["tokens_per_second"], record["memory_bytes"]
+    decode = "" if rates["decode"] is None else f" {rates['decode']:,.1f}/s"
+    cache = "?" if memory["kv_cache"] is None else size(memory["kv_cache"])
+    return [
+        f"tokens   {tokens['prefilled']:,} prefilled {rates['prefill']:,.1f}/s "
+        f"({tokens['cached']:,} cached), {tokens['generated']:,} generated{decode}, "
+        f"{tokens['prompt'] + tokens['generated']:,} of {record['model']['context']:,}"
+        f"{STOPS.get(record['stop'], '')}",
+        f"memory   weights {megabytes(memory['weights'])}, KV cache {cache}, "
+        f"process {megabytes(memory['process'])}",
+    ]

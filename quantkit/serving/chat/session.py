@@ -60,22 +60,6 @@ class Answer:
         """Number of prompt tokens that were not cached."""
         return self.prompt_tokens - self.cached_tokens
 
-    @property
-    def used(self) -> int:
-        """Number of tokens of the conversation, answer included."""
-        return self.prompt_tokens + self.generated_tokens
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens that were not cached, per second."""
-        return self.prefilled_tokens / max(self.prefill_seconds, 1e-9)
-
-    @property
-    def decode_rate(self) -> float | None:
-        """New tokens per second, without the first (computed by the prefill); None for a single token."""
-        later = self.generated_tokens - 1
-        return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
-
 
 class ChatSession:
     """A conversation that an engine answers.
@@ -128,7 +112,8 @@ class ChatSession:
         if answer.stop != "interrupted" or answer.text:
             self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers += 1
-        share = answer.used / (context := self.engine.model.context)
+        context = self.engine.model.context
+        share = (answer.prompt_tokens + answer.generated_tokens) / context
         if share < NEARLY_FULL:
             return answer
         note = f"{share:.0%} of the context of {context:,} tokens are used: /reset starts again"
@@ -164,15 +149,13 @@ class ChatSession:
         except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale lacks
             raise QuantkitError(f"{path} cannot be written: {error}", "save elsewhere") from error
 
-    def memory(self, answer: Answer) -> dict[str, int | None]:
-        """Return the bytes of the weights, of the cache after `answer`, and of this process."""
-        weights = self.engine.model.weight_bytes
-        return {"weights": weights, "kv_cache": answer.kv_bytes, "process": resident()}
-
     def record(self, message: str, answer: Answer) -> dict[str, Any]:
-        """Return the versioned JSON of one message and its answer."""
+        """Return the versioned JSON of a message and its answer. The prefill computes the first new token, so
+        the decoding speed counts the later ones; it is None for a single token."""
         kinds = ("prompt", "cached", "prefilled", "generated")
-        model = {name: value for name, value in asdict(self.engine.model).items() if name != "weight_bytes"}
+        model = asdict(self.engine.model)
+        weight_bytes, later = model.pop("weight_bytes"), answer.generated_tokens - 1
+        prefill, decode = answer.prefill_seconds, answer.decode_seconds
         return {
             "schema": SCHEMA,
             "turn": self.answers,
@@ -180,9 +163,12 @@ class ChatSession:
             "text": answer.text,
             "stop": answer.stop,
             "tokens": {kind: getattr(answer, f"{kind}_tokens") for kind in kinds},
-            "seconds": {"prefill": answer.prefill_seconds, "decode": answer.decode_seconds},
-            "tokens_per_second": {"prefill": answer.prefill_rate, "decode": answer.decode_rate},
-            "memory_bytes": self.memory(answer),
+            "seconds": {"prefill": prefill, "decode": decode},
+            "tokens_per_second": {
+                "prefill": answer.prefilled_tokens / max(prefill, 1e-9),
+                "decode": later / decode if later > 0 and decode > 0 else None,
+            },
+            "memory_bytes": {"weights": weight_bytes, "kv_cache": answer.kv_bytes, "process": resident()},
             "notes": answer.notes,
             "model": model,
             "sampling": asdict(self.sampling) | {"seed": self.sampling.seed + self.answers - 1},
