@@ -33,10 +33,8 @@ QUICK = ["--tokens", "3", "--prompt-tokens", "4", "--repeats", "1", "--rounds", 
 
 def told(folder: Path, settings: BenchSettings = SMALL, engine: str = "transformers") -> list[dict]:
     """Events of a worker that runs in this process."""
-    heard: list[dict] = []
     made = (measure.open_subject(str(folder)), engine, settings, settings.workloads)
-    worker.measure(*pickle.loads(pickle.dumps(made)), heard.append)
-    return heard
+    return list(worker.measure(*pickle.loads(pickle.dumps(made))))
 
 
 # ---- what is run

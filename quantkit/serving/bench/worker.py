@@ -17,7 +17,7 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,55 +35,67 @@ from quantkit.serving.bench.runners import RUNNERS, Runner
 from quantkit.serving.bench.settings import BenchSettings, Workload
 from quantkit.tables import megabytes
 
-Emit = Callable[[dict[str, Any]], None]
+Event = dict[str, Any]
 CPU = torch.device("cpu")
 KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
 
 
 def main() -> None:
-    """Measure the job on stdin. Only events go to stdout; output of libraries goes to stderr."""
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Measure the workloads on stdin. Only events go to stdout; output of libraries goes to stderr."""
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if KILL_ME_FIRST.exists():
         KILL_ME_FIRST.write_text("1000")
-
-    def emit(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=events, flush=True)
-
-    try:
-        measure(*pickle.load(sys.stdin.buffer), emit)
-    except QuantkitError as error:
-        emit({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
-    except Exception as error:
-        if not memory_ran_out(error):
-            raise  # the parent shows the traceback
-        emit({"event": "failed", "message": f"memory ran out: {first_line(error)}"})
-    events.flush()
+    for event in _until_failure(measure(*pickle.load(sys.stdin.buffer))):
+        print(json.dumps(event), file=stdout, flush=True)
     os._exit(0)  # skip destructors of engines' threads
 
 
+def _until_failure(events: Iterator[Event]) -> Iterator[Event]:
+    """Yield events. If they end with an error that users can correct, the last event describes the error."""
+    try:
+        yield from events
+    except QuantkitError as error:
+        yield {"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")}
+    except Exception as error:
+        if not memory_ran_out(error):
+            raise  # the parent shows the traceback
+        yield {"event": "failed", "message": f"memory ran out: {first_line(error)}"}
+
+
 def measure(
-    subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload], emit: Emit
-) -> None:
+    subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload]
+) -> Iterator[Event]:
     """Load the checkpoint; warm up and run each workload. Raises QuantkitError if it cannot be loaded."""
     torch.set_num_threads(settings.cores)
     runner = RUNNERS[engine](subject, settings)
     free, possible = free_memory(runner.device or CPU), []
     for work in workloads:
         if why := refusal(subject, runner, work, settings.tokens, free):
-            emit({"event": "refused", **asdict(work), "message": why})
+            yield {"event": "refused", **asdict(work), "message": why}
         else:
             possible.append(work)
-    if possible:
-        meter = Meter(runner.device)
-        began = time.perf_counter()
-        loaded = runner.load(possible)
-        cost = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
-        emit({"event": "loaded", **asdict(loaded), **cost})
-        for work in possible:
-            seed = f"{settings.seed} {work.batch} {work.prompt}"
-            prompts = random_prompts.draw([work.prompt] * work.batch, subject.vocab_size, seed)
-            _run(runner, prompts, settings, meter, emit)
+    if not possible:
+        return
+    meter = Meter(runner.device)
+    began = time.perf_counter()
+    loaded = asdict(runner.load(possible))
+    cost = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
+    yield {"event": "loaded", **loaded, **cost}
+    for work in possible:
+        seed = f"{settings.seed} {work.batch} {work.prompt}"
+        prompts = random_prompts.draw([work.prompt] * work.batch, subject.vocab_size, seed)
+        for index in range(settings.warmup + settings.repeats):
+            meter.reset()
+            try:
+                timing = runner.run(prompts, settings.tokens)
+            except Exception as error:
+                if not isinstance(error, QuantkitError) and not memory_ran_out(error):
+                    raise
+                yield {"event": "refused", **asdict(work), "message": first_line(error)}
+                break
+            if index >= settings.warmup:
+                yield {"event": "run", **asdict(work), **asdict(timing), "peak_bytes": meter.peak()}
 
 
 def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free: int) -> str | None:
@@ -99,24 +111,6 @@ def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free:
         needed = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
         return f"needs {needed}; {megabytes(free)} of memory are free"
     return None
-
-
-def _run(
-    runner: Runner, prompts: Sequence[Sequence[int]], settings: BenchSettings, meter: Meter, emit: Emit
-) -> None:
-    """Warm up and measure one workload; if memory runs out, the workload is refused."""
-    work = {"batch": len(prompts), "prompt": len(prompts[0])}
-    for index in range(settings.warmup + settings.repeats):
-        meter.reset()
-        try:
-            timing = runner.run(prompts, settings.tokens)
-        except Exception as error:
-            if not isinstance(error, QuantkitError) and not memory_ran_out(error):
-                raise
-            emit({"event": "refused", **work, "message": first_line(error)})
-            return
-        if index >= settings.warmup:
-            emit({"event": "run", **work, **asdict(timing), "peak_bytes": meter.peak()})
 
 
 if __name__ == "__main__":
