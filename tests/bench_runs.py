@@ -6,9 +6,8 @@ from pathlib import Path
 import jsonschema
 
 from quantkit.serving import bench
-from quantkit.serving.bench.measure import ModelRuns
+from quantkit.serving.bench.measure import ModelRuns, Subject
 from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import Subject
 
 SMALL = BenchSettings(
     batch="1,3", prompt_tokens="5", tokens=4, repeats=2, warmup=1, rounds=1, dtype="float32"

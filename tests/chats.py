@@ -7,7 +7,7 @@ import torch
 from quantkit.evaluation.generate import first_difference
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
-from quantkit.serving.chat.session import Answer, ChatHistory, ChatSession
+from quantkit.serving.chat.session import Answer, ChatSession
 from quantkit.serving.chat.transformers import TransformersChat
 
 TURNS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -22,14 +22,12 @@ def silent(text: str) -> None:
     """Streams nowhere."""
 
 
-def begin(folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, **options) -> ChatSession:
+def begin(
+    folder: Path, context: int = 256, tokens: int = 8, raw: bool = False, system: str = "", **sampling
+) -> ChatSession:
     """A session in float32 that takes the likeliest token."""
-    options, sampling = dict(options), {"tokens": tokens}
-    for name in ("temperature", "seed", "top_k"):
-        if name in options:
-            sampling[name] = options.pop(name)
     engine = TransformersChat(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"), context)
-    return ChatSession(engine, ChatHistory(raw=raw, **options), Sampling(**sampling))
+    return ChatSession(engine, Sampling(tokens, **sampling), system, raw)
 
 
 class Fed:
@@ -38,13 +36,13 @@ class Fed:
     def __init__(self, session: ChatSession):
         engine = session.engine
         self.model, self.tokens, self.prompts, self.answers = engine._module, [], [], []
-        self._encode = engine._encode
-        engine._encode = self._note
+        self._begin = engine._kept.begin
+        engine._kept.begin = self._note
         self.model.register_forward_pre_hook(self._count, with_kwargs=True)
 
-    def _note(self, prompt) -> list[int]:
-        self.prompts.append(self._encode(prompt))
-        return self.prompts[-1]
+    def _note(self, ids):
+        self.prompts.append(ids)
+        return self._begin(ids)
 
     def _count(self, module, args, named) -> None:
         self.tokens.append(named["input_ids"].numel())

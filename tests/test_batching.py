@@ -13,9 +13,9 @@ from transformers.generation.continuous_batching import continuous_api
 
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
+from quantkit.serving.bench import prompts as random_prompts
 from quantkit.serving.bench.batching import continuous, measure, padded, show, trace
-from quantkit.serving.bench.batching.accounting import BatchStep, Replay, Served, figures
-from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.bench.batching.trace import BatchStep, Replay, Served, TraceRequest, figures
 from quantkit.serving.bench.settings import BatchingSettings
 from quantkit.serving.engines import transformers as engine
 
@@ -51,7 +51,11 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def prompts(model):
-    return trace.draw_prompts(REQUESTS, model.config.vocab_size, seed=0)
+    return drawn(REQUESTS, model, "0")
+
+
+def drawn(requests, model, seed: str) -> list[list[int]]:
+    return random_prompts.draw([request.prompt for request in requests], model.config.vocab_size, seed)
 
 
 def times(replay: Replay) -> list[tuple[float, float]]:
@@ -62,14 +66,14 @@ def test_a_padded_batch_is_counted():
     """Prompts of 2 and 4 tokens, answers of 3 and 1, started at 10: the short prompt has 2 positions of
     padding, the short answer makes two decoding steps for nobody."""
     requests = [TraceRequest(9.0, 2, 3), TraceRequest(8.0, 4, 1)]
-    served, steps = padded.account(requests, 10.0, [4.0, 1.0, 1.0], [[1, 2, 3], [4, 5, 6]])
-    assert served == [Served(9.0, 14.0, 16.0, (1, 2, 3)), Served(8.0, 14.0, 16.0, (4,))]
-    assert steps == [
-        BatchStep(14.0, 4.0, prompt_slots=8, prompt_tokens=6, used=6, reserved=8),
-        BatchStep(15.0, 1.0, sequences=2, finished=1, used=3, reserved=10),
-        BatchStep(16.0, 1.0, sequences=2, finished=1, used=4, reserved=12),
+    batch = padded.account(requests, 10.0, [4.0, 1.0, 1.0], [[1, 2, 3], [4, 5, 6]])
+    assert batch.requests == [Served(9.0, 14.0, 16.0, (1, 2, 3)), Served(8.0, 14.0, 16.0, (4,))]
+    assert batch.steps == [
+        BatchStep(4.0, prompt_slots=8, prompt_tokens=6, used=6, reserved=8),
+        BatchStep(1.0, sequences=2, finished=1, used=3, reserved=10),
+        BatchStep(1.0, sequences=2, finished=1, used=4, reserved=12),
     ]
-    found = figures(Replay(tuple(served), tuple(steps)))
+    found = figures(batch)
     assert (found["padded"], found["idle"]) == (0.25, 0.5)
     assert (found["used"], found["reserved"]) == pytest.approx((31 / 6, 9.0))
     assert (found["seconds"], found["busy"]) == (8.0, 0.75)
@@ -113,7 +117,7 @@ def test_nothing_is_computed_while_nobody_is_there(model, prompts):
 
 def test_all_three_write_what_each_request_alone_gets(model):
     requests = [TraceRequest(index * 0.3, 3 + 5 * index % 11, 1 + 7 * index % 9) for index in range(7)]
-    prompts = trace.draw_prompts(requests, model.config.vocab_size, seed=1)
+    prompts = drawn(requests, model, "1")
     alone = [
         tuple(engine.continue_batch(model, [prompt], request.output, Ticks())[0][0])
         for prompt, request in zip(prompts, requests, strict=True)
@@ -126,7 +130,7 @@ def test_all_three_write_what_each_request_alone_gets(model):
 
 def test_the_loop_that_is_stepped_writes_what_generate_batch_writes(model):
     requests = [TraceRequest(0.0, length, 6) for length in (3, 9, 5, 7)]
-    prompts = trace.draw_prompts(requests, model.config.vocab_size, seed=2)
+    prompts = drawn(requests, model, "2")
     ours = continuous.serve(model, requests, prompts, 2, Ticks(), 4)
     settings = transformers.ContinuousBatchingConfig(page_size=4, num_blocks=40, max_batch_tokens=64)
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, max_new_tokens=6)

@@ -22,10 +22,9 @@ from bench_runs import SMALL, checked, measured, subject
 from quantkit.errors import QuantkitError
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine import processor
-from quantkit.serving.bench import measure, memory, runners, show, subjects, worker
+from quantkit.serving.bench import measure, memory, prompts, runners, show, worker
 from quantkit.serving.bench.record import record
-from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import WorkerJob
+from quantkit.serving.bench.settings import BenchSettings
 from quantkit.serving.engines import choose
 from quantkit.serving.engines import transformers as engine
 
@@ -34,10 +33,8 @@ QUICK = ["--tokens", "3", "--prompt-tokens", "4", "--repeats", "1", "--rounds", 
 
 def told(folder: Path, settings: BenchSettings = SMALL, engine: str = "transformers") -> list[dict]:
     """Events of a worker that runs in this process."""
-    heard: list[dict] = []
-    made = WorkerJob(subjects.open_subject(str(folder)), engine, settings, settings.workloads)
-    worker.measure(pickle.loads(pickle.dumps(made)), heard.append)
-    return heard
+    made = (measure.open_subject(str(folder)), engine, settings, settings.workloads)
+    return list(worker.measure(*pickle.loads(pickle.dumps(made))))
 
 
 # ---- what is run
@@ -67,7 +64,6 @@ def test_prefilled_and_decoded_tokens_are_exact(tiny_model, forwards):
     assert forwards == one[0] * 3 + one[1] * 3
     runs = [event for event in events if event["event"] == "run"]
     assert [run["batch"] for run in runs] == [1, 1, 3, 3]
-    assert sum(event["event"] == "warmed up" for event in events) == 2
     for found in runs:
         batch = found["batch"]
         assert found["decode_tokens"] == 3 * batch
@@ -77,9 +73,8 @@ def test_prefilled_and_decoded_tokens_are_exact(tiny_model, forwards):
         assert found["kv_bytes"] == 2 * 2 * 2 * 16 * 4 * batch * (5 + 3)
     (loaded,) = (event for event in events if event["event"] == "loaded")
     assert (loaded["kernels"], loaded["packed"], loaded["attention"]) == ("torch Linear", False, "sdpa")
-    stored = subjects.open_subject(str(folder)).weight_bytes
+    stored = measure.open_subject(str(folder)).weight_bytes
     assert 0 <= loaded["weight_bytes"] - stored < 1000  # rotary frequencies are not stored
-    assert events[-1] == {"event": "done"}
 
 
 def test_kernels_are_those_that_ran(make, tiny_model, tmp_path):
@@ -138,9 +133,8 @@ def test_clients_are_silent_while_they_load(make, tiny_model, tmp_path, monkeypa
 
 
 def test_prompts_are_the_seeds_and_of_the_middle_of_the_vocabulary():
-    known = subject("a")
-    first = known.prompts(Workload(2, 50), 0)
-    assert first == known.prompts(Workload(2, 50), 0) != known.prompts(Workload(2, 50), 1)
+    first = prompts.draw([50, 50], 512, "0")
+    assert first == prompts.draw([50, 50], 512, "0") != prompts.draw([50, 50], 512, "1")
     assert [len(ids) for ids in first] == [50, 50] and first[0] != first[1]
     assert all(128 <= token < 256 for ids in first for token in ids)
 
@@ -158,14 +152,14 @@ def test_on_an_accelerator(tiny_model):
 def test_llama_cpp_is_counted_from_what_arrives(tmp_path, tiny_model):
     pytest.importorskip("xllamacpp")
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
-    row = measure.rows([str(path)], SMALL)[0]
-    heard = list(measure.events(WorkerJob(row.subject, row.engine, SMALL, SMALL.workloads)))
+    row = measure.open_models([str(path)], SMALL)[0]
+    heard = list(measure.events(row.subject, row.engine, SMALL, SMALL.workloads))
     runs = [event for event in heard if event["event"] == "run"]
     assert [found["decode_tokens"] for found in runs if found["batch"] == 1] == [3] * 2
     assert all(0 < found["decode_tokens"] <= 9 for found in runs if found["batch"] == 3)
     # 256 tokens are laid out for each sequence; 2 bytes, 3 layers, 2 heads of 16
     assert [found["kv_bytes"] for found in runs] == [2 * 2 * 3 * 32 * 256 * n for n in (1, 1, 3, 3)]
-    assert heard[0]["kernels"] == "llama.cpp ggml" and heard[-1] == {"event": "done"}
+    assert heard[0]["kernels"] == "llama.cpp ggml"
 
 
 def test_tokens_that_came_while_others_were_prefilled_are_not_decoded():
@@ -196,7 +190,7 @@ def test_nothing_is_loaded_that_does_not_fit(tiny_model, monkeypatch):
     folder = tiny_model("llama", num_hidden_layers=1)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=300_000))
     events = told(folder)
-    assert [event["event"] for event in events] == ["refused", "refused", "done"]
+    assert [event["event"] for event in events] == ["refused", "refused"]
     assert "0.30 MB of memory are free" in events[0]["message"]
     assert "of weights, " in events[0]["message"]
 
@@ -206,11 +200,11 @@ def test_auto_is_planned_in_the_precision_that_runs(tiny_model, monkeypatch, cap
     monkeypatch.setattr(processor, "has_bfloat16", lambda: capable)
     planned = []
 
-    def refuse(self, work, dtype, free):
-        planned.append(dtype)
+    def refuse(subject, runner, work, tokens, free):
+        planned.append(runner.dtype)
         return "too large"
 
-    monkeypatch.setattr(WorkerJob, "refusal", refuse)
+    monkeypatch.setattr(worker, "refusal", refuse)
     told(tiny_model("llama", num_hidden_layers=1, dtype="bfloat16"), replace(SMALL, dtype="auto"))
     assert set(planned) == {dtype}
 
@@ -257,9 +251,9 @@ def test_a_worker_that_dies_is_a_row_that_says_why(tmp_path, monkeypatch, body, 
 
 def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
     folder = tiny_model("llama", num_hidden_layers=1)
-    rows = measure.rows([str(folder)], replace(SMALL, engine="transformers,llama.cpp"))
+    rows = measure.open_models([str(folder)], replace(SMALL, engine="transformers,llama.cpp"))
     assert [row.engine for row in rows] == ["transformers", "llama.cpp"]
-    assert len(measure.rows([str(folder)], replace(SMALL, engine="auto,transformers"))) == 1
+    assert len(measure.open_models([str(folder)], replace(SMALL, engine="auto,transformers"))) == 1
     assert rows[0].error is None and "llama.cpp runs GGUF files" in rows[1].error
     measure.measure(rows[1:], SMALL)
     with pytest.raises(QuantkitError, match="nothing ran: .*GGUF") as raised:
@@ -270,7 +264,7 @@ def test_an_engine_that_cannot_run_a_checkpoint_is_a_row(tiny_model):
 def test_gguf_runs_decoded_without_llama_cpp_and_says_so(tmp_path, tiny_model, monkeypatch):
     path = gguf_files.export(tiny_model("llama"), tmp_path / "tiny.gguf")
     monkeypatch.setattr(choose, "installed", lambda name: False)
-    auto, other = measure.rows([str(path)], replace(SMALL, engine="auto,llama.cpp"))
+    auto, other = measure.open_models([str(path)], replace(SMALL, engine="auto,llama.cpp"))
     assert auto.engine == "transformers" and "llama.cpp is not installed" in auto.note
     assert "not installed" in other.error
 

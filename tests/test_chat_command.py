@@ -33,7 +33,7 @@ def test_a_window_that_has_moved_on_is_filled_anew_and_said(talker):
     session = begin(talker("gemma3"))
     fed = Fed(session)
     converse(session, fed, SAID[:2])
-    session.conversation.system = "Ko."
+    session.system = "Ko."
     (answer,) = converse(session, fed, SAID[2:])
     assert answer.cached_tokens == 0 and answer.prefilled_tokens == answer.prompt_tokens
     assert answer.notes == (
@@ -48,7 +48,7 @@ def test_memory_is_that_of_keys_and_values(talker):
         answer = session.say(said, silent)
         held = answer.prompt_tokens + answer.generated_tokens - 1
         assert answer.kv_bytes == 2 * 3 * 2 * 16 * 4 * held
-    found = session.memory(answer)
+    found = session.record("", answer)["memory_bytes"]
     parameters = session.engine._module.parameters()
     assert found["weights"] >= sum(p.numel() * 4 for p in parameters) and found["process"] > found["weights"]
 
@@ -58,7 +58,7 @@ def test_another_answer_has_another_seed_and_prefills_one_token(talker):
     first = [session.say(said, silent).text for said in SAID]
     again = session.again(silent)
     assert again.text != first[-1] and again.prefilled_tokens == 1
-    assert [m["content"] for m in session.conversation.messages[1::2]] == [*first[:-1], again.text]
+    assert [m["content"] for m in session.messages[1::2]] == [*first[:-1], again.text]
     other = begin(talker(), temperature=1.5, seed=7)
     assert [other.say(said, silent).text for said in SAID] == first
     assert begin(talker(), temperature=1.5, seed=8).say(SAID[0], silent).text != first[0]
@@ -77,11 +77,11 @@ def test_raw_text_is_gone_on_with(talker):
     converse(session, fed, ["Kobu ridoma", "", " badeku"])
     tokenizer = session.engine._tokenizer
     assert fed.prompts[0] == tokenizer("Kobu ridoma")["input_ids"]
-    begun = session.conversation.messages[:2]  # an empty line: it goes on where it stopped
+    begun = session.messages[:2]  # an empty line: it goes on where it stopped
     assert fed.prompts[1] == tokenizer("".join(message["content"] for message in begun))["input_ids"]
     with pytest.raises(QuantkitError, match="no text to continue"):
         begin(talker(template=None), raw=True).say("", silent)
-    text = session.conversation.prompt()
+    text = "".join(message["content"] for message in session.messages)
     assert text.startswith("Kobu ridoma") and " badeku" in text
 
 
@@ -96,11 +96,11 @@ def test_a_full_context_is_said_before_anything_is_computed(talker):
         pytest.fail("choose another seed: the model ends by itself")
     assert first.prompt_tokens + first.generated_tokens == 64
     assert first.notes == ("100% of the context of 64 tokens are used: /reset starts again",)
-    before, calls = list(session.conversation.messages), len(fed.tokens)
+    before, calls = list(session.messages), len(fed.tokens)
     with pytest.raises(QuantkitError, match="no room for an answer in a context of 64") as caught:
         session.say(SAID[1], silent)
     assert caught.value.exit_code == 5 and "/reset" in caught.value.hint
-    assert session.conversation.messages == before and len(fed.tokens) == calls
+    assert session.messages == before and len(fed.tokens) == calls
     session.reset()
     again = session.say(SAID[0], silent)
     assert again.text == first.text and again.prefilled_tokens == 1

@@ -54,7 +54,7 @@ def test_only_what_is_new_is_prefilled(begin, model):
     answers = []
     for said in TALE:
         answers.append(session.say(said, silent))
-        messages = session.conversation.messages[:-1]
+        messages = session.messages[:-1]
         text = "<|endoftext|>" + "".join(f"[{m['role']}] {m['content']}<|endoftext|>" for m in messages)
         prompt = tokenizer(f"{text}[assistant] ", add_special_tokens=False)["input_ids"]
         assert answers[-1].prompt_tokens == len(prompt)
@@ -93,23 +93,23 @@ def test_what_stops_the_stream_ends_the_answer(begin, error):
 
     with pytest.raises(error):
         session.say(TALE[0], stream)
-    assert len(parts) == 1 and session.conversation.messages == []
+    assert len(parts) == 1 and session.messages == []
     assert session.say(TALE[0], silent).generated_tokens == 12
 
 
 def test_thoughts_are_part_of_the_answer(begin, model):
     """llama.cpp would take what stands between its tags out of it."""
     session = begin(TEMPLATE + "<think>\n")
-    assert session.say(TALE[0], silent).text and session.conversation.messages[-1]["content"]
+    assert session.say(TALE[0], silent).text and session.messages[-1]["content"]
 
 
 def test_raw_text_and_a_context_that_is_full(begin):
     session = begin(raw=True, tokens=400, ctx=200)
     assert session.engine.model.context == 256  # llama.cpp rounds up
-    session.conversation.messages.append({"role": "user", "content": "Lily"})
+    session.messages.append({"role": "user", "content": "Lily"})
     with pytest.raises(QuantkitError, match="no room for an answer in a context of 256"):
         session.say(" and Tom" * 200, silent)
-    assert session.conversation.messages == [{"role": "user", "content": "Lily"}]
+    assert session.messages == [{"role": "user", "content": "Lily"}]
     assert session.say(" was", silent).text
 
 

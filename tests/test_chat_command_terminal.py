@@ -13,23 +13,29 @@ from quantkit.errors import QuantkitError
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files.open import open_checkpoint
 from quantkit.options import CalibrationOptions
-from quantkit.serving.chat import commands, start
-from quantkit.serving.chat.session import Answer, ChatHistory, ChatModel, ChatSession
+from quantkit.serving.chat import start
+from quantkit.serving.chat.session import Answer, ChatModel, ChatSession
 from quantkit.serving.chat.settings import ChatSettings
 from quantkit.text import calibration
 
 # ---- files and commands
 
 
-def test_what_is_saved_is_calibrated_on(talker, tmp_path):
+def written(text: str, during=lambda letter: None) -> ChatSession:
+    """A raw conversation with an engine that always answers with this text."""
+    return ChatSession(Written(text, during), Sampling(), raw=True)
+
+
+def test_what_is_saved_is_calibrated_on(talker, tmp_path, capsys):
     path, folder = tmp_path / "talk.jsonl", talker()
     session = begin(folder, system="Ko.")
     first = session.say(SAID[0], silent)
-    assert commands.obey(f"/save {path}", session) == f"saved to {path}"
+    assert chat_terminal.Terminal(session).take(f"/save {path}")
+    assert capsys.readouterr().err == f"saved to {path}\n"
     session.say(SAID[1], silent)
-    session.conversation.save(path)
+    session.save(path)
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert rows[1] == {"messages": session.conversation.prompt()}
+    assert rows[1] == {"messages": [{"role": "system", "content": "Ko."}, *session.messages]}
     assert rows[0]["messages"] == [
         {"role": "system", "content": "Ko."},
         {"role": "user", "content": SAID[0]},
@@ -43,7 +49,10 @@ def test_what_is_saved_is_calibrated_on(talker, tmp_path):
 
 
 def test_what_cannot_be_saved_is_a_line(tmp_path):
-    talk = ChatHistory(messages=[{"role": "user", "content": "x"}])
+    talk = written("")
+    with pytest.raises(QuantkitError, match="the conversation is empty"):
+        talk.save(tmp_path / "talk.jsonl")
+    talk.say("x", silent)
     (tmp_path / "folder.jsonl").mkdir()
     for name in ("folder.jsonl", "a\0b.jsonl", "\ud800.jsonl"):
         with pytest.raises(QuantkitError, match="cannot be written"):
@@ -52,20 +61,13 @@ def test_what_cannot_be_saved_is_a_line(tmp_path):
     with pytest.raises(QuantkitError, match="is not a .jsonl file"):
         talk.save(tmp_path / "model.gguf")
     assert (tmp_path / "model.gguf").read_text() == "mine"
-    with pytest.raises(QuantkitError, match="the conversation is empty"):
-        ChatHistory().save(tmp_path / "talk.jsonl")
 
 
-def test_messages_of_several_lines_stand_between_quotes():
-    lines = iter(["one", '"""', "two", "", "three", '"""', '"""four"""', '"""five', "six"])
-
-    def read(more: bool) -> str:
-        try:
-            return next(lines)
-        except StopIteration:
-            raise EOFError from None
-
-    assert list(commands.messages(read)) == ["one", "two\n\nthree", "four", "five\nsix"]
+def test_messages_of_several_lines_stand_between_quotes(monkeypatch):
+    lines = ["one", '"""', "two", "", "three", '"""', '"""four"""', '"""five', "six"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    terminal = chat_terminal.Terminal(written(""))
+    assert list(terminal.messages()) == ["one", "two\n\nthree", "four", "five\nsix"]
 
 
 def test_sampling_is_as_recommended_unless_asked_otherwise():
@@ -122,8 +124,7 @@ def test_what_is_printed(talker, pipe, monkeypatch):
 
 
 def test_answers_cannot_steer_the_terminal(capsys, monkeypatch):
-    session = ChatSession(Written("a\x1b[31mb\x9bc"), ChatHistory(), Sampling())
-    assert chat_terminal.take(session, chat_terminal.Terminal(quiet=True), "x")
+    assert chat_terminal.Terminal(written("a\x1b[31mb\x9bc"), quiet=True).take("x")
     assert capsys.readouterr().out == "a\ufffd[31mb\ufffdc\n"
 
 
@@ -148,10 +149,10 @@ def test_what_is_typed_is_utf8(monkeypatch):
     typed = io.TextIOWrapper(io.BytesIO("séa\n".encode() + b"s\xe9a\nx\n"), "ascii")
     monkeypatch.setattr("sys.stdin", typed)
     streams.prepare()
-    terminal = chat_terminal.Terminal()
-    assert terminal.read() == "séa"
+    terminal = chat_terminal.Terminal(written(""))
+    assert terminal.read("> ") == "séa"
     with pytest.raises(QuantkitError, match="^stdin is neither in the locale's encoding nor UTF-8"):
-        terminal.read()
+        terminal.read("> ")
 
 
 def test_errors_end_what_nobody_types(talker, pipe):
@@ -184,7 +185,7 @@ class Written:
         self.text, self.during = text, during
         self.model = ChatModel("written", "none", "none", "cpu", "float32", 100, 0)
 
-    def answer(self, prompt, sampling, stream, stopped) -> Answer:
+    def answer(self, text, raw, sampling, stream, stopped) -> Answer:
         said = ""
         for letter in self.text:
             stream(letter)
@@ -212,34 +213,32 @@ def interrupt(times: int, at: str):
     return during
 
 
-@pytest.fixture
-def typed(monkeypatch):
-    """A terminal whose user types."""
-    terminal = chat_terminal.Terminal()
-    terminal.typed = True
-    return terminal
+def terminal(session: ChatSession, typed: bool = True) -> chat_terminal.Terminal:
+    """A terminal, by default one whose user types."""
+    made = chat_terminal.Terminal(session)
+    made.typed = typed
+    return made
 
 
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, typed, capsys):
-    session = ChatSession(Written("abcdef", interrupt(1, "c")), ChatHistory(), Sampling())
-    assert chat_terminal.take(session, typed, "x")
-    assert session.conversation.messages[-1] == {"role": "assistant", "content": "abc"}
+def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(interruptible, capsys):
+    session = written("abcdef", interrupt(1, "c"))
+    assert terminal(session).take("x")
+    assert session.messages[-1] == {"role": "assistant", "content": "abc"}
     shown = capsys.readouterr()
     assert shown.out == "abc\n" and ", interrupted" in shown.err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     session.engine.during = interrupt(0, "")
-    assert chat_terminal.take(session, typed, "y")  # the next answer is whole
-    assert session.conversation.messages[-1]["content"] == "abcdef"
+    assert terminal(session).take("y")  # the next answer is whole
+    assert session.messages[-1]["content"] == "abcdef"
 
 
-def test_a_second_ctrl_c_drops_the_answer(interruptible, typed, capsys):
-    session = ChatSession(Written("abcdef", interrupt(2, "c")), ChatHistory(), Sampling())
-    assert chat_terminal.take(session, typed, "x")
-    assert session.conversation.messages == [] and "the answer was dropped" in capsys.readouterr().err
+def test_a_second_ctrl_c_drops_the_answer(interruptible, capsys):
+    session = written("abcdef", interrupt(2, "c"))
+    assert terminal(session).take("x")
+    assert session.messages == [] and "the answer was dropped" in capsys.readouterr().err
 
 
-def test_ctrl_c_ends_what_nobody_types(interruptible, typed):
-    typed.typed = False
-    session = ChatSession(Written("abcdef", interrupt(1, "c")), ChatHistory(), Sampling())
+def test_ctrl_c_ends_what_nobody_types(interruptible):
+    session = written("abcdef", interrupt(1, "c"))
     with pytest.raises(KeyboardInterrupt):
-        chat_terminal.take(session, typed, "x")
+        terminal(session, typed=False).take("x")

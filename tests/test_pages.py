@@ -14,8 +14,8 @@ from nights import nightly
 from quantkit.evaluation.comparison import drawing, table
 from quantkit.serving.bench import show
 from quantkit.serving.bench.attention import show as attention
-from quantkit.serving.bench.batching import accounting
 from quantkit.serving.bench.batching import show as batching
+from quantkit.serving.bench.batching import trace as traces
 from quantkit.serving.bench.record import record
 from quantkit.serving.bench.settings import BenchSettings
 
@@ -85,9 +85,9 @@ def attended() -> str:
 
 def batched() -> str:
     requests = [{"arrival": 0.5 * n, "first": n + 1.0, "done": n + 2.5} for n in range(4)]
-    served = tuple(accounting.Served(**request, tokens=(1, 2)) for request in requests)
-    steps = (accounting.BatchStep(4.0, 4.0, 16, 12, 4, 1, 20, 32),)
-    figures = accounting.figures(accounting.Replay(served, steps))
+    served = tuple(traces.Served(**request, tokens=(1, 2)) for request in requests)
+    steps = (traces.BatchStep(4.0, 16, 12, 4, 1, 20, 32),)
+    figures = traces.figures(traces.Replay(served, steps))
     outcomes = [
         {"strategy": name, "figures": figures, "tokens_per_second": [figures["tokens_per_second"]] * 2,
          "ratio": 1.0, "requests": requests, "refused": ""}

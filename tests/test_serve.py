@@ -24,6 +24,8 @@ import transformers
 
 from quantkit import cli
 from quantkit.serving.server import job
+from quantkit.serving.server.process import TOKENS as FIRST_TOKENS
+from quantkit.serving.server.process import serving
 from quantkit.serving.server.settings import ServeSettings
 from quantkit.text import template_worker
 
@@ -108,7 +110,7 @@ def test_llamacpp_is_compared_before_it_serves(gguf):
 
 def check_record(told: dict) -> None:
     assert (told["schema"], told["engine"], told["tried"]) == ("quantkit.serve/1", "llama.cpp", True)
-    assert told["proof"]["usage"]["completion_tokens"] == job.TOKENS and told["proof"]["text"]
+    assert told["proof"]["usage"]["completion_tokens"] == FIRST_TOKENS and told["proof"]["text"]
     assert (told["room"]["ctx"], told["room"]["parallel"]) == (128, 2)
     assert "hush" not in json.dumps(told) and told["api_key"]
 
@@ -132,7 +134,7 @@ def test_transformers_serves(demo_model, expected, monkeypatch):
     )
     prepared = job.prepare(str(demo_model), settings)
     assert "--continuous-batching" in prepared.command.argv
-    with job.serving(prepared) as (_, proof):
+    with serving(prepared) as (_, proof):
         assert proof["text"].startswith(expected)
         client = openai.OpenAI(base_url=prepared.url, api_key="none", max_retries=0)
         assert asked(client, prepared.command.model).choices[0].text == expected

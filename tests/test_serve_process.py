@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,8 +15,8 @@ from quantkit.errors import QuantkitError
 from quantkit.serving.engines.choose import Offer
 from quantkit.serving.server import process
 from quantkit.serving.server.command import ServerCommand
-from quantkit.serving.server.job import Prepared, ended, request, serving
-from quantkit.serving.server.process import EngineProcess
+from quantkit.serving.server.job import Prepared
+from quantkit.serving.server.process import request, serving
 from quantkit.serving.server.settings import ServeSettings, free_port
 from quantkit.serving.server.sizing import ServerSize
 
@@ -123,8 +124,7 @@ def test_the_url_of_an_address():
 
 def test_one_that_is_never_healthy():
     silent = ServerCommand((sys.executable, "-S", "-c", "import time; time.sleep(60)"), "demo")
-    told = prepared("well", start_timeout=0.1)
-    told = Prepared("m", told.offer, silent, told.settings, told.size, False, ())
+    told = replace(prepared("well", start_timeout=0.1), command=silent)
     with pytest.raises(QuantkitError) as failed, serving(told):
         pass
     assert "was not healthy within 0.1 s, without output" in failed.value.message
@@ -135,7 +135,7 @@ def test_one_that_ends_by_itself():
     made = prepared("well")
     with serving(made) as (engine, _):
         os.kill(engine.pid, signal.SIGSEGV)
-        error = ended(made, engine, engine.wait(10))
+        error = engine.ended(engine.wait(10))
     assert error.message.startswith(f"vllm ended by signal {signal.SIGSEGV.value}; last lines:")
 
 
@@ -148,5 +148,6 @@ def test_a_deaf_one_is_killed_with_its_children(monkeypatch):
 
 
 def test_a_program_that_is_not_there():
-    with pytest.raises(QuantkitError, match="/no/such/program cannot be started"):
-        EngineProcess(ServerCommand(("/no/such/program",), "m"), None)
+    missing = replace(prepared("well"), command=ServerCommand(("/no/such/program",), "m"))
+    with pytest.raises(QuantkitError, match="/no/such/program cannot be started"), serving(missing):
+        pass

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.serving.bench.settings import (
     AttentionSettings,
     BatchingSettings,
@@ -61,22 +61,17 @@ def _command(
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.files import Outputs
+        from quantkit.serving.bench.measure import refuse_empty
 
-        settings = flags.options(kind, values)
+        settings, as_json, quiet = flags.options(kind, values), values["as_json"], values["quiet"]
         settings.check()
         outputs = Outputs(values["html"], values["plot"])
         outputs.check()
-        with listener(values["quiet"]) as progress:
+        with listener(quiet) as progress:
             result, report = measure(settings, values, progress)
-        if not values["as_json"]:
-            report.show()
-        if kind is BenchSettings:
-            from quantkit.serving.bench import measure as of_models
-
-            of_models.refuse_empty(result)  # with --json the record goes with the error
-        if values["as_json"]:
-            print(json.dumps(result, indent=2, allow_nan=False))
-        outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
+        refuse = partial(refuse_empty, result)
+        streams.present(result, as_json, report.show, refuse, allow_nan=False)
+        outputs.write(report.figures, report.page, as_json=as_json, quiet=quiet)
 
     fields = kind.__dataclass_fields__.keys()
     panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
@@ -89,9 +84,9 @@ def _models(settings: BenchSettings, values: dict, progress: Any) -> tuple[dict,
     from quantkit.serving.bench import measure, record, show
 
     evaluated = record.read_quality(settings.quality)
-    rows = measure.rows(values["models"], settings, values["revision"], values["offline"])
-    measure.measure(rows, settings, progress)
-    result = record.record(rows, settings, evaluated)
+    models = measure.open_models(values["models"], settings, values["revision"], values["offline"])
+    measure.measure(models, settings, progress)
+    result = record.record(models, settings, evaluated)
     return result, show.report(result, values["quiet"])
 
 

@@ -34,7 +34,7 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
         trusted = values["revision"], values["offline"], values["trust_remote_code"]
         session = start(model, settings, *trusted, progress)
     try:
-        chat_terminal.run(session, chat_terminal.Terminal(values["as_json"], quiet))
+        chat_terminal.Terminal(session, values["as_json"], quiet).run()
     finally:
         session.engine.close()
 

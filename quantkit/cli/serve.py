@@ -7,9 +7,12 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from quantkit.cli import flags
-from quantkit.serving.server.settings import ServeSettings
+from quantkit.errors import printable
+from quantkit.serving.server.settings import KEY_VARIABLE, ServeSettings
+from quantkit.tables import print_facts, print_line, size
 
 EPILOG = """Examples:
   quantkit serve ./model                       (the engine follows from the layout and from what is here)
@@ -25,7 +28,7 @@ EXTRA = Annotated[
 API_KEY = Annotated[
     str | None,
     typer.Option(
-        envvar="QUANTKIT_API_KEY",
+        envvar=KEY_VARIABLE,
         show_envvar=True,
         help="API key that requests must contain. Other users of this machine can read flags, not variables.",
     ),
@@ -79,24 +82,64 @@ def _serve(
 def _stay(prepared: Any, check: bool, compared: dict[str, Any] | None, as_json: bool, quiet: bool) -> None:
     """Serve until the engine ends; with `check`, only until it has answered once."""
     from quantkit.cli.progress import Lines, Quiet
-    from quantkit.serving.server import job, show
+    from quantkit.serving.server.process import serving
 
     output = None if quiet else sys.stderr.buffer
     progress = Quiet() if quiet else Lines()  # no bar: the engine writes to the same terminal
     try:
         if not quiet:
-            show.announce(prepared)
-        with job.serving(prepared, progress, output) as (engine, proof):
+            _announce(prepared)
+        with serving(prepared, progress, output) as (engine, proof):
             progress.close()
             if as_json:
                 print(json.dumps(prepared.record(proof, compared), indent=2), flush=True)
             else:
-                show.ready(prepared, proof, compared, staying=not check)
+                _show_answer(prepared, proof, compared, staying=not check)
             if check:
                 return
-            raise job.ended(prepared, engine, engine.wait())
+            raise engine.ended(engine.wait())
     finally:
         progress.close()
+
+
+def _announce(prepared: Any) -> None:
+    """Print the engine, its memory and lengths, and its command on stderr."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    sized, offer = prepared.size, prepared.offer
+    cache = "" if sized.cache_bytes is None else f", cache {size(sized.cache_bytes)}"
+    facts = {
+        "engine": offer.engine + (f" ({offer.reason})" if offer.reason else ""),
+        "room": f"{sized.parallel} × {sized.ctx:,} tokens{cache}, weights {size(sized.weight_bytes)}",
+    }
+    print_facts(console, facts)
+    line = f"{'command':12s} {prepared.command.line()}"
+    console.print(printable(line), markup=False, soft_wrap=True)  # unwrapped, so that users can copy it
+    for note in prepared.command.notes:
+        print_line(console, f"note: {note}")
+
+
+def _show_answer(prepared: Any, proof: dict[str, Any], compared: dict | None, staying: bool) -> None:
+    """Print the result of `compare`, the first answer and the address on stdout; if `staying`, also a command
+    with curl."""
+    from quantkit.evaluation.comparison.columns import check_line
+
+    console = Console(highlight=False, markup=False)
+    text = " ".join(proof["text"].split())
+    facts = {"compared": check_line(compared)} if compared else {}
+    facts |= {
+        "healthy": f"after {proof['started_seconds']:.1f} s",
+        "answered": f"{proof['prompt']!r} with {text!r} in {proof['seconds']:.1f} s",
+        "base URL": prepared.url,
+        "model": prepared.command.model,
+    }
+    print_facts(console, facts)
+    if staying:
+        path, _, body = prepared.request("Hello!" if prepared.chat else None)
+        key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if prepared.settings.api_key else ""
+        data = json.dumps(body | {"max_tokens": 64}, ensure_ascii=False).replace("'", "'\\''")
+        line = f"curl {prepared.url}{path} -H 'Content-Type: application/json'{key} -d '{data}'"
+        console.print(f"\n{line}\n\nCtrl-C stops it.", markup=False, soft_wrap=True)
+    sys.stdout.flush()
 
 
 command = flags.sign(

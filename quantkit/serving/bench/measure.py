@@ -1,4 +1,5 @@
-"""Rounds over all checkpoints, A B A B…, so that a disturbance of the machine slows all of them."""
+"""Checkpoints, read from their headers, and rounds over all of them: A B A B…, each in a worker process. So a
+disturbance of the machine slows all of them."""
 
 from __future__ import annotations
 
@@ -15,14 +16,33 @@ from pathlib import Path
 from typing import Any
 
 import quantkit
-from quantkit.errors import RUNTIME, QuantkitError, printable
+from quantkit.errors import RUNTIME, QuantkitError, printable, require
+from quantkit.inspection import record
+from quantkit.models.files import headers, hub
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import Subject, WorkerJob, open_subject
 from quantkit.serving.engines.choose import choose_local
 
 MODULE = "quantkit.serving.bench.worker"
 LAST_CHARACTERS = 1000  # characters of a dead worker's last line that are shown
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint. source: as the user named it; path: where it is. container: `gguf` or a folder's kind.
+    stored: layout of quantized weights, such as `gptq`, else None. weight_bytes, bits_per_weight: over all
+    tensors. disk_bytes: of all files. context: the model's maximum number of tokens, or None."""
+
+    source: str
+    path: Path
+    container: str
+    stored: str | None
+    weight_bytes: int
+    disk_bytes: int
+    bits_per_weight: float
+    parameters: int
+    vocab_size: int
+    context: int | None
 
 
 @dataclass
@@ -54,13 +74,34 @@ class ModelRuns:
                 self.runs.setdefault(Workload(event["batch"], event["prompt"]), []).append(event)
 
 
-def rows(
+def open_subject(source: str, revision: str | None = None, offline: bool = False) -> Subject:
+    """Read the headers of a folder, a GGUF file, or a hub id (downloaded first). Raises QuantkitError."""
+    path = hub.resolve(source, revision, offline)
+    contents = headers.open_contents(str(path), None, True, strict=True)
+    described = record.describe(contents)
+    model, quantization = described["model"], described["quantization"]
+    require(model["vocab_size"], f"{source} has no vocab_size", "give a language model")
+    return Subject(
+        source=source,
+        path=path,
+        container=contents.container,
+        stored=quantization and quantization["layout"],
+        weight_bytes=model["bytes"],
+        disk_bytes=sum(contents.files.values()),
+        bits_per_weight=model["bits_per_weight"],
+        parameters=model["parameters"],
+        vocab_size=model["vocab_size"],
+        context=described["positions"]["context"],
+    )
+
+
+def open_models(
     sources: Sequence[str],
     settings: BenchSettings,
     revision: str | None = None,
     offline: bool = False,
 ) -> list[ModelRuns]:
-    """Return one row per checkpoint and engine of --engine. `error` is set where the engine cannot run it.
+    """Return a model to run for each checkpoint and engine of --engine, with an error if it cannot run there.
 
     Raises QuantkitError for a source that is no checkpoint, and for an unknown engine.
     """
@@ -69,50 +110,50 @@ def rows(
         open_subject(source, revision if position == 0 else None, offline)
         for position, source in enumerate(sources)
     ]
-    made: list[ModelRuns] = []
+    models: list[ModelRuns] = []
     for subject in subjects:
         folder = None if subject.container == "gguf" else subject.source
         for name in engines:
             try:
                 engine, note = choose_local(name, folder, settings.decoded)
-                if all(row.subject is not subject or row.engine != engine for row in made):
-                    made.append(ModelRuns(subject, engine, note))
+                if all(model.subject is not subject or model.engine != engine for model in models):
+                    models.append(ModelRuns(subject, engine, note))
             except QuantkitError as error:
-                made.append(ModelRuns(subject, name, error=f"{error.message} ({error.hint})"))
-    return made
+                models.append(ModelRuns(subject, name, error=f"{error.message} ({error.hint})"))
+    return models
 
 
-def measure(rows: Sequence[ModelRuns], settings: BenchSettings, progress: Progress = SILENT) -> None:
-    """Run all checkpoints in rounds and add the results to their rows. What fails is not tried again."""
-    each = len(settings.workloads) * (settings.warmup + settings.repeats)
-    done, total = 0, settings.rounds * each * len(rows)
-    for turn in range(settings.rounds * len(rows)):
-        row = rows[turn % len(rows)]
-        works = [] if row.error else [work for work in settings.workloads if work not in row.refused]
-        for event in events(WorkerJob(row.subject, row.engine, settings, works)) if works else ():
-            done += event["event"] in ("run", "warmed up")
-            row.add(event)
-            progress.counting("measuring", done, total)
-        done = each * (turn + 1)  # refused workloads count as done
-        for note in filter(None, (row.error, row.note, *(loaded["note"] for loaded in row.loaded[:1]))):
-            progress.warn(f"{row.subject.source}: {note}")  # shown once
+def measure(models: Sequence[ModelRuns], settings: BenchSettings, progress: Progress = SILENT) -> None:
+    """Run all checkpoints in rounds and add the results to them. What fails is not tried again."""
+    each = len(settings.workloads) * settings.repeats
+    for turn in range(settings.rounds * len(models)):
+        model, done = models[turn % len(models)], each * turn  # workloads that were refused count as done
+        works = [] if model.error else [work for work in settings.workloads if work not in model.refused]
+        for event in events(model.subject, model.engine, settings, works) if works else ():
+            done += event["event"] == "run"
+            model.add(event)
+            progress.counting("measuring", done, settings.rounds * each * len(models))
+        for note in filter(None, (model.error, model.note, *(loaded["note"] for loaded in model.loaded[:1]))):
+            progress.warn(f"{model.subject.source}: {note}")  # shown once
 
 
 def refuse_empty(result: dict[str, Any]) -> None:
-    """Raise QuantkitError if no workload ran; the error contains the record `result`."""
-    points = [point for model in result["models"] for point in model["points"]]
-    if all(point["error"] for point in points):
+    """Raise QuantkitError if no workload of a `bench` ran; the error contains the record `result`."""
+    points = [point for model in result.get("models", ()) for point in model["points"]]
+    if points and all(point["error"] for point in points):
         model = result["models"][0]
         why = f"{model['label']}: {model['points'][0]['error']}"
         raise QuantkitError(f"nothing ran: {why}", "the table names every reason", RUNTIME, result)
 
 
-def events(job: WorkerJob) -> Iterator[dict[str, Any]]:
-    """Run a job in a worker process and yield its events; if it dies, the last event says why."""
+def events(
+    subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload]
+) -> Iterator[dict[str, Any]]:
+    """Measure workloads in a worker process and yield its events; if it dies, the last event says why."""
     paths = [str(Path(quantkit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(job.settings.cores)}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(settings.cores)}
     with tempfile.TemporaryFile() as pickled, tempfile.TemporaryFile() as errors:
-        pickle.dump(job, pickled)
+        pickle.dump((subject, engine, settings, workloads), pickled)
         pickled.seek(0)
         process = subprocess.Popen(
             [sys.executable, "-m", MODULE],
@@ -123,16 +164,11 @@ def events(job: WorkerJob) -> Iterator[dict[str, Any]]:
         )
         try:
             for line in process.stdout:
-                if not line.endswith(b"\n"):
-                    break  # the worker died while it wrote
-                event = json.loads(line)
-                yield event
-                if event["event"] in ("done", "failed"):
-                    return
-            process.wait()
-            errors.seek(0)
-            message = death(process.returncode, errors.read().decode(errors="replace"))
-            yield {"event": "failed", "message": message}
+                if line.endswith(b"\n"):  # else the worker died while it wrote
+                    yield json.loads(line)
+            if code := process.wait():
+                errors.seek(0)
+                yield {"event": "failed", "message": death(code, errors.read().decode(errors="replace"))}
         finally:
             process.kill()
             process.communicate()

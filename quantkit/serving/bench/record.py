@@ -13,9 +13,8 @@ import numpy as np
 from quantkit.evaluation.comparison import merge
 from quantkit.evaluation.comparison.columns import labels
 from quantkit.evaluation.comparison.record import environment
-from quantkit.serving.bench.measure import ModelRuns
+from quantkit.serving.bench.measure import ModelRuns, Subject
 from quantkit.serving.bench.settings import BenchSettings, Workload
-from quantkit.serving.bench.subjects import Subject
 
 SCHEMA = "quantkit.bench/3"
 ENGINE = ("version", "kernels", "packed", "dtype", "attention", "weight_bytes")
@@ -26,14 +25,14 @@ Run = dict[str, Any]
 
 
 def record(
-    rows: Sequence[ModelRuns], settings: BenchSettings, evaluated: dict | None = None
+    models: Sequence[ModelRuns], settings: BenchSettings, evaluated: dict | None = None
 ) -> dict[str, Any]:
-    """Return the JSON of all rows; ratios are to the first row. evaluated: result of `read_quality`."""
-    labelled = zip(rows, unique_labels(rows), strict=True)
+    """Return the JSON of all models; ratios are to the first. evaluated: result of `read_quality`."""
+    labelled = zip(models, unique_labels(models), strict=True)
     return {
         "schema": SCHEMA,
         "settings": settings.record(),
-        "models": [_model(row, rows[0], label, settings, evaluated) for row, label in labelled],
+        "models": [_model(model, models[0], label, settings, evaluated) for model, label in labelled],
         "quality": evaluated
         and {key: evaluated["data"][key] for key in ("text", "sha256", "tokens", "ctx")}
         | {"reference": evaluated["models"][0]["source"]},
@@ -42,34 +41,35 @@ def record(
 
 
 def _model(
-    row: ModelRuns, first: ModelRuns, label: str, settings: BenchSettings, evaluated: dict | None
+    model: ModelRuns, first: ModelRuns, label: str, settings: BenchSettings, evaluated: dict | None
 ) -> dict[str, Any]:
-    loaded, load = row.loaded[-1] if row.loaded else {}, None
-    notes = filter(None, (row.note, loaded.get("note")))
+    loaded, load = model.loaded[-1] if model.loaded else {}, None
+    facts = {key: loaded.get(key) for key in ENGINE}
+    notes = filter(None, (model.note, loaded.get("note")))
     if loaded:
-        seconds = float(np.median([event["seconds"] for event in row.loaded]))
+        seconds = float(np.median([event["seconds"] for event in model.loaded]))
         load = {"seconds": seconds, "peak_bytes": loaded["peak_bytes"], "memory": loaded["how"]}
     return {
-        "source": row.subject.source,
+        "source": model.subject.source,
         "label": label,
-        "size": {name: getattr(row.subject, name) for name in SIZES},
-        "quality": match(row.subject, evaluated),
-        "engine": {"name": row.engine, **{key: loaded.get(key) for key in ENGINE}, "note": "; ".join(notes)},
+        "size": {name: getattr(model.subject, name) for name in SIZES},
+        "quality": match(model.subject, evaluated),
+        "engine": {"name": model.engine, **facts, "note": "; ".join(notes)},
         "load": load,
-        "error": row.error,
-        "points": [_point(row, first, work) for work in settings.workloads],
-        "fits": _fits(row, settings),
+        "error": model.error,
+        "points": [_point(model, first, work) for work in settings.workloads],
+        "fits": _fits(model, settings),
     }
 
 
-def unique_labels(rows: Sequence[ModelRuns]) -> list[str]:
-    """Return a unique label per row: the end of its source, with the engine if there are several."""
-    sources = list(dict.fromkeys(row.subject.source for row in rows))
+def unique_labels(models: Sequence[ModelRuns]) -> list[str]:
+    """Return a unique label per model: the end of its source, with the engine if there are several."""
+    sources = list(dict.fromkeys(model.subject.source for model in models))
     short = dict(zip(sources, labels(sources), strict=True))
-    counts = Counter(row.subject.source for row in rows)
+    counts = Counter(model.subject.source for model in models)
     return [
-        short[row.subject.source] + (f" ({row.engine})" if counts[row.subject.source] > 1 else "")
-        for row in rows
+        short[model.subject.source] + (f" ({model.engine})" if counts[model.subject.source] > 1 else "")
+        for model in models
     ]
 
 
@@ -92,11 +92,11 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "p90": p90, "min": min(values), "max": max(values), "mad": mad}
 
 
-def _point(row: ModelRuns, first: ModelRuns, work: Workload) -> dict[str, Any]:
+def _point(model: ModelRuns, first: ModelRuns, work: Workload) -> dict[str, Any]:
     """Return the figures of one workload; `error` says why there are none."""
-    runs, first_runs = row.runs.get(work), first.runs.get(work)
+    runs, first_runs = model.runs.get(work), first.runs.get(work)
     if not runs:
-        why = row.refused.get(work) or row.error or "not reached"
+        why = model.refused.get(work) or model.error or "not reached"
         return asdict(work) | {"error": why} | dict.fromkeys(FIGURES)
     peaks = [run["peak_bytes"] for run in runs if run["peak_bytes"] is not None]
     prompt_tokens, speed = work.batch * work.prompt, decode_rate(runs)
@@ -112,11 +112,11 @@ def _point(row: ModelRuns, first: ModelRuns, work: Workload) -> dict[str, Any]:
     }
 
 
-def _fits(row: ModelRuns, settings: BenchSettings) -> list[dict[str, float]]:
+def _fits(model: ModelRuns, settings: BenchSettings) -> list[dict[str, float]]:
     """Return `fit` for each prompt length that has one."""
     fits = []
     for prompt in settings.numbers("prompt_tokens"):
-        loads = [(batch, row.runs.get(Workload(batch, prompt))) for batch in settings.numbers("batch")]
+        loads = [(batch, model.runs.get(Workload(batch, prompt))) for batch in settings.numbers("batch")]
         fitted = fit([(batch, batch / decode_rate(runs)["median"]) for batch, runs in loads if runs])
         fits += [{"prompt": prompt} | fitted] if fitted else []
     return fits

@@ -1,7 +1,8 @@
 """The engines that are measured.
 
-A runner has `device`, torch's (None where torch does not compute), and `dtype`, the precision of decoded
-weights and of the cache. `load` loads the model, and `run` times one batch.
+A runner has `device`, torch's (None where torch does not compute), `dtype`, the precision of decoded weights
+and of the cache, and `packed`, whether weights should stay quantized. `load` loads the model, and `run` times
+one batch.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from quantkit.errors import require
 from quantkit.evaluation.generate import shared_dtype
 from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
-from quantkit.serving.bench.settings import Workload
-from quantkit.serving.bench.subjects import WorkerJob
+from quantkit.serving.bench.measure import Subject
+from quantkit.serving.bench.settings import BenchSettings, Workload
 from quantkit.serving.engines import EngineFacts, llamacpp
 from quantkit.serving.engines import transformers as engine
 from quantkit.serving.engines.choose import installed
@@ -47,35 +48,30 @@ class Timing:
 class TransformersRunner:
     """transformers' own `generate`, with the time of each token."""
 
-    def __init__(self, job: WorkerJob):
+    def __init__(self, subject: Subject, settings: BenchSettings):
         """Import the layout's client and the model family's code, so that later timings do not include it."""
-        settings = job.settings
-        self._job = job
-        self._checkpoint = open_checkpoint(
-            str(job.subject.path), trust_remote_code=settings.trust_remote_code
-        )
+        self._settings = settings
+        self._checkpoint = open_checkpoint(str(subject.path), trust_remote_code=settings.trust_remote_code)
         self.device = choose_device(settings.device)
         self._dtype = shared_dtype(settings.dtype, self._checkpoint, self.device)
         self.dtype = str(self._dtype).removeprefix("torch.")
-        packed = job.subject.stored and self._checkpoint.folder.is_dir() and not settings.decoded
-        for package in engine.client_of(self._checkpoint)["needs"] if packed else ():
+        self.packed = bool(subject.stored) and self._checkpoint.folder.is_dir() and not settings.decoded
+        for package in engine.client_of(self._checkpoint)["needs"] if self.packed else ():
             if installed(package):
                 import_module(package.replace("-", "_"))
         transformers.AutoModelForCausalLM._model_mapping.get(type(self._checkpoint.config), None)
 
     def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the model. Raises QuantkitError as `engines.transformers.load` does."""
-        settings = self._job.settings
-        longest = max(work.batch * (work.prompt + settings.tokens) for work in workloads)
-        self._clock = engine.clock_of(self.device)
-        self._model, facts = engine.load(
-            self._checkpoint, self._dtype, self.device, longest, settings.decoded
-        )
+        tokens, decoded = self._settings.tokens, self._settings.decoded
+        longest = max(work.batch * (work.prompt + tokens) for work in workloads)
+        self._model, facts = engine.load(self._checkpoint, self._dtype, self.device, longest, decoded)
         return facts
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Continue prompts of equal length by `tokens` tokens each."""
-        _, (prefill, *steps), cache = engine.continue_batch(self._model, prompts, tokens, self._clock)
+        clock = engine.clock_of(self.device)
+        _, (prefill, *steps), cache = engine.continue_batch(self._model, prompts, tokens, clock)
         return Timing(prefill, len(prompts) * len(steps), sum(steps), steps, engine.cache_bytes(cache))
 
 
@@ -84,21 +80,19 @@ class LlamaCppRunner:
 
     The file is loaded again for every workload, since each needs a context of another size."""
 
-    device, dtype = None, "float16"  # llama.cpp's default for the cache
+    device, dtype, packed = None, "float16", True  # float16: llama.cpp's default for the cache
 
-    def __init__(self, job: WorkerJob):
-        llamacpp.library()
-        self._job = job
+    def __init__(self, subject: Subject, settings: BenchSettings):
+        import_module(llamacpp.PACKAGE)  # so that later timings do not include it
+        self._subject, self._settings = subject, settings
         self._session: llamacpp.LlamaCppServer | None = None
         self._workload: Workload | None = None
 
     def load(self, workloads: Sequence[Workload]) -> EngineFacts:
         """Load the file for the first workload."""
         self._open(workloads[0])
-        weight_bytes = self._job.subject.weight_bytes
-        return EngineFacts(
-            llamacpp.version() or "", weight_bytes, "llama.cpp ggml", packed=True, dtype="float32"
-        )
+        version, weight_bytes = llamacpp.version(), self._subject.weight_bytes
+        return EngineFacts(version, weight_bytes, "llama.cpp ggml", packed=True, dtype="float32")
 
     def run(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
         """Continue prompts of equal length by `tokens` tokens each."""
@@ -115,7 +109,7 @@ class LlamaCppRunner:
         request = {"prompt": [list(prompt) for prompt in prompts], "n_predict": tokens, "ignore_eos": True}
         self._session.stream(request | {"cache_prompt": False, "timings_per_token": True}, receive)
         padded = -(-(work.prompt + tokens) // PAD) * PAD  # allocated for every sequence in advance
-        kv_bytes = cache_bytes(self._job.subject.path, padded, self.dtype)
+        kv_bytes = cache_bytes(self._subject.path, padded, self.dtype)
         return arrival_timing(began, arrivals, work.batch * tokens, kv_bytes and work.batch * kv_bytes)
 
     def _open(self, work: Workload) -> None:
@@ -124,18 +118,19 @@ class LlamaCppRunner:
             return
         self._session = None  # frees the previous session
         settings = llamacpp.parameters(
-            self._job.subject.path,
-            work.prompt + self._job.settings.tokens,
+            self._subject.path,
+            work.prompt + self._settings.tokens,
             slots=work.batch,
-            threads=self._job.settings.cores,
+            threads=self._settings.cores,
             kv_dtype=self.dtype,
-            device=self._job.settings.device,
+            device=self._settings.device,
         )
         settings.n_batch = max(settings.n_batch, work.batch * work.prompt)  # all prompts in one batch
         settings.cache_ram_mib, settings.cache_idle_slots = 0, False  # else prompts of earlier runs are kept
         self._session, self._workload = llamacpp.LlamaCppServer(settings), work
 
 
+Runner = TransformersRunner | LlamaCppRunner
 RUNNERS = {"transformers": TransformersRunner, "llama.cpp": LlamaCppRunner}
 
 

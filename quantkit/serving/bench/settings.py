@@ -6,11 +6,10 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from quantkit.errors import USAGE, QuantkitError, one_of, require
-from quantkit.options import check_value, flag_of, option
-from quantkit.serving.engines import LocalOptions
+from quantkit.errors import USAGE, one_of, require
+from quantkit.options import option
+from quantkit.serving.settings import LocalOptions
 
-MOST = 1 << 20  # maximum of numbers in flags
 KEYS = {"prompt_tokens": "prompt", "implementations": "attn", "policies": "batching"}  # names in the JSON
 LISTS = ("batch", "prompt_tokens")
 ENGINES = ("auto", "transformers", "llama.cpp")
@@ -26,35 +25,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class CommonSettings(LocalOptions):
-    """Flags of all three commands. least: minimum of each number."""
+    """Flags of all three commands."""
 
     least: ClassVar[dict[str, float]] = dict.fromkeys((*LISTS, "tokens", "repeats", "rounds", "requests"), 1)
     tokens: int = option(64, "New tokens of each sequence.", short="-n")
     seed: int = option(0, "Seed of the prompts.")
     repeats: int = option(3, "Number of measured runs.")
-
-    def check(self) -> None:
-        """Raise QuantkitError (exit code 2) for values that are invalid for every model."""
-        for name, least in self.least.items():
-            value = getattr(self, name, None)
-            for number in self.numbers(name) if isinstance(value, str) else (value,):
-                fits = number is None or least <= number <= MOST
-                check_value(flag_of(name), number, fits, f"choose {least} or more")
-
-    def numbers(self, name: str) -> tuple[int, ...]:
-        """Return the numbers of a flag such as `1,4,16`, sorted, each once. Raises QuantkitError."""
-        text = str(getattr(self, name))
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts or not all(part.isascii() and part.isdigit() and len(part) < 8 for part in parts):
-            hint = f"separate them by commas: {flag_of(name)} 1,4,16"
-            raise QuantkitError(f"{flag_of(name)} {text!r} is not a list of numbers", hint, USAGE)
-        return tuple(sorted({int(part) for part in parts}))
-
-    def names(self, name: str) -> tuple[str, ...]:
-        """Return the words of a flag such as `eager,sdpa`, each once. Raises QuantkitError if empty."""
-        words = tuple(dict.fromkeys(filter(None, (part.strip() for part in getattr(self, name).split(",")))))
-        require(words, f"{flag_of(name)} names nothing", "see --help", USAGE)
-        return words
 
     def record(self) -> dict[str, Any]:
         """Return the settings as values that JSON can store."""

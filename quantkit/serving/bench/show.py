@@ -8,6 +8,7 @@ from typing import Any
 from quantkit.errors import count, name_all
 from quantkit.evaluation.comparison.columns import NOTHING, bits, number
 from quantkit.evaluation.comparison.figures import Axis, Figure, Line, Point, Series
+from quantkit.evaluation.comparison.gates import look_up
 from quantkit.evaluation.comparison.report import Report, Table
 from quantkit.tables import MODEL_BITS, figure, megabytes, size
 
@@ -35,9 +36,8 @@ def _at(path: str, write: Callable[[Any], str]) -> Callable[[Record], str]:
     """Return a function from a record to the cell of its value at `path`; a dash if there is none."""
 
     def cell(record: Record) -> str:
-        name, _, key = path.partition(".")
-        value = record[name]
-        return NOTHING if value is None else write(value[key] if key else value)
+        value = look_up(record, path)
+        return NOTHING if value is None else write(value)
 
     return cell
 

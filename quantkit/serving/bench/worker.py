@@ -1,13 +1,11 @@
 """The process that measures one checkpoint: `python -m quantkit.serving.bench.worker`.
 
-It reads a pickled `WorkerJob` from stdin and writes a line of JSON for every event to stdout:
+It reads the pickled arguments of `measure` from stdin and writes a line of JSON for every event to stdout:
 
     {"event": "loaded", EngineFacts…, "seconds", "peak_bytes", "how"}
-    {"event": "warmed up"}
     {"event": "run", "batch", "prompt", Timing…, "peak_bytes"}
     {"event": "refused", "batch", "prompt", "message"}     a workload that cannot run
     {"event": "failed", "message"}                         the last event
-    {"event": "done"}
 
 A separate process makes peak memory exact. If the system kills it for memory, the parent can report that.
 """
@@ -19,84 +17,100 @@ import os
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.capacity.source import cache_bytes
 from quantkit.errors import QuantkitError, first_line, memory_ran_out
+from quantkit.models import kv_types
 from quantkit.models.machine.device import free_memory
+from quantkit.serving.bench import prompts as random_prompts
+from quantkit.serving.bench.measure import Subject
 from quantkit.serving.bench.memory import Meter
-from quantkit.serving.bench.runners import RUNNERS
-from quantkit.serving.bench.settings import Workload
-from quantkit.serving.bench.subjects import WorkerJob
+from quantkit.serving.bench.runners import RUNNERS, Runner
+from quantkit.serving.bench.settings import BenchSettings, Workload
+from quantkit.tables import megabytes
 
-Emit = Callable[[dict[str, Any]], None]
+Event = dict[str, Any]
 CPU = torch.device("cpu")
 KILL_ME_FIRST = Path("/proc/self/oom_score_adj")
 
 
 def main() -> None:
-    """Measure the job on stdin. Only events go to stdout; output of libraries goes to stderr."""
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """Measure the workloads on stdin. Only events go to stdout; output of libraries goes to stderr."""
+    stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if KILL_ME_FIRST.exists():
         KILL_ME_FIRST.write_text("1000")
-
-    def emit(event: dict[str, Any]) -> None:
-        print(json.dumps(event), file=events, flush=True)
-
-    try:
-        measure(pickle.load(sys.stdin.buffer), emit)
-    except QuantkitError as error:
-        emit({"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")})
-    except Exception as error:
-        if not memory_ran_out(error):
-            raise  # the parent shows the traceback
-        emit({"event": "failed", "message": f"memory ran out: {first_line(error)}"})
-    events.flush()
+    for event in _until_failure(measure(*pickle.load(sys.stdin.buffer))):
+        print(json.dumps(event), file=stdout, flush=True)
     os._exit(0)  # skip destructors of engines' threads
 
 
-def measure(job: WorkerJob, emit: Emit) -> None:
+def _until_failure(events: Iterator[Event]) -> Iterator[Event]:
+    """Yield events. If they end with an error that users can correct, the last event describes the error."""
+    try:
+        yield from events
+    except QuantkitError as error:
+        yield {"event": "failed", "message": error.message + (f" ({error.hint})" if error.hint else "")}
+    except Exception as error:
+        if not memory_ran_out(error):
+            raise  # the parent shows the traceback
+        yield {"event": "failed", "message": f"memory ran out: {first_line(error)}"}
+
+
+def measure(
+    subject: Subject, engine: str, settings: BenchSettings, workloads: Sequence[Workload]
+) -> Iterator[Event]:
     """Load the checkpoint; warm up and run each workload. Raises QuantkitError if it cannot be loaded."""
-    torch.set_num_threads(job.settings.cores)
-    runner = RUNNERS[job.engine](job)
+    torch.set_num_threads(settings.cores)
+    runner = RUNNERS[engine](subject, settings)
     free, possible = free_memory(runner.device or CPU), []
-    for work in job.workloads:
-        if why := job.refusal(work, runner.dtype, free):
-            emit({"event": "refused", **asdict(work), "message": why})
+    for work in workloads:
+        if why := refusal(subject, runner, work, settings.tokens, free):
+            yield {"event": "refused", **asdict(work), "message": why}
         else:
             possible.append(work)
-    if possible:
-        meter = Meter(runner.device)
-        began = time.perf_counter()
-        loaded = runner.load(possible)
-        cost = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
-        emit({"event": "loaded", **asdict(loaded), **cost})
-        for work in possible:
-            _run(runner, work, job, meter, emit)
-    emit({"event": "done"})
+    if not possible:
+        return
+    meter = Meter(runner.device)
+    began = time.perf_counter()
+    loaded = asdict(runner.load(possible))
+    cost = {"seconds": time.perf_counter() - began, "peak_bytes": meter.peak(), "how": meter.how}
+    yield {"event": "loaded", **loaded, **cost}
+    for work in possible:
+        seed = f"{settings.seed} {work.batch} {work.prompt}"
+        prompts = random_prompts.draw([work.prompt] * work.batch, subject.vocab_size, seed)
+        for index in range(settings.warmup + settings.repeats):
+            meter.reset()
+            try:
+                timing = runner.run(prompts, settings.tokens)
+            except Exception as error:
+                if not isinstance(error, QuantkitError) and not memory_ran_out(error):
+                    raise
+                yield {"event": "refused", **asdict(work), "message": first_line(error)}
+                break
+            if index >= settings.warmup:
+                yield {"event": "run", **asdict(work), **asdict(timing), "peak_bytes": meter.peak()}
 
 
-def _run(runner: Any, work: Workload, job: WorkerJob, meter: Meter, emit: Emit) -> None:
-    """Warm up and measure one workload; if memory runs out, the workload is refused."""
-    prompts, settings = job.subject.prompts(work, job.settings.seed), job.settings
-    for index in range(settings.warmup + settings.repeats):
-        meter.reset()
-        try:
-            timing = runner.run(prompts, settings.tokens)
-        except Exception as error:
-            if not isinstance(error, QuantkitError) and not memory_ran_out(error):
-                raise
-            emit({"event": "refused", **asdict(work), "message": first_line(error)})
-            return
-        if index >= settings.warmup:
-            emit({"event": "run", **asdict(work), **asdict(timing), "peak_bytes": meter.peak()})
-        else:
-            emit({"event": "warmed up"})
+def refusal(subject: Subject, runner: Runner, work: Workload, tokens: int, free: int) -> str | None:
+    """Return why a workload of `tokens` new tokens cannot run (context or memory), or None. free: free memory
+    in bytes."""
+    if subject.context is not None and work.prompt + tokens > subject.context:
+        needed = f"{work.prompt} prompt + {tokens} new tokens"
+        return f"{needed} exceed the model's context of {subject.context}"
+    decoded = int(subject.parameters * kv_types.TYPES[runner.dtype].nbytes)
+    weights = subject.weight_bytes if runner.packed else decoded
+    cache = work.batch * (cache_bytes(subject.path, work.prompt + tokens, runner.dtype) or 0)
+    if weights + cache > free:
+        needed = f"{megabytes(weights)} of weights, {megabytes(cache)} of keys and values"
+        return f"needs {needed}; {megabytes(free)} of memory are free"
+    return None
 
 
 if __name__ == "__main__":

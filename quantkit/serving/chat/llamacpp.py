@@ -13,7 +13,7 @@ from typing import Any
 from quantkit.capacity.source import cache_bytes
 from quantkit.evaluation.sampling import Sampling
 from quantkit.models.files import gguf_file
-from quantkit.serving.chat.session import Answer, ChatModel, Prompt, Stream, rendered
+from quantkit.serving.chat.session import Answer, ChatModel, Stream
 from quantkit.serving.engines import llamacpp
 
 CONTEXT_STEP = 256  # llama.cpp rounds contexts up to a multiple of this
@@ -29,12 +29,12 @@ class LlamaCppChat:
         path: Path,
         context: int,
         threads: int,
-        template: str | None = None,
-        kv_dtype: str = "float16",
-        device: str = "cpu",
+        template: str | None,
+        kv_dtype: str,
+        device: str,
     ):
         metadata, infos = gguf_file.read_header(path)
-        self._template, self._bos = llamacpp.chat_template(metadata, template, date.today())
+        self.template, self._bos = llamacpp.chat_template(metadata, template, date.today())
         context = -(-context // CONTEXT_STEP) * CONTEXT_STEP
         self._server = llamacpp.LlamaCppServer(
             llamacpp.parameters(path, context, threads, kv_dtype=kv_dtype, device=device)
@@ -51,14 +51,13 @@ class LlamaCppChat:
         )
 
     def answer(
-        self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
+        self, text: str, raw: bool, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
-        """Answer a prompt, as `TransformersChat.answer` does."""
-        text = rendered(self._template, prompt).encode(errors="replace").decode()  # no half characters
+        """Continue a text, as `TransformersChat.answer` does."""
+        prompt: str | list[int | str] = text.encode(errors="replace").decode()  # no half characters
         bos_id, bos = self._bos
-        given: str | list[int | str] = text
-        if bos and text.startswith(bos) and not isinstance(prompt, str):
-            given = [bos_id, text[len(bos) :]]  # llama.cpp puts one before a text where the file says so
+        if bos and not raw and text.startswith(bos):
+            prompt = [bos_id, prompt[len(bos) :]]  # llama.cpp puts one before a text where the file says so
         texts: list[str] = []
         last: dict[str, Any] = {}
 
@@ -71,7 +70,7 @@ class LlamaCppChat:
                     stream(texts[-1])
 
         request = {name: getattr(sampling, name) for name in SAMPLING}
-        request |= {"prompt": given, "n_predict": sampling.tokens, "cache_prompt": True}
+        request |= {"prompt": prompt, "n_predict": sampling.tokens, "cache_prompt": True}
         request |= {"min_p": 0.0, "timings_per_token": True}  # llama.cpp's default of min_p is not 0
         self._server.stream(request, receive, stopped)
         cached, computed, new = (int(last.get(name, 0)) for name in ("cache_n", "prompt_n", "predicted_n"))

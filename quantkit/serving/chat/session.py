@@ -7,8 +7,8 @@ A saved conversation is a line of JSON: {"messages": [{"role", "content"}, …]}
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,39 +20,7 @@ from quantkit.text import chat
 SCHEMA = "quantkit.chat/2"
 NEARLY_FULL = 0.9  # share of the context above which a note is added
 Stream = Callable[[str], None]
-Prompt = Sequence[Mapping[str, str]] | str  # messages for the chat template, or text to continue
-
-
-@dataclass
-class ChatHistory:
-    """A conversation. messages: the user's and the model's, in turn. raw: there are no roles; user and model
-    continue one text."""
-
-    system: str = ""
-    raw: bool = False
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def prompt(self) -> Prompt:
-        """Return the text of a raw conversation, else its messages, beginning with the system message."""
-        if self.raw:
-            return "".join(message["content"] for message in self.messages)
-        head = [{"role": "system", "content": self.system}] if self.system else []
-        return [*head, *self.messages]
-
-    def save(self, path: Path) -> None:
-        """Append the conversation to a .jsonl file as one line.
-
-        Raises QuantkitError if the conversation is empty, or the file has another suffix or is not writable.
-        """
-        require(self.messages, "the conversation is empty", "send a message first", USAGE)
-        what, hint = f"{path} is not a .jsonl file", "for example /save talk.jsonl"
-        require(path.suffix == ".jsonl", what, hint, USAGE)
-        row = {"text" if self.raw else "messages": self.prompt()}
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale lacks
-            raise QuantkitError(f"{path} cannot be written: {error}", "save elsewhere") from error
+Messages = Sequence[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -92,43 +60,18 @@ class Answer:
         """Number of prompt tokens that were not cached."""
         return self.prompt_tokens - self.cached_tokens
 
-    @property
-    def used(self) -> int:
-        """Number of tokens of the conversation, answer included."""
-        return self.prompt_tokens + self.generated_tokens
-
-    @property
-    def prefill_rate(self) -> float:
-        """Prompt tokens that were not cached, per second."""
-        return self.prefilled_tokens / max(self.prefill_seconds, 1e-9)
-
-    @property
-    def decode_rate(self) -> float | None:
-        """New tokens per second, without the first (computed by the prefill); None for a single token."""
-        later = self.generated_tokens - 1
-        return later / self.decode_seconds if later > 0 and self.decode_seconds > 0 else None
-
-
-def rendered(template: chat.ChatTemplate, prompt: Prompt) -> str:
-    """Return the prompt as one text that ends where the answer begins.
-
-    Raises QuantkitError for messages that the chat template rejects.
-    """
-    if isinstance(prompt, str):
-        return prompt
-    try:
-        return template.render(chat.Conversation(list(prompt), "the conversation"), answer=True)
-    except QuantkitError as error:
-        hint = "some templates take no system message (/system removes it) or other turns; /reset starts anew"
-        raise QuantkitError(error.message, hint, error.exit_code) from error
-
 
 class ChatSession:
-    """A conversation that an engine answers. engine: a `TransformersChat` or a `LlamaCppChat`. The first
-    answer uses the seed of `sampling`; each further one, also after /retry, adds 1."""
+    """A conversation that an engine answers.
 
-    def __init__(self, engine: Any, conversation: ChatHistory, sampling: Sampling):
-        self.engine, self.conversation, self.sampling = engine, conversation, sampling
+    engine: a `TransformersChat` or a `LlamaCppChat`. raw: there are no roles; user and model continue one
+    text. messages: the user's and the model's, in turn. The first answer uses the seed of `sampling`; each
+    further one, also after /retry, adds 1.
+    """
+
+    def __init__(self, engine: Any, sampling: Sampling, system: str = "", raw: bool = False):
+        self.engine, self.sampling, self.system, self.raw = engine, sampling, system, raw
+        self.messages: list[dict[str, str]] = []
         self.answers = 0
         self.stopped = False
 
@@ -136,67 +79,102 @@ class ChatSession:
         """Stop the current answer after its next token."""
         self.stopped = True
 
+    def reset(self) -> None:
+        """Remove all messages but the system message."""
+        self.messages.clear()
+
     def say(self, text: str, stream: Stream) -> Answer:
         """Answer the user's message `text`. stream: receives the text as it is generated.
 
         Raises QuantkitError if the context is full or the chat template rejects the message. Then, and if
         the answer is interrupted before its first token, the conversation does not change.
         """
-        messages = [*self.conversation.messages, {"role": "user", "content": text}]
-        text_given = not self.conversation.raw or any(message["content"] for message in messages)
-        require(text_given, "there is no text to continue", "type some text", USAGE)
+        messages = [*self.messages, {"role": "user", "content": text}]
+        require(not self.raw or _text(messages), "there is no text to continue", "type some text", USAGE)
         return self._answer(messages, stream)
 
     def again(self, stream: Stream) -> Answer:
         """Replace the last answer by a new one. Raises QuantkitError if there is no answer yet."""
-        *messages, last = self.conversation.messages or [{"role": "none"}]
+        *messages, last = self.messages or [{"role": "none"}]
         require(last["role"] == "assistant", "there is no answer to replace", "send a message first", USAGE)
-        made = self._answer(messages, stream)
+        answer = self._answer(messages, stream)
         if self.sampling.temperature:
-            return made
-        return replace(made, notes=(*made.notes, "without --temperature the answer is the same"))
+            return answer
+        return replace(answer, notes=(*answer.notes, "without --temperature the answer is the same"))
 
-    def _answer(self, messages: list[dict[str, str]], stream: Stream) -> Answer:
-        prompt = replace(self.conversation, messages=messages).prompt()
+    def _answer(self, messages: Messages, stream: Stream) -> Answer:
         sampling = replace(self.sampling, seed=self.sampling.seed + self.answers)
         self.stopped = False
-        made = self.engine.answer(prompt, sampling, stream, lambda: self.stopped)
+        answer = self.engine.answer(self._prompt(messages), self.raw, sampling, stream, lambda: self.stopped)
         cut = "interrupted" if self.stopped else "context"
-        cut = "length" if made.generated_tokens >= sampling.tokens else cut
-        made = replace(made, stop=made.stop or cut)
-        if made.stop != "interrupted" or made.text:
-            self.conversation.messages = [*messages, {"role": "assistant", "content": made.text}]
+        cut = "length" if answer.generated_tokens >= sampling.tokens else cut
+        answer = replace(answer, stop=answer.stop or cut)
+        if answer.stop != "interrupted" or answer.text:
+            self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.answers += 1
-        share = made.used / (context := self.engine.model.context)
+        context = self.engine.model.context
+        share = (answer.prompt_tokens + answer.generated_tokens) / context
         if share < NEARLY_FULL:
-            return made
+            return answer
         note = f"{share:.0%} of the context of {context:,} tokens are used: /reset starts again"
-        return replace(made, notes=(*made.notes, note))
+        return replace(answer, notes=(*answer.notes, note))
 
-    def reset(self) -> None:
-        """Remove all messages but the system message."""
-        self.conversation.messages.clear()
+    def _prompt(self, messages: Messages) -> str:
+        """Return the text that the engine continues. Raises QuantkitError for messages that the chat template
+        rejects."""
+        if self.raw:
+            return _text(messages)
+        try:
+            conversation = chat.Conversation(self._with_system(messages), "the conversation")
+            return self.engine.template.render(conversation, answer=True)
+        except QuantkitError as error:
+            hint = "some templates take no system message (/system removes it) or other turns"
+            raise QuantkitError(error.message, f"{hint}; /reset starts anew", error.exit_code) from error
 
-    def memory(self, made: Answer) -> dict[str, int | None]:
-        """Return the bytes of the weights, of the cache after `made`, and of this process."""
-        weights = self.engine.model.weight_bytes
-        return {"weights": weights, "kv_cache": made.kv_bytes, "process": resident()}
+    def _with_system(self, messages: Messages) -> list[dict[str, str]]:
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *messages]
 
-    def record(self, message: str, made: Answer) -> dict[str, Any]:
-        """Return the versioned JSON of one message and its answer."""
+    def save(self, path: Path) -> None:
+        """Append the conversation to a .jsonl file as one line.
+
+        Raises QuantkitError if the conversation is empty, or the file has another suffix or is not writable.
+        """
+        require(self.messages, "the conversation is empty", "send a message first", USAGE)
+        what, hint = f"{path} is not a .jsonl file", "for example /save talk.jsonl"
+        require(path.suffix == ".jsonl", what, hint, USAGE)
+        row = {"text": _text(self.messages)} if self.raw else {"messages": self._with_system(self.messages)}
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except (OSError, ValueError) as error:  # a name with a NUL, or letters that the locale lacks
+            raise QuantkitError(f"{path} cannot be written: {error}", "save elsewhere") from error
+
+    def record(self, message: str, answer: Answer) -> dict[str, Any]:
+        """Return the versioned JSON of a message and its answer. The prefill computes the first new token, so
+        the decoding speed counts the later ones; it is None for a single token."""
         kinds = ("prompt", "cached", "prefilled", "generated")
-        model = {name: value for name, value in asdict(self.engine.model).items() if name != "weight_bytes"}
+        model = asdict(self.engine.model)
+        weight_bytes, later = model.pop("weight_bytes"), answer.generated_tokens - 1
+        prefill, decode = answer.prefill_seconds, answer.decode_seconds
         return {
             "schema": SCHEMA,
             "turn": self.answers,
             "said": message,
-            "text": made.text,
-            "stop": made.stop,
-            "tokens": {kind: getattr(made, f"{kind}_tokens") for kind in kinds},
-            "seconds": {"prefill": made.prefill_seconds, "decode": made.decode_seconds},
-            "tokens_per_second": {"prefill": made.prefill_rate, "decode": made.decode_rate},
-            "memory_bytes": self.memory(made),
-            "notes": made.notes,
+            "text": answer.text,
+            "stop": answer.stop,
+            "tokens": {kind: getattr(answer, f"{kind}_tokens") for kind in kinds},
+            "seconds": {"prefill": prefill, "decode": decode},
+            "tokens_per_second": {
+                "prefill": answer.prefilled_tokens / max(prefill, 1e-9),
+                "decode": later / decode if later > 0 and decode > 0 else None,
+            },
+            "memory_bytes": {"weights": weight_bytes, "kv_cache": answer.kv_bytes, "process": resident()},
+            "notes": answer.notes,
             "model": model,
             "sampling": asdict(self.sampling) | {"seed": self.sampling.seed + self.answers - 1},
         }
+
+
+def _text(messages: Messages) -> str:
+    """Return the text of a raw conversation."""
+    return "".join(message["content"] for message in messages)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from quantkit.errors import USAGE, require
 from quantkit.options import option, parse_tokens
-from quantkit.serving.engines import LocalOptions
+from quantkit.serving.settings import LocalOptions
 
 
 @dataclass(frozen=True)

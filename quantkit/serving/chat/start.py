@@ -15,7 +15,7 @@ from quantkit.models.files.open import open_checkpoint
 from quantkit.models.machine.device import choose_device
 from quantkit.quantize.progress import SILENT, Progress
 from quantkit.serving.chat.llamacpp import LlamaCppChat
-from quantkit.serving.chat.session import ChatHistory, ChatSession
+from quantkit.serving.chat.session import ChatSession
 from quantkit.serving.chat.settings import ChatSettings
 from quantkit.serving.chat.transformers import TransformersChat
 from quantkit.serving.engines import llamacpp
@@ -79,7 +79,7 @@ def start(
     else:
         dtype = generate.shared_dtype(settings.dtype, checkpoint, device)
         chat = TransformersChat(checkpoint, dtype, device, context, settings.decoded, given)
-    return ChatSession(chat, ChatHistory(settings.system, settings.raw), sampling)
+    return ChatSession(chat, sampling, settings.system, settings.raw)
 
 
 def chosen_sampling(settings: ChatSettings, recommended: Mapping[str, Any]) -> Sampling:

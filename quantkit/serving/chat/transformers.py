@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 
 import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from quantkit.evaluation.generate import Streamer, decode
+from quantkit.evaluation.generate import Streamer, decode, first_difference
 from quantkit.evaluation.sampling import Sampling, ends_of_text, generate
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.serving.chat.kept_cache import KeptCache
-from quantkit.serving.chat.session import Answer, ChatModel, Prompt, Stream, rendered
+from quantkit.serving.chat.session import Answer, ChatModel, Stream
 from quantkit.serving.engines import context_full
 from quantkit.serving.engines import transformers as engine
 from quantkit.text.chat import ChatTemplate
 
 CACHES = ("past_key_values", "cache_params")  # argument names of caches
+TOKENWISE = {DynamicLayer, DynamicSlidingWindowLayer, DummyLayer}  # classes with one entry per token
+ANEW = "the whole prompt is prefilled"
 
 
 class TransformersChat:
@@ -43,34 +47,33 @@ class TransformersChat:
             weight_bytes=facts.weight_bytes,
             notes=(facts.note,) if facts.note else (),
         )
-        self._device = device
-        self._checkpoint, self._tokenizer = checkpoint, checkpoint.tokenizer
+        self._device, self._checkpoint, self._tokenizer = device, checkpoint, checkpoint.tokenizer
         self._ends = ends_of_text(checkpoint)
         if self._tokenizer.eos_token_id not in (None, *self._ends):
             self._ends.append(self._tokenizer.eos_token_id)  # ends turns where the files disagree
-        self._template = ChatTemplate(self._tokenizer, template, date.today())
+        self.template = ChatTemplate(self._tokenizer, template, date.today())
         self._kept = KeptCache(self._module)
 
     def answer(
-        self, prompt: Prompt, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
+        self, text: str, raw: bool, sampling: Sampling, stream: Stream, stopped: Callable[[], bool]
     ) -> Answer:
-        """Answer a prompt until `stopped()` returns True. stream: receives the text as it is generated.
+        """Continue a text until `stopped()` returns True. raw: the text is not of a chat template. stream:
+        receives the answer as it is generated.
 
-        Raises QuantkitError, before computing, if the prompt fills the context (exit code 5) or the chat
-        template rejects it.
+        Raises QuantkitError (exit code 5), before computing, if the text fills the context.
         """
-        ids = self._encode(prompt)
+        ids = self._tokenizer(text, add_special_tokens=raw)["input_ids"]
         self._checkpoint.check_ids(ids)
         room = self.model.context - len(ids)
         if room < 1:
             raise context_full(len(ids), self.model.context)
         cache, cached, note = self._kept.begin(ids)
-        limit, given = min(sampling.tokens, room), torch.tensor([ids], device=self._device)
+        limit = min(sampling.tokens, room)
         ticks = engine.Ticks(engine.clock_of(self._device), stopped)
         try:
             out = generate(
                 self._module,
-                given,
+                torch.tensor([ids], device=self._device),
                 replace(sampling, tokens=limit),
                 self._ends,
                 stopping_criteria=[ticks],
@@ -81,9 +84,9 @@ class TransformersChat:
         except BaseException:
             self._kept.forget()  # the cache may be incomplete
             raise
-        text = out.sequences[0].tolist()
-        self._kept.end(text)
-        new = text[len(ids) :]
+        all_ids = out.sequences[0].tolist()
+        self._kept.end(all_ids)
+        new = all_ids[len(ids) :]
         ended = new[-1] in self._ends or (len(new) < limit and not stopped())
         return Answer(
             text=decode(self._tokenizer, new),
@@ -97,11 +100,53 @@ class TransformersChat:
             notes=(note,) if note else (),
         )
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of the conversation, up to where the answer begins."""
-        text = rendered(self._template, prompt)
-        return self._tokenizer(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
-
     def close(self) -> None:
         """Free the model."""
         del self._module, self._kept
+
+
+class KeptCache:
+    """A model's KV cache for one sequence, and the ids of the cached tokens, kept for the next turn.
+
+    A chat template may rewrite earlier turns (for example drop thoughts), and tokenizing generated text again
+    may give other tokens. So the new prompt is compared with the cached tokens, and the cache is cropped to
+    the common prefix. The state of a recurrent layer cannot be cropped: such models begin each turn anew.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._config = model.config
+        kinds = {type(layer) for layer in DynamicCache(config=self._config).layers}
+        self._slides = DynamicSlidingWindowLayer in kinds
+        self._keeps = model._supports_default_dynamic_cache() and kinds <= TOKENWISE
+        self.forget()
+
+    def forget(self) -> None:
+        """Start with an empty cache."""
+        self._ids: list[int] = []
+        self._cache, self._recorded_from = DynamicCache(config=self._config), 0
+        if self._keeps:
+            self._cache.activate_past_recording()  # windows then keep the current turn too
+
+    def begin(self, ids: Sequence[int]) -> tuple[DynamicCache | None, int, str]:
+        """Return the cache for a turn, the number of tokens of the prompt `ids` in it, and a note.
+
+        The last token of the prompt never counts as cached, since the next token is computed from it. The
+        cache is None for models with recurrent layers.
+        """
+        if not self._keeps:
+            return None, 0, f"the cache of this model cannot be continued: {ANEW}"
+        index, note = first_difference(self._ids, ids[:-1]), ""
+        shared = len(self._ids) if index is None else index
+        if self._slides and shared < self._recorded_from:
+            shared, note = 0, f"a sliding window no longer holds the place of the change: {ANEW}"
+        if shared:
+            self._cache.crop(shared - len(self._ids))
+            self._ids, self._recorded_from = self._ids[:shared], shared
+        else:
+            self.forget()
+        return self._cache, shared, note
+
+    def end(self, ids: Sequence[int]) -> None:
+        """Record that the cache now holds `ids` (prompt and answer) except the last, which was not fed in."""
+        if self._keeps:
+            self._ids = list(ids[: self._cache.get_seq_length()])

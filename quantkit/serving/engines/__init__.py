@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import Literal
 
 from quantkit.errors import RESOURCES, QuantkitError
-from quantkit.models.machine import processor
-from quantkit.options import option
-
-
-@dataclass(frozen=True)
-class LocalOptions:
-    """Flags of every command that runs a model in this process."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
-        "auto", "Precision in transformers. auto: the checkpoint's own if the hardware supports it."
-    )
-    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
-    threads: int | None = option(None, "CPU threads. (default: OMP_NUM_THREADS, else all cores)")
-
-    @property
-    def cores(self) -> int:
-        """Return the number of CPU threads to compute with."""
-        variable = os.environ.get("OMP_NUM_THREADS", "")
-        return self.threads or (int(variable) if variable.isdigit() and int(variable) else processor.cores())
 
 
 @dataclass(frozen=True)

@@ -14,25 +14,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FLAGS = {  # flags of llama-server that `quantkit serve` gives: names in xllamacpp, and defaults
-    "port": ("port", 8080),
-    "ctx-size": ("n_ctx", 0),  # tokens of all sequences together
-    "parallel": ("n_parallel", 1),
-    "n-gpu-layers": ("n_gpu_layers", -1),
-}
-TYPES = {"cache-type-k": "cache_type_k", "cache-type-v": "cache_type_v"}
-
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse the flags of llama-server that `quantkit serve` gives."""
     parser = argparse.ArgumentParser(prog="llama_server", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", required=True, help="a GGUF file")
     parser.add_argument("--alias", required=True, help="the name that requests give")
     parser.add_argument("--host", default="127.0.0.1")
-    for flag, (name, default) in FLAGS.items():
-        parser.add_argument(f"--{flag}", dest=name, type=int, default=default)
-    for flag, name in TYPES.items():
-        parser.add_argument(f"--{flag}", dest=name, default="f16")
+    parser.add_argument("--port", type=int, default=8080)
+    parser.add_argument("--ctx-size", type=int, default=0, help="tokens of all sequences together")
+    parser.add_argument("--parallel", type=int, default=1)
+    parser.add_argument("--n-gpu-layers", type=int, default=-1)
+    parser.add_argument("--cache-type-k", default="f16")
+    parser.add_argument("--cache-type-v", default="f16")
     return parser.parse_args(arguments)
 
 
@@ -41,12 +35,13 @@ def parameters(options: argparse.Namespace, api_key: str | None = None) -> Any:
     import xllamacpp
 
     params = xllamacpp.CommonParams()
-    params.model.path, params.model_alias, params.hostnames = options.model, {options.alias}, [options.host]
+    params.model.path, params.model_alias = options.model, {options.alias}
+    params.hostnames, params.port = [options.host], options.port
     params.api_keys = [api_key] if api_key else []
-    for name, _ in FLAGS.values():
-        setattr(params, name, getattr(options, name))
-    for name in TYPES.values():
-        setattr(params, name, xllamacpp.ggml_type[f"GGML_TYPE_{getattr(options, name).upper()}"])
+    params.n_ctx, params.n_parallel = options.ctx_size, options.parallel
+    params.n_gpu_layers = options.n_gpu_layers
+    params.cache_type_k = xllamacpp.ggml_type[f"GGML_TYPE_{options.cache_type_k.upper()}"]
+    params.cache_type_v = xllamacpp.ggml_type[f"GGML_TYPE_{options.cache_type_v.upper()}"]
     return params
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import date
-from importlib import import_module, metadata, util
+from importlib import import_module, metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,16 +27,9 @@ TOO_LONG = "exceed_context_size_error"
 KV_TYPES = {name: kind.llamacpp.upper() for name, kind in kv_types.TYPES.items() if kind.llamacpp}
 
 
-def version() -> str | None:
-    """Return the version of the xllamacpp wheel; None if it is not installed."""
-    return metadata.version(PACKAGE) if util.find_spec(PACKAGE) else None
-
-
-def library() -> Any:
-    """Import and return the module xllamacpp. Raises QuantkitError (exit code 4) if it is not installed."""
-    if version() is None:
-        raise QuantkitError("llama.cpp is not installed", f"install it: pip install {PACKAGE}", UNSUPPORTED)
-    return import_module(PACKAGE)
+def version() -> str:
+    """Return the version of the xllamacpp wheel."""
+    return metadata.version(PACKAGE)
 
 
 def parameters(
@@ -45,11 +38,10 @@ def parameters(
     """Return llama.cpp's settings for a file: `context` tokens for each of `slots` sequences.
 
     kv_dtype: a name of `KV_TYPES`. device: `cpu`; any other type puts
-    all layers on the accelerator. Raises QuantkitError for an unknown KV type (exit code 2), or if the
-    wheel is not installed (4).
+    all layers on the accelerator. Raises QuantkitError for an unknown KV type (exit code 2).
     """
     one_of(kv_dtype, KV_TYPES, f"llama.cpp has no KV cache of {kv_dtype}")
-    wheel = library()
+    wheel = import_module(PACKAGE)
     made = wheel.CommonParams()
     made.model.path = str(path)
     made.n_ctx, made.n_parallel, made.kv_unified = context * slots, slots, False

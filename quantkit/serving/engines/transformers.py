@@ -75,12 +75,17 @@ def _packed(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) ->
     what = f"{checkpoint.source} takes {megabytes(need)}, {megabytes(free)} of memory are free"
     require(need <= free, what, "choose another --device, or fewer bits", RESOURCES)
     logging.getLogger(CHATTY).setLevel(logging.ERROR)
+    # the checked configuration: config.json may name an attention that is a kernel on the hub, which
+    # transformers would download and run
+    config = copy.deepcopy(checkpoint.config)
+    if "quantization_config" in checkpoint.raw_config:
+        config.quantization_config = copy.deepcopy(checkpoint.raw_config["quantization_config"])
     try:
         with _silenced():
             transformers.logging.disable_progress_bar()
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 checkpoint.folder,
-                config=_config(checkpoint),
+                config=config,
                 dtype=dtype,
                 device_map={"": device},
                 use_safetensors=True,
@@ -113,18 +118,6 @@ def client_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
     (packages)."""
     clients = record.describe(headers.open_contents(str(checkpoint.folder)))["clients"]
     return next(client for client in clients if client["client"] == "transformers")
-
-
-def _config(checkpoint: Checkpoint) -> transformers.PretrainedConfig:
-    """Return a copy of the checked configuration, with `quantization_config` as in config.json.
-
-    transformers must not read config.json itself: an attention named there may be a kernel on the hub, which
-    transformers would download and run.
-    """
-    config = copy.deepcopy(checkpoint.config)
-    if "quantization_config" in checkpoint.raw_config:
-        config.quantization_config = copy.deepcopy(checkpoint.raw_config["quantization_config"])
-    return config
 
 
 Clock = Callable[[], float]  # seconds

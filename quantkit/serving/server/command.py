@@ -12,10 +12,9 @@ from pathlib import Path
 
 from quantkit.errors import UNSUPPORTED, require
 from quantkit.models import kv_types
-from quantkit.serving.server.settings import ServeSettings
+from quantkit.serving.server.settings import KEY_VARIABLE, ServeSettings
 from quantkit.serving.server.sizing import ServerSize
 
-KEY_VARIABLE = "QUANTKIT_API_KEY"  # the printed command reads the API key from this variable
 GIB = 1 << 30
 VLLM = "vllm.entrypoints.openai.api_server"
 LLAMA_SERVER = "quantkit.serving.engines.llama_server"  # takes llama-server's flags

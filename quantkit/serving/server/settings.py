@@ -12,6 +12,8 @@ from quantkit.errors import USAGE, QuantkitError, require
 from quantkit.models import kv_types
 from quantkit.options import check_value, option, parse_tokens
 
+KEY_VARIABLE = "QUANTKIT_API_KEY"  # users, and the printed command, give the API key in this variable
+
 
 @dataclass(frozen=True)
 class ServeSettings:

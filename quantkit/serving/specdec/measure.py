@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -57,7 +57,7 @@ def compare(
     device = choose_device(settings.device)
     dtype = shared_dtype(settings.dtype, target, device)
     _check([target, *(draft for draft in drafts if draft is not None)], settings)
-    prompts = _prompts(target, settings)
+    prompts = _prompts(target, settings).to(device)
     progress.phase(f"loading {target.source}")
     model, target_memory = _load(target, settings, device, dtype)
     measured = []
@@ -65,20 +65,20 @@ def compare(
         name = draft.source if draft else LOOKUP
         progress.phase(f"loading {name}")
         draft_model, draft_memory = _load(draft, settings, device, dtype) if draft else (None, None)
-        pair = _Pair(model, draft_model, prompts.to(device), settings, ends_of_text(target))
-        texts = pair.interleaved(partial(progress.counting, f"drafting by {name}"))
+        counting = partial(progress.counting, f"drafting by {name}")
+        texts = interleaved(model, draft_model, prompts, ends_of_text(target), settings, counting)
         by_bytes = draft_memory["stored"] / target_memory["stored"] if draft else 0.0
         row = {"draft": name, "engine": f"transformers {transformers.__version__}"}
         row |= figures(texts, by_bytes, draft is not None)
-        row |= {"proof": None if settings.temperature else _prove(pair, texts)}
+        row |= {"proof": None if settings.temperature else _prove(model, prompts, texts)}
         measured.append(row | {"target_memory": target_memory, "draft_memory": draft_memory})
-        del pair, draft_model  # before the next one is loaded
+        del draft_model  # before the next one is loaded
         gc.collect()
         return_freed_pages()
     recorded = asdict(settings) | {
         "ks": settings.ks,
         "text": settings.prompt_text.name if settings.prompt_text else "shipped",
-        "prompts_sha256": hashlib.sha256(prompts.numpy().astype("<i8").tobytes()).hexdigest(),
+        "prompts_sha256": hashlib.sha256(prompts.cpu().numpy().astype("<i8").tobytes()).hexdigest(),
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "threads": torch.get_num_threads(),
@@ -134,42 +134,39 @@ def _load(
     }
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """A target and its draft (None: prompt-lookup). prompts: token ids, int64 `[prompts, tokens]`. ends: ids
-    that end a text."""
+def interleaved(
+    target: nn.Module,
+    draft: nn.Module | None,
+    prompts: Tensor,
+    ends: list[int],
+    settings: SpecdecSettings,
+    count: Callable[[int, int], None],
+) -> dict[int, Repeats]:
+    """Return the texts of every k; 0: the target alone. Each k takes turns at being first.
 
-    target: nn.Module
-    draft: nn.Module | None
-    prompts: Tensor
-    settings: SpecdecSettings
-    ends: list[int]
+    draft: None for prompt-lookup. ends: ids that end a text. count: receives the numbers of texts done and
+    planned.
+    """
+    ks = [0, *settings.ks]
+    planned, done = len(ks) * (settings.prompts * settings.repeats + 1), itertools.count(1)
 
-    def interleaved(self, counting: Callable[[int, int], None]) -> dict[int, Repeats]:
-        """Return the texts of every k; 0: the target alone. Each k takes turns at being first.
+    def run(prompt: int, k: int, repeat: int) -> DraftedText:
+        number = (repeat * settings.prompts + prompt) * (MOST + 1) + k  # another seed for each run
+        seed = (settings.seed * 1_000_003 + number) % 2**31
+        how = Sampling(settings.tokens, settings.temperature, seed)
+        made = assisted.generate(target, prompts[prompt, None], how, ends, k, draft)
+        count(next(done), planned)
+        return made
 
-        counting: called with the numbers of texts done and planned.
-        """
-        settings, ks = self.settings, [0, *self.settings.ks]
-        planned, done = len(ks) * (settings.prompts * settings.repeats + 1), itertools.count(1)
-
-        def run(prompt: int, k: int, repeat: int) -> DraftedText:
-            number = (repeat * settings.prompts + prompt) * (MOST + 1) + k  # another seed for each run
-            seed = (settings.seed * 1_000_003 + number) % 2**31
-            how = Sampling(settings.tokens, settings.temperature, seed)
-            made = assisted.generate(self.target, self.prompts[prompt, None], how, self.ends, k, self.draft)
-            counting(next(done), planned)
-            return made
-
-        for k in ks:  # warm up
-            run(0, k, 0)
-        texts: dict[int, list[list[DraftedText]]] = {k: [[] for _ in range(settings.repeats)] for k in ks}
-        turns = itertools.product(range(settings.repeats), range(settings.prompts))
-        for turn, (repeat, prompt) in enumerate(turns):
-            first = turn % len(ks)
-            for k in (*ks[first:], *ks[:first]):
-                texts[k][repeat].append(run(prompt, k, repeat))
-        return texts
+    for k in ks:  # warm up
+        run(0, k, 0)
+    texts: dict[int, list[list[DraftedText]]] = {k: [[] for _ in range(settings.repeats)] for k in ks}
+    turns = itertools.product(range(settings.repeats), range(settings.prompts))
+    for turn, (repeat, prompt) in enumerate(turns):
+        first = turn % len(ks)
+        for k in (*ks[first:], *ks[:first]):
+            texts[k][repeat].append(run(prompt, k, repeat))
+    return texts
 
 
 def figures(texts: Mapping[int, Repeats], cost_by_bytes: float, is_model: bool) -> dict[str, Any]:
@@ -181,13 +178,13 @@ def figures(texts: Mapping[int, Repeats], cost_by_bytes: float, is_model: bool) 
     cost_by_bytes, the ratio of the models' sizes on disk.
     """
     alone = texts[0]
-    step = _spread(map(_decoding, alone))
+    step = _spread(_decoding(alone))
     swept = [sweep(k, repeats, alone) for k, repeats in texts.items() if k]
     judged = sum(row["judged"] for row in swept)  # each k weighs as much as it has judged tokens
     alpha = sum((row["alpha"] or 0.0) * row["judged"] for row in swept) / judged if judged else None
     cost = float(np.median([row["cost"] for row in swept]))
     best = max(swept, key=lambda row: row["net"]["median"])
-    seconds = _spread(_sum(repeat, "seconds") for repeat in alone)
+    seconds = _spread(_sums(alone, "seconds"))
     return {
         "alone": {"seconds": seconds, "step_seconds": step, "tokens_per_second": 1 / step["median"]},
         "swept": swept,
@@ -215,8 +212,8 @@ def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
     alpha, judged = acceptance_rate.acceptance(steps)
     tokens = [acceptance_rate.tokens_of_step(alpha or 0.0, step.drafted) for step in steps]
     accepted = [step.accepted for step in steps if step.drafted]
-    step_seconds = np.median([_decoding(repeat) for repeat in alone])
-    cost = float(_sum(texts, "drafting") / step_seconds / later) if later else 0.0
+    step_seconds = np.median(_decoding(alone))
+    cost = float(_sums(repeats, "drafting").sum() / step_seconds / later) if later else 0.0
     return {
         "k": k,
         "tokens_per_step": sum(step.tokens for step in steps) / len(steps),
@@ -227,36 +224,33 @@ def sweep(k: int, repeats: Repeats, alone: Repeats) -> dict[str, Any]:
         "judged": judged,
         "histogram": np.bincount(accepted, minlength=k + 1).tolist(),
         "cost": cost,
-        "check": float(_sum(texts, "checking") / step_seconds / max(1, len(steps) - len(texts))),
+        "check": float(_sums(repeats, "checking").sum() / step_seconds / max(1, len(steps) - len(texts))),
         "expected": float(np.mean(tokens)) / (drafted * cost + 1),
-        "decode": _gain(_decoding, alone, repeats),
-        "net": _gain(
-            lambda texts: _sum(texts, "seconds") / sum(len(text.ids) for text in texts), alone, repeats
-        ),
-        "seconds": _spread(_sum(repeat, "seconds") for repeat in repeats),
+        "decode": _spread(_decoding(alone) / np.maximum(_decoding(repeats), 1e-12)),
+        "net": _spread(_whole(alone) / np.maximum(_whole(repeats), 1e-12)),
+        "seconds": _spread(_sums(repeats, "seconds")),
     }
 
 
-def _spread(values: Iterable[float]) -> dict[str, float]:
+def _spread(values: np.ndarray) -> dict[str, float]:
     """Return median, low (minimum) and high (maximum) of the repeats' values."""
-    return dict(zip(("median", "low", "high"), np.quantile(list(values), (0.5, 0, 1)).tolist(), strict=True))
+    return dict(zip(("median", "low", "high"), np.quantile(values, (0.5, 0, 1)).tolist(), strict=True))
 
 
-def _sum(texts: Iterable[DraftedText], name: str) -> float:
-    return sum(getattr(text, name) for text in texts)
+def _sums(repeats: Repeats, name: str) -> np.ndarray:
+    """Return the sum of an attribute over the texts of each repeat. Figures of one repeat are compared with
+    those of the same repeat only, since other load slows both."""
+    return np.array([sum(getattr(text, name) for text in texts) for texts in repeats])
 
 
-def _decoding(texts: Sequence[DraftedText]) -> float:
-    """Return the mean seconds per decoded token."""
-    return _sum(texts, "decode_seconds") / max(1, _sum(texts, "decoded"))
+def _decoding(repeats: Repeats) -> np.ndarray:
+    """Return the mean seconds per decoded token of each repeat."""
+    return _sums(repeats, "decode_seconds") / np.maximum(_sums(repeats, "decoded"), 1)
 
 
-def _gain(
-    seconds: Callable[[Sequence[DraftedText]], float], alone: Repeats, repeats: Repeats
-) -> dict[str, float]:
-    """Return the spread of speed-ups. Each compares texts of one repeat, since other load slows both."""
-    pairs = zip(alone, repeats, strict=True)
-    return _spread(seconds(plain) / max(seconds(texts), 1e-12) for plain, texts in pairs)
+def _whole(repeats: Repeats) -> np.ndarray:
+    """Return the seconds of the whole calls per new token of each repeat."""
+    return _sums(repeats, "seconds") / _sums(repeats, "tokens")
 
 
 def _in_theory(
@@ -273,14 +267,14 @@ def _in_theory(
     return {"k": best, "speedup": gains[best]}
 
 
-def _prove(pair: _Pair, texts: Mapping[int, Repeats]) -> dict[str, Any]:
+def _prove(target: nn.Module, prompts: Tensor, texts: Mapping[int, Repeats]) -> dict[str, Any]:
     """Compare drafted texts with the target's own; return the numbers of texts, equal texts and equal tokens.
     partings: first difference of each other text. `alike`: whether rounding explains all differences."""
     partings, compared, tokens = [], 0, 0
     for k, (prompt, alone) in itertools.product([k for k in texts if k], enumerate(texts[0][0])):
         for ids in dict.fromkeys(tuple(repeat[prompt].ids) for repeat in texts[k]):
             compared += 1  # usually one per prompt and k
-            parted = assisted.parting(pair.target, pair.prompts[prompt, None], alone.ids, ids)
+            parted = assisted.parting(target, prompts[prompt, None], alone.ids, ids)
             tokens += len(alone.ids) if parted is None else parted["index"]
             partings += [] if parted is None else [{"prompt": prompt, "k": k} | parted]
     counts = {"texts": compared, "equal": compared - len(partings), "tokens": tokens, "partings": partings}

@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-from quantkit.errors import USAGE, QuantkitError
-from quantkit.options import check_value, flag_of, option, text_column
-from quantkit.serving.engines import LocalOptions
+from quantkit.options import check_value, option, text_column
+from quantkit.serving.settings import LocalOptions
 
 LOOKUP = "prompt-lookup"  # drafts the tokens that followed the last ones earlier in the text
 MOST = 64  # maximum of tokens drafted at once
-LEAST = {"prompts": 1, "prompt_tokens": 2, "tokens": 4, "repeats": 1}
 
 
 @dataclass(frozen=True)
 class SpecdecSettings(LocalOptions):
     """Flags of `quantkit specdec`."""
 
+    least: ClassVar[dict[str, float]] = {"k": 1, "prompts": 1, "prompt_tokens": 2, "tokens": 4, "repeats": 1}
     k: str = option("1,2,4,8", "Numbers of tokens to draft for each pass of the target, separated by commas.")
     prompt_text: Path | None = option(
         None, "File from which the prompts are cut, as --calibration takes it. (default: the shipped text)"
@@ -34,18 +34,10 @@ class SpecdecSettings(LocalOptions):
     @property
     def ks(self) -> tuple[int, ...]:
         """The numbers of --k, sorted, each once. Raises QuantkitError for an invalid list."""
-        try:
-            numbers = tuple(sorted({int(part) for part in self.k.split(",")}))
-        except ValueError as error:
-            hint = "for example --k 1,2,4,8"
-            raise QuantkitError(f"--k {self.k!r} is not a list of numbers", hint, USAGE) from error
-        check_value("--k", self.k, 1 <= numbers[0] <= numbers[-1] <= MOST, f"choose numbers from 1 to {MOST}")
-        return numbers
+        return self.numbers("k")
 
     def check(self) -> None:
         """Raise QuantkitError for invalid values."""
-        for name, least in LEAST.items():
-            check_value(
-                flag_of(name), value := getattr(self, name), value >= least, f"choose {least} or more"
-            )
+        super().check()
+        check_value("--k", self.ks[-1], self.ks[-1] <= MOST, f"choose numbers from 1 to {MOST}")
         check_value("--temperature", self.temperature, 0 <= self.temperature < math.inf, "choose 0 to 2")

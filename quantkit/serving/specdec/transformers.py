@@ -38,6 +38,11 @@ class DraftedText:
     checking: float
 
     @property
+    def tokens(self) -> int:
+        """Number of new tokens."""
+        return len(self.ids)
+
+    @property
     def decoded(self) -> int:
         """Number of new tokens after those of the first pass."""
         return len(self.ids) - self.steps[0].tokens
@@ -73,11 +78,11 @@ def generate(
     finally:
         hook.remove()
     begun, (_, *chosen) = recorder.begun, recorder.chosen
-    read = [prompt.shape[1], *[1] * (len(begun) - 1)]  # the first pass also reads the prompt
-    steps = [
-        draft_step(given[count:], kept)
-        for count, (given, _), (kept, _) in zip(read, begun, chosen, strict=True)
-    ]
+    read, steps = prompt.shape[1], []  # ids before the drafted ones: the first pass also reads the prompt
+    for (given, _), (kept, _) in zip(begun, chosen, strict=True):
+        drafted, read = given[read:], 1
+        index = first_difference(drafted, kept)
+        steps.append(DraftStep(len(drafted), len(drafted) if index is None else index, len(kept)))
     made = DraftedText(
         ids=out[0, prompt.shape[1] :].tolist(),
         steps=steps,
@@ -109,12 +114,6 @@ class _PassRecorder(BaseStreamer):
 
     def end(self) -> None:
         """Do nothing; transformers calls this when the text has ended."""
-
-
-def draft_step(drafted: Sequence[int], kept: Sequence[int]) -> DraftStep:
-    """Return the pass that checked the ids `drafted` and added the ids `kept` to the text."""
-    index = first_difference(drafted, kept)
-    return DraftStep(len(drafted), len(drafted) if index is None else index, len(kept))
 
 
 @torch.no_grad()

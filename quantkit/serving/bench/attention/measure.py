@@ -8,24 +8,24 @@ dispatcher: `sdpa` is a name for several, and torch picks one by dtype, mask, he
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import re
 import statistics
-import textwrap
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.capacity.kv_cache import attention_scores
-from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, first_line, name_all, require
+from quantkit.errors import USAGE, name_all, require
 from quantkit.models.files.checkpoint import Checkpoint
-from quantkit.models.machine.device import free_memory, give_back, is_accelerator
+from quantkit.models.machine.device import free_memory, is_accelerator
 from quantkit.quantize.progress import SILENT, Progress
+from quantkit.serving.bench import prompts as random_prompts
+from quantkit.serving.bench.attempts import Attempts
 from quantkit.serving.bench.memory import Meter
 from quantkit.serving.bench.settings import AttentionSettings
 from quantkit.serving.engines import transformers as engine
@@ -34,12 +34,12 @@ from quantkit.tables import megabytes
 SCHEMA = "quantkit.bench-attention/2"
 LENGTHS = (256, 512, 1024, 2048, 4096)  # default prompt lengths; a CPU takes minutes
 WRITTEN_OUT = 6  # maximum of score matrices in memory: product, masked, softmax in float32 (counts twice)
-REASON = 180  # characters of an error message that are kept
 SHORT = 16  # tokens of the first, unmeasured run
 # A kernel that is not installed, or not for this dtype, device or length, or that runs out of memory.
-REFUSALS = (ImportError, RuntimeError, ValueError)
+FAILURES = (ImportError, RuntimeError, ValueError)
 FUSED = re.compile(r"attention|^(vllm_)?flash_attn")  # operators of fused attention
 SOFTMAX = {"aten::_softmax", "aten::_safe_softmax"}
+Prompts = Sequence[Sequence[int]]
 
 
 def plan(settings: AttentionSettings, context: int | None) -> list[int]:
@@ -81,8 +81,7 @@ def measure(
         progress.counting("measuring, in prompt tokens", sum(lengths[:index]), sum(lengths))
         rows += bench.rows(names, length)
     if all(row["refused"] for row in rows):
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in bench.refused.items())
-        raise QuantkitError(f"no attention ran: {reasons}", "eager runs everywhere", UNSUPPORTED)
+        raise bench.attempts.failure("attention", "eager runs everywhere")
     return {
         "schema": SCHEMA,
         "model": checkpoint.source,
@@ -97,91 +96,71 @@ def measure(
 
 
 class _AttentionBench:
-    """The loaded model. kernels: what each implementation ran. refused: why an implementation failed."""
+    """The loaded model. kernels: what each implementation ran."""
 
     def __init__(
         self, checkpoint: Checkpoint, model: nn.Module, settings: AttentionSettings, device: torch.device
     ):
         self.checkpoint, self.model, self.settings, self.device = checkpoint, model, settings, device
         self.kernels: dict[str, str | None] = {}
-        self.refused: dict[str, str] = {}
-        self.clock = engine.clock_of(device)
-        self.generator = torch.Generator().manual_seed(settings.seed)
-        # logits of the last token only where the model can, as in serving: all take more than attention does
-        can_skip = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.last_only = {"logits_to_keep": 1} if can_skip else {}
+        self.attempts = Attempts(FAILURES, device)
 
     def warm_up(self, names: Sequence[str], length: int) -> None:
         """Run each implementation, so that libraries allocate their lasting buffers; note its kernel."""
-        ids = self._draw(length)
+        prompts = self._prompts(length)
         for name in names:
-            self.kernels[name] = self._attempt(name, lambda name=name: self._kernel(name, ids))
+            self.kernels[name] = self._attempt(name, lambda name=name: self._kernel(name, prompts))
 
     def rows(self, names: Sequence[str], length: int) -> list[dict[str, Any]]:
         """Measure the implementations in turn with prompts of `length` tokens; return a row for each."""
-        if why := self._too_large(length):
-            self.refused.setdefault("eager", why)
-        ids = self._draw(length)
-        peaks = {name: self._attempt(name, lambda: self._peak_bytes(ids)) for name in names}
+        refused, prompts = self.attempts.refused, self._prompts(length)
+        if too_large := self._too_large(length):
+            refused.setdefault("eager", too_large)
+        peaks = {name: self._attempt(name, lambda: self._peak_bytes(prompts)) for name in names}
+        tokens = 1 + self.settings.tokens
         turns = [
-            {name: self._attempt(name, lambda: self._seconds(ids)) for name in names}
+            {name: self._attempt(name, lambda: self._seconds(prompts, tokens)) for name in names}
             for _ in range(self.settings.repeats)
         ]
         rows = []
         for name in names:
-            ran = name not in self.refused
+            ran = name not in refused
             row = {"attention": name, "length": length, "kernel": self.kernels[name] or ""}
             row["seconds"] = [turn[name][0] for turn in turns] if ran else []
-            row["step_seconds"] = [turn[name][1] for turn in turns] if ran else []
+            row["step_seconds"] = [statistics.median(turn[name][1:]) for turn in turns] if ran else []
             row["prefill_bytes"] = peaks[name] if ran else None
-            rows.append(row | {"refused": self.refused.get(name, "")})
+            rows.append(row | {"refused": refused.get(name, "")})
         return rows
 
-    def _draw(self, length: int) -> Tensor:
-        """Return prompts of random tokens `[batch, length]`."""
-        shape, vocabulary = (self.settings.batch, length), self.checkpoint.text_config.vocab_size
-        return torch.randint(vocabulary, shape, generator=self.generator).to(self.device)
+    def _prompts(self, length: int) -> list[list[int]]:
+        vocab_size, seed = self.checkpoint.text_config.vocab_size, f"{self.settings.seed} {length}"
+        return random_prompts.draw([length] * self.settings.batch, vocab_size, seed)
 
     def _attempt(self, name: str, work: Callable[[], Any]) -> Any:
         """Return the result of `work` under an implementation; None if it fails or has failed before."""
-        if name in self.refused:
-            return None
-        try:
-            self.model.set_attn_implementation(name)
-            with torch.no_grad():
-                return work()
-        except REFUSALS as error:
-            self.refused[name] = textwrap.shorten(first_line(error), REASON, placeholder=" …")
-        gc.collect()
-        give_back(self.device)
-        return None
 
-    def _kernel(self, name: str, ids: Tensor) -> str:
+        def switched() -> Any:
+            self.model.set_attn_implementation(name)
+            return work()
+
+        return self.attempts.run(name, switched)
+
+    def _seconds(self, prompts: Prompts, tokens: int = 1) -> list[float]:
+        """Return the seconds of each new token. The first is the prefill, which as in serving computes logits
+        of the last token only: all take more memory than attention does."""
+        return engine.continue_batch(self.model, prompts, tokens, engine.clock_of(self.device))[1]
+
+    def _kernel(self, name: str, prompts: Prompts) -> str:
         """Return the name of the kernel that runs."""
-        self._forward(ids)
+        self._seconds(prompts)
         with Operators() as operators:
-            self._forward(ids)
+            self._seconds(prompts)
         ran = getattr(self.model.config.get_text_config(), "_attn_implementation", name)
         instead = f"; transformers took {ran} instead" if ran != name else ""
         return describe(operators.names) + instead
 
-    def _peak_bytes(self, ids: Tensor) -> int | None:
-        return allocated(self.device, lambda: self._forward(ids))
-
-    def _seconds(self, ids: Tensor) -> tuple[float, float]:
-        """Return the seconds of a prefill, and the median seconds of a decoded token."""
-        times = [self.clock()]
-        cache, token = None, ids
-        for _ in range(1 + self.settings.tokens):
-            cache, token = self._forward(token, cache)
-            times.append(self.clock())
-        prefill, *steps = (after - before for before, after in itertools.pairwise(times))
-        return prefill, statistics.median(steps)
-
-    def _forward(self, ids: Tensor, cache: Any = None) -> tuple[Any, Tensor]:
-        """Return the cache and the next token `[batch, 1]`."""
-        out = self.model(ids, past_key_values=cache, use_cache=True, **self.last_only)
-        return out.get("past_key_values"), out.logits[:, -1:].argmax(-1)
+    def _peak_bytes(self, prompts: Prompts) -> int | None:
+        return allocated(self.device, lambda: self._seconds(prompts))
 
     def _too_large(self, length: int) -> str:
         """Return why eager needs too much memory, or "". On a CPU the system would kill the process."""

@@ -15,14 +15,14 @@ import torch
 import transformers
 from torch import nn
 
-from quantkit.serving.bench.batching.accounting import BatchStep, Replay, Served
-from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.bench.batching.trace import BatchStep, Replay, Served, TraceRequest
 from quantkit.serving.engines.transformers import Clock
 
 MOST_TOKENS = 2048  # per step; longer prompts are processed in pieces
 PAGE = 16  # tokens of a cache block
 
 
+@torch.no_grad()
 def serve(
     model: nn.Module,
     requests: Sequence[TraceRequest],
@@ -31,28 +31,13 @@ def serve(
     clock: Clock,
     page: int = PAGE,
 ) -> Replay:
-    """Serve every request greedily, at most `size` at once, in cache blocks of `page` tokens.
+    """Serve every request greedily, at most `size` at once, in cache blocks of `page` tokens. The cache has
+    room for `size` requests as long as the longest. Requests share no blocks, so that every prompt is
+    computed as in the other strategies.
 
     clock: returns seconds after waiting for the device. Raises transformers' own errors for models without a
     paged cache, and AttributeError if the installed transformers has a different loop.
     """
-    manager, before = None, model.config._attn_implementation
-    try:
-        with torch.no_grad():
-            manager = _manager(model, requests, size, page)
-            return _loop(manager, requests, prompts, clock)
-    finally:
-        if manager is not None:
-            manager.batch_processor = None  # its destructor empties the device's caches
-            manager.destroy()
-        if model.config._attn_implementation != before:
-            model.set_attn_implementation(before)
-        gc.collect()
-
-
-def _manager(model: nn.Module, requests: Sequence[TraceRequest], size: int, page: int) -> Any:
-    """Return a manager whose cache has room for `size` requests as long as the longest. Requests share no
-    blocks, so that every prompt is computed as in the other strategies."""
     longest = max(request.prompt + request.output for request in requests)
     prefill = sum(sorted((request.prompt for request in requests), reverse=True)[:size])
     settings = transformers.ContinuousBatchingConfig(
@@ -66,14 +51,21 @@ def _manager(model: nn.Module, requests: Sequence[TraceRequest], size: int, page
         auto_switch_to_flash=False,  # the same attention for every strategy
     )
     greedy = transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
-    return model.init_continuous_batching(greedy, settings)
+    manager, before = None, model.config._attn_implementation
+    try:
+        manager = model.init_continuous_batching(greedy, settings)
+        return _loop(manager, requests, prompts, clock)
+    finally:
+        if manager is not None:
+            manager.batch_processor = None  # its destructor empties the device's caches
+            manager.destroy()
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+        gc.collect()
 
 
 def _loop(
-    manager: Any,
-    requests: Sequence[TraceRequest],
-    prompts: Sequence[Sequence[int]],
-    clock: Clock,
+    manager: Any, requests: Sequence[TraceRequest], prompts: Sequence[Sequence[int]], clock: Clock
 ) -> Replay:
     processor = manager.batch_processor = manager._create_batch_processor()
     now, arrived, steps = 0.0, 0, []
@@ -83,38 +75,34 @@ def _loop(
         if arrived < len(requests) and not processor.has_pending_requests():
             now = max(now, requests[arrived].arrival)  # nothing to do until the next arrival
         while arrived < len(requests) and requests[arrived].arrival <= now:
-            manager.add_request(
-                prompts[arrived], request_id=str(arrived), max_new_tokens=requests[arrived].output
-            )
+            output = requests[arrived].output
+            manager.add_request(prompts[arrived], request_id=str(arrived), max_new_tokens=output)
             arrived += 1
         began = clock()
         if not processor.prepare_next_batch():
             raise RuntimeError("transformers' scheduler has requests, and schedules none")
         manager._generation_step()
         batch = list(processor.inputs_and_outputs.requests_in_batch)
-        counted = _count(processor, batch)
+        counts = _count(processor, batch)
         begun = [int(entry.state.request_id) for entry in batch if entry.has_new_token]
         processor.update_batch()
-        took = clock() - began
-        now += took
-        steps.append(BatchStep(end=now, seconds=took, **counted))
+        seconds = clock() - began
+        now += seconds
+        steps.append(BatchStep(seconds, *counts))
         for index in begun:
             first.setdefault(index, now)
         while not manager.output_router.output_queue.empty():
             answer = manager.output_router.output_queue.get()
             if answer.error:
                 raise RuntimeError(answer.error)
-            index = int(answer.request_id)
-            tokens = tuple(answer.generated_tokens)
+            index, tokens = int(answer.request_id), tuple(answer.generated_tokens)
             served[index] = Served(requests[index].arrival, first[index], now, tokens)
-    return Replay(tuple(served[index] for index in range(len(requests))), tuple(steps))
+    return Replay([served[index] for index in range(len(requests))], steps)
 
 
-def _count(processor: Any, batch: Sequence[Any]) -> dict[str, int]:
-    """Return the counts of a computed step (fields of `BatchStep`). Call it before finished requests leave.
-
-    used and reserved, which count token slots, are averaged over the layers.
-    """
+def _count(processor: Any, batch: Sequence[Any]) -> tuple[int, ...]:
+    """Return the counts of a computed step, in the order of `BatchStep`. Call it before finished requests
+    leave. used and reserved, which count token slots, are averaged over the layers."""
     prompt = sum(entry.query_length for entry in batch if not entry.state.generated_tokens)
     decoding = sum(1 for entry in batch if entry.state.generated_tokens)
     padding = max(0, processor.inputs_and_outputs.num_q_tokens - prompt - decoding)
@@ -126,11 +114,7 @@ def _count(processor: Any, batch: Sequence[Any]) -> dict[str, int]:
             slots = len(blocks) * allocator.tokens_per_page
             used += share * min(slots, processor.scheduler.active_requests[name].current_len())
             reserved += share * slots
-    return {
-        "prompt_slots": prompt + padding if prompt else 0,
-        "prompt_tokens": prompt,
-        "sequences": decoding + (0 if prompt else padding),
-        "finished": 0 if prompt else padding,
-        "used": round(used / layers),
-        "reserved": round(reserved / layers),
-    }
+    used, reserved = round(used / layers), round(reserved / layers)
+    if prompt:
+        return prompt + padding, prompt, decoding, 0, used, reserved
+    return 0, 0, decoding + padding, padding, used, reserved

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 
-from quantkit.errors import UNSUPPORTED, QuantkitError, first_line, one_of
+from quantkit.errors import QuantkitError, one_of
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.quantize.progress import SILENT, Progress
+from quantkit.serving.bench import prompts as random_prompts
+from quantkit.serving.bench.attempts import Attempts
 from quantkit.serving.bench.batching import continuous, padded, trace
-from quantkit.serving.bench.batching.accounting import Replay, figures
-from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.bench.batching.trace import Replay, TraceRequest, figures
 from quantkit.serving.bench.settings import BatchingSettings
 from quantkit.serving.engines import transformers as engine
 
@@ -29,7 +30,7 @@ WAITS = {"static": math.inf, "dynamic": 0.25}  # seconds that a batch waits to b
 STRATEGIES = (*WAITS, "continuous")
 WARM_TOKENS = 4  # tokens per answer in the warm-up
 # AttributeError: a transformers whose loop of continuous batching is another one
-REFUSALS = (QuantkitError, ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
+FAILURES = (QuantkitError, ImportError, RuntimeError, ValueError, MemoryError, AttributeError)
 
 
 def strategies(settings: BatchingSettings) -> tuple[str, ...]:
@@ -50,12 +51,13 @@ def measure(
     Raises QuantkitError for an unknown strategy (exit code 2), a model that does not fit the
     memory (5), or if every strategy fails (4). If only some fail, their outcomes give the reason.
     """
-    names = strategies(settings)
+    names, repeats = strategies(settings), settings.repeats
     requests = trace.sample(settings, checkpoint.context)
     progress.phase(f"loading {checkpoint.source}")
     longest = max(request.prompt + request.output for request in requests)
     model, facts = engine.load(checkpoint, dtype, device, settings.batch * longest)
-    prompts = trace.draw_prompts(requests, checkpoint.text_config.vocab_size, settings.seed)
+    lengths = [request.prompt for request in requests]
+    prompts = random_prompts.draw(lengths, checkpoint.text_config.vocab_size, f"{settings.seed} tokens")
 
     def serve(name: str, requests: Sequence[TraceRequest]) -> Replay:
         """Serve `requests`, the first of the trace."""
@@ -65,23 +67,20 @@ def measure(
             return continuous.serve(*arguments, clock)
         return padded.serve(*arguments, WAITS[name], clock)
 
-    served = _Replays()
+    attempts = Attempts(FAILURES, device)
     progress.phase("warming up")
-    first = [
-        TraceRequest(0.0, request.prompt, min(WARM_TOKENS, request.output))
-        for request in requests[: settings.batch]
-    ]
+    batch = requests[: settings.batch]
+    warm_up = [TraceRequest(0.0, request.prompt, min(WARM_TOKENS, request.output)) for request in batch]
     for name in names:
-        served.attempt(name, partial(serve, name, first))
-    served.replays.clear()
-    for round_ in range(settings.repeats):
-        turn = round_ % len(names)  # each round begins with another strategy
-        for position, name in enumerate(names[turn:] + names[:turn]):
-            progress.counting("serving", round_ * len(names) + position, settings.repeats * len(names))
-            served.attempt(name, partial(serve, name, requests))
-    if len(served.refused) == len(names):
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in served.refused.items())
-        raise QuantkitError(f"no batching ran: {reasons}", "static runs most models", UNSUPPORTED)
+        attempts.run(name, partial(serve, name, warm_up))
+    replays: dict[str, list[Replay]] = {name: [] for name in names}
+    for index in range(repeats * len(names)):
+        round_, position = divmod(index, len(names))
+        name = names[(round_ + position) % len(names)]  # each round begins with another strategy
+        progress.counting("serving", index, repeats * len(names))
+        replays[name].append(attempts.run(name, partial(serve, name, requests)))
+    if len(attempts.refused) == len(names):
+        raise attempts.failure("batching", "static runs most models")
     return {
         "schema": SCHEMA,
         "model": checkpoint.source,
@@ -92,43 +91,22 @@ def measure(
         "context": checkpoint.context,
         "attention": facts.attention,
         "weights": facts.weights,
-        "outcomes": outcomes(names, served.replays, served.refused),
+        "outcomes": outcomes(replays, attempts.refused),
     }
 
 
-@dataclass
-class _Replays:
-    """replays: by strategy, one per round. refused: why a strategy failed, by strategy."""
-
-    replays: dict[str, list[Replay]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-
-    def attempt(self, name: str, serve: Callable[[], Replay]) -> None:
-        """Serve a trace, unless the strategy has failed before."""
-        if name in self.refused:
-            return
-        try:
-            self.replays.setdefault(name, []).append(serve())
-        except REFUSALS as error:
-            self.refused[name] = first_line(error)
-            del self.replays[name]
-
-
-def outcomes(
-    names: Sequence[str], replays: Mapping[str, Sequence[Replay]], refused: Mapping[str, str]
-) -> list[dict[str, Any]]:
+def outcomes(replays: Mapping[str, Sequence[Replay]], refused: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return one record per strategy: `figures` of the round with the median throughput.
 
-    tokens_per_second: throughput of each round. ratio: throughput divided by the first strategy's, median
-    over the rounds. refused: why there are no figures.
+    replays: rounds by strategy. refused: why there are no figures, by strategy. tokens_per_second: throughput
+    of each round. ratio: throughput divided by that of the first strategy that ran, median over the rounds.
     """
-    measured = {name: [figures(replay) for replay in replays[name]] for name in names if name in replays}
+    measured = {name: list(map(figures, replays[name])) for name in replays if name not in refused}
     speeds = {name: [rates["tokens_per_second"] for rates in rounds] for name, rounds in measured.items()}
-    first = next(iter(speeds.values()))
-    records = []
-    for name in names:
+    first, records = next(iter(speeds.values())), []
+    for name in replays:
         outcome: dict[str, Any] = {"strategy": name, "refused": refused.get(name, "")}
-        if name not in measured:
+        if name in refused:
             records.append(outcome | {"figures": None, "tokens_per_second": [], "ratio": None})
             continue
         speed = speeds[name]

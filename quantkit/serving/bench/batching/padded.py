@@ -12,24 +12,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from quantkit.serving.bench.batching.accounting import BatchStep, Replay, Served
-from quantkit.serving.bench.batching.trace import TraceRequest
+from quantkit.serving.bench.batching.trace import BatchStep, Replay, Served, TraceRequest
 from quantkit.serving.engines.transformers import Clock, continue_batch
-
-
-def next_batch(
-    arrivals: Sequence[float], waiting: int, free: float, size: int, wait: float
-) -> tuple[range, float]:
-    """Return the numbers of the requests in the next batch, and the time at which the batch starts.
-
-    arrivals: times of all requests, in order. waiting: the first request not yet served. free: time from
-    which the machine is free. size: most requests. wait: seconds after which the first request no longer
-    waits for a full batch; infinite for static batching, whose last batch takes the remaining requests.
-    """
-    patience = max(free, arrivals[waiting] + wait)
-    members = range(waiting, min(waiting + size, bisect_right(arrivals, patience)))
-    full = len(members) == size or patience == math.inf
-    return members, max(free, arrivals[members[-1]]) if full else patience
 
 
 def serve(
@@ -48,42 +32,46 @@ def serve(
         members = [requests[index] for index in indices]
         longest = max(request.output for request in members)
         written, seconds, _ = continue_batch(model, [prompts[index] for index in indices], longest, clock)
-        answers, passes = account(members, start, seconds, written)
-        served += answers
-        steps += passes
-        free = steps[-1].end
-    return Replay(tuple(served), tuple(steps))
+        batch = account(members, start, seconds, written)
+        served += batch.requests
+        steps += batch.steps
+        free = served[-1].done
+    return Replay(served, steps)
+
+
+def next_batch(
+    arrivals: Sequence[float], waiting: int, free: float, size: int, wait: float
+) -> tuple[range, float]:
+    """Return the numbers of the requests in the next batch, and the time at which the batch starts.
+
+    arrivals: times of all requests, in order. waiting: the first request not yet served. free: time from
+    which the machine is free. size: most requests. wait: seconds after which the first request no longer
+    waits for a full batch; infinite for static batching, whose last batch takes the remaining requests.
+    """
+    patience = max(free, arrivals[waiting] + wait)
+    members = range(waiting, min(waiting + size, bisect_right(arrivals, patience)))
+    full = len(members) == size or patience == math.inf
+    return members, max(free, arrivals[members[-1]]) if full else patience
 
 
 def account(
     requests: Sequence[TraceRequest], start: float, seconds: Sequence[float], written: Sequence[Sequence[int]]
-) -> tuple[list[Served], list[BatchStep]]:
+) -> Replay:
     """Return the answers and steps of one batch that started at `start`. seconds: time of each step.
 
     All answers are done when the batch ends, because `generate` returns them together; first tokens count
     from the first step. Padding and finished members occupy slots of the cache too.
     """
     size, width = len(requests), max(request.prompt for request in requests)
-    clock, steps = start, []
-    for made, took in enumerate(seconds):  # tokens that each member has before this step
-        clock += took
+    tokens = sum(request.prompt for request in requests)
+    steps = [BatchStep(seconds[0], size * width, tokens, used=tokens, reserved=size * width)]
+    for made, took in enumerate(seconds[1:], 1):  # made: tokens that each member has before this step
         live = [request for request in requests if request.output > made]
-        used = sum(request.prompt + made for request in live)
-        prefill = made == 0
-        steps.append(
-            BatchStep(
-                end=clock,
-                seconds=took,
-                prompt_slots=size * width if prefill else 0,
-                prompt_tokens=used if prefill else 0,
-                sequences=0 if prefill else size,
-                finished=0 if prefill else size - len(live),
-                used=used,
-                reserved=size * (width + made),
-            )
-        )
+        used, reserved = sum(request.prompt + made for request in live), size * (width + made)
+        steps.append(BatchStep(took, 0, 0, size, size - len(live), used, reserved))
+    first, done = start + seconds[0], start + sum(seconds)
     served = [
-        Served(request.arrival, start + seconds[0], clock, tuple(ids[: request.output]))
+        Served(request.arrival, first, done, tuple(ids[: request.output]))
         for request, ids in zip(requests, written, strict=True)
     ]
-    return served, steps
+    return Replay(served, steps)
