@@ -49,7 +49,6 @@ FILES = [
     flags.parameter("html", flags.HTML, None),
     flags.parameter("plot", flags.PLOT, None),
     flags.parameter("revision", flags.FIRST_REVISION, None),
-    *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
 ]
 
 
@@ -57,8 +56,12 @@ def _command(
     measure: Callable[..., tuple[dict, Any]], kind: type[CommonSettings], argument: Parameter
 ) -> Callable[..., None]:
     """Return the function that runs a command. measure: returns result and report. kind: its settings."""
+    fields = kind.__dataclass_fields__.keys()
+    panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
+    rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
 
-    def invoke(context: typer.Context, **values: Any) -> None:
+    @flags.command(argument, *rows, *FILES, fixed=flags.OPENING_SEVERAL)
+    def invoke(**values: Any) -> None:
         from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.files import Outputs
 
@@ -78,10 +81,7 @@ def _command(
             print(json.dumps(result, indent=2, allow_nan=False))
         outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
 
-    fields = kind.__dataclass_fields__.keys()
-    panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
-    rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
-    return flags.sign(invoke, [argument, *rows, *FILES])
+    return invoke
 
 
 def _models(settings: BenchSettings, values: dict, progress: Any) -> tuple[dict, Any]:

@@ -17,10 +17,13 @@ EPILOG = """Examples:
   printf 'Hello\\nAnd now?\\n' | quantkit chat ./model --json     (a line of JSON per answer)
 
 In the conversation /help lists its commands; Ctrl-C stops an answer, Ctrl-D leaves."""
-MODEL = Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")]
 
 
-def _chat(context: typer.Context, model: str, **values: Any) -> None:
+@flags.command(*flags.of("options", ChatSettings))
+def command(
+    model: Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")],
+    **values: Any,
+) -> None:
     """Run `quantkit chat`."""
     from quantkit.cli.progress import listener, uncollected
 
@@ -37,8 +40,3 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
         chat_terminal.run(session, chat_terminal.Terminal(values["as_json"], quiet))
     finally:
         session.engine.close()
-
-
-command = flags.sign(
-    _chat, [flags.parameter("model", MODEL), *flags.of("options", ChatSettings), *flags.fixed()]
-)

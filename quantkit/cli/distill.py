@@ -21,21 +21,6 @@ EPILOG = """Examples:
 
 Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
 the exit code is 0 nevertheless."""
-TEACHER = Annotated[str, typer.Argument(help="The original model: checkpoint folder, GGUF file or hub id.")]
-STUDENT = Annotated[
-    str,
-    typer.Argument(
-        help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
-    ),
-]
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
-    ),
-]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
     "calibration": "Training text, an eighth of which is held out: a .txt, .jsonl or .parquet file, or a hub "
@@ -43,43 +28,7 @@ HELP = {  # help that differs from that of other jobs
     "batch_size": "Sequences per step. (default: about 512 tokens)",
     "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
 }
-FIXED = (
-    "dry_run", "resume", "overwrite", "eval_text", "revision", "offline", "trust_remote_code", "as_json",
-    "quiet",
-)  # fmt: skip
-REQUEST = "output", "revision", "offline", "trust_remote_code", "resume", "overwrite"
-
-
-def _distill(context: typer.Context, **values: Any) -> None:
-    """Run `quantkit distill`."""
-    flags.check_text(values["eval_text"])
-    options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
-    options.check()
-    from quantkit.cli.progress import listener, uncollected
-
-    with listener(values["quiet"]) as progress:
-        with uncollected():  # after the first line of progress: torch takes seconds
-            from quantkit.cli import distill_report, job_report
-            from quantkit.distillation import job, request
-
-        chosen = (flags.options(shared, typed) for shared in (CalibrationOptions, RunOptions))
-        further = {name: values[name] for name in REQUEST}
-        asked = request.Request(values["teacher"], values["student"], options, *chosen, **further)
-        if request.is_done(asked):
-            progress.close()
-            job_report.print_finished(job.SCHEMA, [str(request.output_of(asked))], values["as_json"])
-            return
-        prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
-        record = prepared.record()
-        if not values["dry_run"]:
-            staging = prepared.staging
-
-            def made() -> list[Path]:
-                return [staging.output] if staging.finished() else []
-
-            with running.resumable([staging.folder], lambda: "the training so far is", made):
-                record = prepared.run(progress)
-    streams.present(record, values["as_json"], lambda: distill_report.print_record(record))
+FIXED = ("dry_run", "resume", "overwrite", "eval_text", *flags.OPENING)
 
 
 def _described() -> list[Parameter]:
@@ -95,13 +44,55 @@ def _described() -> list[Parameter]:
     return rows
 
 
-command = flags.sign(
-    _distill,
-    [
-        flags.parameter("teacher", TEACHER),
-        flags.parameter("student", STUDENT),
-        *_described(),
-        flags.parameter("output", OUTPUT, None),
-        *flags.fixed(FIXED),
+@flags.command(*_described(), fixed=FIXED)
+def command(
+    context: typer.Context,
+    teacher: Annotated[
+        str, typer.Argument(help="The original model: checkpoint folder, GGUF file or hub id.")
     ],
-)
+    student: Annotated[
+        str,
+        typer.Argument(
+            help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms "
+            "change."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
+    """Run `quantkit distill`."""
+    flags.check_text(values["eval_text"])
+    options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
+    options.check()
+    from quantkit.cli.progress import listener, uncollected
+
+    with listener(values["quiet"]) as progress:
+        with uncollected():  # after the first line of progress: torch takes seconds
+            from quantkit.cli import distill_report, job_report
+            from quantkit.distillation import job, request
+
+        asked = {"teacher": teacher, "student": student, "output": output, "options": options}
+        asked |= {"calibration": flags.options(CalibrationOptions, typed)}
+        asked = flags.options(request.Request, values | asked | {"run": flags.options(RunOptions, typed)})
+        if request.is_done(asked):
+            progress.close()
+            job_report.print_finished(job.SCHEMA, [str(request.output_of(asked))], values["as_json"])
+            return
+        prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
+        record = prepared.record()
+        if not values["dry_run"]:
+            staging = prepared.staging
+
+            def made() -> list[Path]:
+                return [staging.output] if staging.finished() else []
+
+            with running.resumable([staging.folder], lambda: "the training so far is", made):
+                record = prepared.run(progress)
+    streams.present(record, values["as_json"], lambda: distill_report.print_record(record))

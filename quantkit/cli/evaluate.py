@@ -25,29 +25,40 @@ EPILOG = """Examples:
 
 Exit code 7: a gate failed."""
 GATES = ("max_ppl_increase", "max_kld", "min_top1")
-SUMMARY = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Append gates and table as Markdown to this file, such as $GITHUB_STEP_SUMMARY.",
-    ),
-]
-CARD = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FOLDER", help="Write the results of this model, a folder or a GGUF file, into its card."
-    ),
-]
+FLAGS = [row for row in flags.of("options", EvalSettings) if row.name not in GATES]
+FLAGS += flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES)
 
 
-def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
+@flags.command(*FLAGS, fixed=flags.OPENING_SEVERAL)
+def command(
+    models: flags.MODELS,
+    summary: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Append gates and table as Markdown to this file, such as $GITHUB_STEP_SUMMARY.",
+        ),
+    ] = None,
+    card: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write the results of this model, a folder or a GGUF file, into its card.",
+        ),
+    ] = None,
+    html: flags.HTML = None,
+    plot: flags.PLOT = None,
+    threads: flags.THREADS = None,
+    revision: flags.FIRST_REVISION = None,
+    **values: Any,
+) -> None:
     """Run `quantkit eval`."""
     from quantkit.evaluation.comparison import gates
     from quantkit.evaluation.comparison.files import Outputs
 
     asked, (as_json, quiet) = flags.options(EvalSettings, values), (values["as_json"], values["quiet"])
     asked.check()
-    outputs = Outputs(values["html"], values["plot"], values["summary"])
+    outputs = Outputs(html, plot, summary)
     outputs.check()
     from quantkit.cli.progress import listener, uncollected
 
@@ -56,7 +67,7 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
             from quantkit.evaluation import job
             from quantkit.evaluation.comparison.table import markdown, report
 
-        opened = values["revision"], values["offline"], values["trust_remote_code"], values["card"]
+        opened = revision, values["offline"], values["trust_remote_code"], card
         result = job.measure(models, asked, progress, *opened)
     comparison = report(result)
     if not as_json:
@@ -67,21 +78,3 @@ def _eval(context: typer.Context, models: list[str], **values: Any) -> None:
     gates.refuse_failed(result)  # with --json the record goes with the error
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
-
-
-_flags = flags.of("options", EvalSettings)
-command = flags.sign(
-    _eval,
-    [
-        flags.parameter("models", flags.MODELS),
-        *(row for row in _flags if row.name not in GATES),
-        *flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES),
-        flags.parameter("summary", SUMMARY, None),
-        flags.parameter("card", CARD, None),
-        flags.parameter("html", flags.HTML, None),
-        flags.parameter("plot", flags.PLOT, None),
-        flags.parameter("threads", flags.THREADS, None),
-        flags.parameter("revision", flags.FIRST_REVISION, None),
-        *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
-    ],
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -13,6 +13,8 @@ import typer
 from quantkit.errors import NOT_FOUND, require
 from quantkit.options import flag_of
 from quantkit.quantize.prepare import recipe
+
+Command = Callable[..., None]
 
 
 def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -97,7 +99,8 @@ FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job it
         "--help-all", "Show all options, advanced ones included.", is_eager=True, callback=_help_all
     ),
 }
-OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open checkpoints
+OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
+OPENING_SEVERAL = OPENING[1:]  # the same for several, of which only the first has a revision
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -134,11 +137,6 @@ def options(kind: type, values: dict[str, Any]) -> Any:
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in filled.items()})
 
 
-def fixed(names: Iterable[str] = OPENING) -> list[inspect.Parameter]:
-    """Return the flags of FIXED with these names."""
-    return [parameter(name, *FIXED[name]) for name in names]
-
-
 def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     """Return one argument or flag in the form that Typer reads from a signature."""
     if isinstance(default, tuple):
@@ -146,12 +144,21 @@ def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """Give `invoke(context, **values)` a signature from which Typer builds a command."""
-    parameters = [parameter("context", typer.Context), *parameters]
-    invoke.__signature__ = inspect.Signature(parameters)
-    invoke.__annotations__ = {row.name: row.annotation for row in parameters}
-    return invoke
+def command(*generated: inspect.Parameter, fixed: Iterable[str] = OPENING) -> Callable[[Command], Command]:
+    """Decorate the function of a command with flags that its signature lacks; `**values` gets their values.
+
+    `generated` come before the flags in the signature, those of FIXED with the names in `fixed` after them.
+    """
+
+    def decorate(function: Command) -> Command:
+        signature = inspect.signature(function, eval_str=True).parameters.values()
+        own = [row.replace(kind=row.KEYWORD_ONLY) for row in signature if row.kind is not row.VAR_KEYWORD]
+        parameters = [*generated, *own, *(parameter(name, *FIXED[name]) for name in fixed)]
+        function.__signature__ = inspect.Signature(parameters)
+        function.__annotations__ = {row.name: row.annotation for row in parameters}
+        return function
+
+    return decorate
 
 
 def check_text(text: Path | None) -> None:

@@ -20,34 +20,29 @@ PANELS = {
     "serving": ("ctx", "batch", "kv_dtype", "format"),
     "quantizing": ("samples", "seqlen", "threads"),
 }
-MODEL = Annotated[
-    str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")
-]
-PARAMS = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COUNT",
-        help="Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are active.",
-    ),
-]
-FIXED = ("revision", "offline", "as_json", "quiet")
 
 
-def _plan(context: typer.Context, model: str | None, params: str | None, **values: Any) -> None:
+@flags.command(
+    *(row for panel, names in PANELS.items() for row in flags.of(panel, Question, names)),
+    fixed=("revision", "offline", "as_json", "quiet"),
+)
+def command(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")
+    ] = None,
+    params: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT",
+            help="Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are "
+            "active.",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
     """Run `quantkit plan`."""
     from quantkit.capacity import forecast, show
 
     question = flags.options(Question, values)
     record = forecast.answer(model, params, question, values["revision"], values["offline"])
     streams.present(record, values["as_json"], lambda: show.show(record, values["quiet"]))
-
-
-command = flags.sign(
-    _plan,
-    [
-        flags.parameter("model", MODEL, None),
-        flags.parameter("params", PARAMS, None),
-        *(row for panel, names in PANELS.items() for row in flags.of(panel, Question, names)),
-        *flags.fixed(FIXED),
-    ],
-)

@@ -21,19 +21,6 @@ from quantkit.quantize.staging import may_replace
 from quantkit.text import sources
 
 REQUEST = ("revision", "offline", "trust_remote_code", "resume", "overwrite")
-MODEL = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)")
-]
-RECIPE = Annotated[
-    str,
-    typer.Argument(help="A shipped recipe or a YAML file.", autocompletion=flags.completion(recipe.shipped)),
-]
-SETTINGS = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as quant.bits=3. Repeatable."
-    ),
-]
 RUN_EPILOG = """Examples:
   quantkit run gptq-w4 ./model
   quantkit run recipe.yaml org/name --set quant.bits=3 --set quant.sym=false
@@ -50,39 +37,55 @@ def epilog(method: str) -> str:
 
 def command(method: str) -> Callable[..., None]:
     """Return the function that runs `quantkit METHOD`."""
+    rows = [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
+    unused = methods.load(method).unused
 
-    def invoke(context: typer.Context, **values: Any) -> None:
+    @flags.command(*(row for row in rows if row.name not in unused), fixed=flags.FIXED)
+    def invoke(
+        context: typer.Context,
+        model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
+        **values: Any,
+    ) -> None:
         named = values["recipe_name"]
         base = recipe.load(named, method) if named else recipe.Recipe(method)
-        _quantize(base, (), context, values)
+        _quantize(base, (), context, values | {"model": model})
 
-    parameters = [
-        flags.parameter(
-            "model", Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-        )
-    ]
-    parameters += [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
-    unused = methods.load(method).unused
-    parameters = [row for row in parameters if row.name not in unused]
-    return flags.sign(invoke, [*parameters, *flags.fixed(flags.FIXED)])
+    return invoke
 
 
 def run_command() -> Callable[..., None]:
     """Return the function that runs `quantkit run`, with the flags that all methods share."""
+    rows = [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
 
-    def invoke(context: typer.Context, **values: Any) -> None:
+    @flags.command(*rows, fixed=[name for name in flags.FIXED if name != "recipe_name"])
+    def invoke(
+        context: typer.Context,
+        recipe_name: Annotated[
+            str,
+            typer.Argument(
+                metavar="recipe",
+                help="A shipped recipe or a YAML file.",
+                autocompletion=flags.completion(recipe.shipped),
+            ),
+        ],
+        model: Annotated[
+            str | None,
+            typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)"),
+        ] = None,
+        settings: Annotated[
+            list[str],
+            typer.Option(
+                "--set",
+                metavar="KEY=VALUE",
+                help="Set a key of the recipe, such as quant.bits=3. Repeatable.",
+            ),
+        ] = (),
+        **values: Any,
+    ) -> None:
         """Run a job from a recipe."""
-        base = recipe.load(values["recipe"])
-        _quantize(base, values["settings"], context, values)
+        _quantize(recipe.load(recipe_name), settings, context, values | {"model": model})
 
-    parameters = [
-        flags.parameter("recipe", RECIPE),
-        flags.parameter("model", MODEL, None),
-        flags.parameter("settings", SETTINGS, []),
-    ]
-    parameters += [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
-    fixed = flags.fixed(name for name in flags.FIXED if name != "recipe_name")
-    return flags.sign(invoke, [*parameters, *fixed])
+    return invoke
 
 
 def _check_early(request: Request, values: dict[str, Any]) -> None:
