@@ -31,7 +31,7 @@ RUN = (
     *flags.of("budget", AutoOptions),
     *flags.of("calibration", CalibrationOptions),
     *flags.of("run", RunOptions, RUN),
-    fixed=("dry_run", "resume", "overwrite", *flags.OPENING),
+    shared=("dry_run", "resume", "overwrite", *flags.OPENING),
 )
 def command(
     context: typer.Context,

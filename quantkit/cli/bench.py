@@ -45,11 +45,7 @@ MODELS = Annotated[
     ),
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-FILES = [
-    flags.parameter("html", flags.HTML, None),
-    flags.parameter("plot", flags.PLOT, None),
-    flags.parameter("revision", flags.FIRST_REVISION, None),
-]
+FIRST_REVISION = flags.parameter("revision", flags.FIRST_REVISION, None)
 
 
 def _command(
@@ -60,7 +56,7 @@ def _command(
     panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
     rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
 
-    @flags.command(argument, *rows, *FILES, fixed=flags.OPENING_SEVERAL)
+    @flags.command(argument, *rows, FIRST_REVISION, shared=("html", "plot", *flags.OPENING_SEVERAL))
     def invoke(**values: Any) -> None:
         from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.files import Outputs

@@ -44,7 +44,7 @@ def _described() -> list[Parameter]:
     return rows
 
 
-@flags.command(*_described(), fixed=FIXED)
+@flags.command(*_described(), shared=FIXED)
 def command(
     context: typer.Context,
     teacher: Annotated[

@@ -29,7 +29,7 @@ FLAGS = [row for row in flags.of("options", EvalSettings) if row.name not in GAT
 FLAGS += flags.of("gates (exit code 7 when one fails)", EvalSettings, GATES)
 
 
-@flags.command(*FLAGS, fixed=flags.OPENING_SEVERAL)
+@flags.command(*FLAGS, shared=("html", "plot", "threads", *flags.OPENING_SEVERAL))
 def command(
     models: flags.MODELS,
     summary: Annotated[
@@ -46,9 +46,6 @@ def command(
             help="Write the results of this model, a folder or a GGUF file, into its card.",
         ),
     ] = None,
-    html: flags.HTML = None,
-    plot: flags.PLOT = None,
-    threads: flags.THREADS = None,
     revision: flags.FIRST_REVISION = None,
     **values: Any,
 ) -> None:
@@ -58,7 +55,7 @@ def command(
 
     asked, (as_json, quiet) = flags.options(EvalSettings, values), (values["as_json"], values["quiet"])
     asked.check()
-    outputs = Outputs(html, plot, summary)
+    outputs = Outputs(values["html"], values["plot"], summary)
     outputs.check()
     from quantkit.cli.progress import listener, uncollected
 

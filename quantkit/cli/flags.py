@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
 from quantkit.errors import NOT_FOUND, require
-from quantkit.options import flag_of
+from quantkit.options import flag_of, option
 from quantkit.quantize.prepare import recipe
 
 Command = Callable[..., None]
@@ -33,74 +34,47 @@ def _help_all(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-def _switch(flag: str, help: str, **settings: Any) -> tuple[Any, bool]:
-    """Return the annotation and the default of a flag that takes no value."""
-    return Annotated[bool, typer.Option(flag, help=help, **settings)], False
-
-
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Output folder or GGUF file. (default: NAME-METHOD-… in the current folder)"
-    ),
-]
-REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-OFFLINE = Annotated[bool, typer.Option("--offline", help="Use only the local hub cache; never the network.")]
-TRUST_REMOTE_CODE = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")
-]
 MODELS = Annotated[list[str], typer.Argument(help="Checkpoints; the others are compared with the first.")]
-DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto takes cuda if available.")]
-THREADS = Annotated[int | None, typer.Option(help="CPU threads. (default: all cores)")]
 FIRST_REVISION = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
 ]
-HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as an HTML page.")]
-PLOT = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Write the plots as .svg or .png; each plot after the first gets a suffix."
-    ),
-]
-RECIPE = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe",
-        help="Take options from a shipped recipe or a YAML file.",
-        autocompletion=completion(recipe.shipped),
-    ),
-]
-EVAL_TEXT = Annotated[
-    Path | None,
-    typer.Option(
-        "--eval", metavar="TEXT", help="Evaluate the original and the result on this text after the job."
-    ),
-]
-PUSH = Annotated[
-    str | None,
-    typer.Option(metavar="ORG/NAME", help="Upload the result to this repository of the hub."),
-]
-AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only warnings and errors.")]
-FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
-    "output": (OUTPUT, None),
-    "recipe_name": (RECIPE, None),
-    "dry_run": _switch("--dry-run", "Print the plan and stop. Nothing is loaded or written."),
-    "resume": _switch("--resume", "Continue an interrupted run of the same job."),
-    "overwrite": _switch("--overwrite", "Replace an existing output or staged job."),
-    "eval_text": (EVAL_TEXT, None),
-    "push": (PUSH, None),
-    "revision": (REVISION, None),
-    "offline": (OFFLINE, False),
-    "trust_remote_code": (TRUST_REMOTE_CODE, False),
-    "as_json": (AS_JSON, False),
-    "quiet": (QUIET, False),
-    "help_all": _switch(
-        "--help-all", "Show all options, advanced ones included.", is_eager=True, callback=_help_all
-    ),
-}
 OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
 OPENING_SEVERAL = OPENING[1:]  # the same for several, of which only the first has a revision
+JOB = ("output", "recipe_name", "dry_run", "resume", "overwrite", "eval_text", "push", *OPENING, "help_all")
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Flags that commands share besides their own options."""
+
+    html: Path | None = option(None, "Write the result as an HTML page.", metavar="FILE")
+    plot: Path | None = option(
+        None, "Write the plots as .svg or .png; each plot after the first gets a suffix.", metavar="FILE"
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
+    threads: int | None = option(None, "CPU threads. (default: all cores)")
+    output: Path | None = option(
+        None, "Output folder or GGUF file. (default: NAME-METHOD-… in the current folder)", short="-o"
+    )
+    recipe_name: str | None = option(
+        None, "Take options from a shipped recipe or a YAML file.", flag="--recipe", names=recipe.shipped()
+    )
+    dry_run: bool = option(False, "Print the plan and stop. Nothing is loaded or written.")
+    resume: bool = option(False, "Continue an interrupted run of the same job.")
+    overwrite: bool = option(False, "Replace an existing output or staged job.")
+    eval_text: Path | None = option(
+        None,
+        "Evaluate the original and the result on this text after the job.",
+        flag="--eval",
+        metavar="TEXT",
+    )
+    push: str | None = option(None, "Upload the result to this repository of the hub.", metavar="ORG/NAME")
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.")
+    offline: bool = option(False, "Use only the local hub cache; never the network.")
+    trust_remote_code: bool = option(False, "Run Python code from the model's repository.")
+    as_json: bool = option(False, "Print the result as JSON.", flag="--json")
+    quiet: bool = option(False, "Print no progress, only warnings and errors.", short="-q")
+    help_all: bool = option(False, "Show all options, advanced ones included.")
 
 
 def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -125,6 +99,8 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
             autocompletion=completion(lambda offered=offered: offered) if offered else None,
             parser=parser,
             metavar=field.metadata.get("metavar") or ("TOKENS" if parser else "CHOICE" if named else None),
+            callback=_help_all if field.name == "help_all" else None,
+            is_eager=field.name == "help_all",
         )
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(parameter(field.name, Annotated[kind, described], default))
@@ -144,16 +120,16 @@ def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def command(*generated: inspect.Parameter, fixed: Iterable[str] = OPENING) -> Callable[[Command], Command]:
+def command(*generated: inspect.Parameter, shared: Collection[str] = OPENING) -> Callable[[Command], Command]:
     """Decorate the function of a command with flags that its signature lacks; `**values` gets their values.
 
-    `generated` come before the flags in the signature, those of FIXED with the names in `fixed` after them.
+    `generated` come before the flags in the signature, those of Shared with the names in `shared` after them.
     """
 
     def decorate(function: Command) -> Command:
         signature = inspect.signature(function, eval_str=True).parameters.values()
         own = [row.replace(kind=row.KEYWORD_ONLY) for row in signature if row.kind is not row.VAR_KEYWORD]
-        parameters = [*generated, *own, *(parameter(name, *FIXED[name]) for name in fixed)]
+        parameters = [*generated, *own, *of("options", Shared, shared)]
         function.__signature__ = inspect.Signature(parameters)
         function.__annotations__ = {row.name: row.annotation for row in parameters}
         return function

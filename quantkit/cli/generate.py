@@ -19,15 +19,15 @@ EPILOG = """Examples:
 OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
 
 
-@flags.command(*flags.of("options", GenerateSettings, OPTIONS), fixed=flags.OPENING_SEVERAL)
+@flags.command(
+    *flags.of("options", GenerateSettings, OPTIONS), shared=("device", "threads", *flags.OPENING_SEVERAL)
+)
 def command(
     models: flags.MODELS,
     dtype: Annotated[
         Dtype,
         typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
     ] = "auto",
-    device: flags.DEVICE = "auto",
-    threads: flags.THREADS = None,
     revision: flags.FIRST_REVISION = None,
     **values: Any,
 ) -> None:
@@ -53,8 +53,8 @@ def command(
             open_checkpoint(model, revision if position == 0 else None, *opened)
             for position, model in enumerate(models)
         ]
-        chosen = choose_device(device)
-        precision = generate.shared_dtype(dtype, checkpoints[0], chosen)
+        device = choose_device(values["device"])
+        precision = generate.shared_dtype(dtype, checkpoints[0], device)
         comparable = generate.comparable(checkpoints)
         for warning in generate.warnings(checkpoints, comparable, settings):
             progress.warn(warning)
@@ -63,9 +63,9 @@ def command(
             first = made[0] if made else None
             stream = continuations.stream(settings) if live else None
             made.append(
-                generate.continue_prompt(checkpoint, settings, precision, chosen, first, same, stream)
+                generate.continue_prompt(checkpoint, settings, precision, device, first, same, stream)
             )
-    record = generate.record(settings, precision, chosen, made)
+    record = generate.record(settings, precision, device, made)
     streams.present(record, as_json, lambda: continuations.show(settings, made, live))
     if not as_json and not quiet:
-        continuations.show_speed(made, precision, chosen)
+        continuations.show_speed(made, precision, device)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, running, streams
+from quantkit.cli import flags, streams
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.tables import print_written
 
@@ -21,7 +21,7 @@ FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options 
 @flags.command(
     *flags.of("calibration", CalibrationOptions),
     *flags.of("run", RunOptions, FORWARD),
-    fixed=("dry_run", "overwrite", *flags.OPENING),
+    shared=("dry_run", "overwrite", *flags.OPENING),
 )
 def command(
     context: typer.Context,
@@ -46,9 +46,7 @@ def command(
         asked |= {"calibration": flags.options(CalibrationOptions, typed)}
         request = flags.options(job.Request, values | asked | {"run": flags.options(RunOptions, typed)})
         prepared = imatrix_job.prepare(request, progress)
-        with running.done_already(prepared.output, "give it to --imatrix"):
-            record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
-            progress.close()
-            streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
-            if not values["dry_run"]:
-                print_written([prepared.output], values["as_json"], values["quiet"])
+        record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
+    streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
+    if not values["dry_run"]:
+        print_written([prepared.output], values["as_json"], values["quiet"])

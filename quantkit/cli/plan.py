@@ -24,7 +24,7 @@ PANELS = {
 
 @flags.command(
     *(row for panel, names in PANELS.items() for row in flags.of(panel, Question, names)),
-    fixed=("revision", "offline", "as_json", "quiet"),
+    shared=("revision", "offline", "as_json", "quiet"),
 )
 def command(
     model: Annotated[

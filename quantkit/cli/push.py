@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ EPILOG = """Examples:
 The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN."""
 
 
+@flags.command(shared=("as_json", "quiet"))
 def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file that quantkit wrote.")],
     repo: Annotated[str, typer.Argument(help="Repository of the hub, ORG/NAME. It is created if need be.")],
@@ -22,15 +23,14 @@ def command(
         bool, typer.Option("--private", help="Create a private repository; refuse one that is public.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
+    **values: Any,
 ) -> None:
     """Run `quantkit push`."""
     from quantkit.cli.progress import listener, uncollected
 
-    with listener(quiet) as progress:
+    with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import publish
         progress.phase(f"verifying {path}, then sending it to {repo}")
         record = publish.push(path, repo, private, revision, progress.counting)
-    streams.present(record, as_json, lambda: print(f"published  {record['url']}"))
+    streams.present(record, values["as_json"], lambda: print(f"published  {record['url']}"))

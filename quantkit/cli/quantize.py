@@ -40,7 +40,7 @@ def command(method: str) -> Callable[..., None]:
     rows = [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
     unused = methods.load(method).unused
 
-    @flags.command(*(row for row in rows if row.name not in unused), fixed=flags.FIXED)
+    @flags.command(*(row for row in rows if row.name not in unused), shared=flags.JOB)
     def invoke(
         context: typer.Context,
         model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
@@ -57,7 +57,7 @@ def run_command() -> Callable[..., None]:
     """Return the function that runs `quantkit run`, with the flags that all methods share."""
     rows = [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
 
-    @flags.command(*rows, fixed=[name for name in flags.FIXED if name != "recipe_name"])
+    @flags.command(*rows, shared=[name for name in flags.JOB if name != "recipe_name"])
     def invoke(
         context: typer.Context,
         recipe_name: Annotated[

@@ -220,21 +220,6 @@ def resumable(
             raise QuantkitError(what, hint, codes[0]) from error
 
 
-@contextmanager
-def done_already(output: Path, hint: str) -> Iterator[None]:
-    """Turn an interrupt into an error that says the output is finished, if it appeared in the meantime."""
-    from quantkit.quantize.staging import may_replace
-
-    before = may_replace.identity(output)
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated) as error:
-        if may_replace.identity(output) in (None, before):
-            raise
-        code = TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
-        raise QuantkitError(f"{EXIT_CODES[code]}; {output} finished", hint, code) from error
-
-
 def _again() -> str:
     """Return the command as typed, with `--resume`."""
     typed = [argument for argument in sys.argv[1:] if argument != "--resume"]

@@ -18,7 +18,7 @@ EPILOG = """Examples:
   quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl"""
 
 
-@flags.command(*flags.of("options", SampleSettings))
+@flags.command(*flags.of("options", SampleSettings), shared=("device", "threads", *flags.OPENING))
 def command(
     model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
     output: Annotated[
@@ -28,8 +28,6 @@ def command(
     dtype: Annotated[
         Dtype, typer.Option(help="Precision. auto: the model's own if the hardware supports it.")
     ] = "auto",
-    device: flags.DEVICE = "auto",
-    threads: flags.THREADS = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     **values: Any,
 ) -> None:
@@ -48,12 +46,12 @@ def command(
         self_text.check_output(output, overwrite)
         opened = values["revision"], values["offline"], values["trust_remote_code"]
         checkpoint = open_checkpoint(model, *opened)
-        chosen = choose_device(device)
-        precision = generate.shared_dtype(dtype, checkpoint, chosen)
+        device = choose_device(values["device"])
+        precision = generate.shared_dtype(dtype, checkpoint, device)
         settings.check(checkpoint.source, checkpoint.context)
         progress.phase(f"loading {checkpoint.source}")
         listen = partial(progress.counting, "writing text")
-        record = self_text.write(checkpoint, settings, output, precision, chosen, listen)
+        record = self_text.write(checkpoint, settings, output, precision, device, listen)
     spare = f"{settings.samples:,} to calibrate on, {record['texts'] - settings.samples:,} spare"
     text = f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens ({spare})"
     streams.present(record, as_json, lambda: print(text))

@@ -27,7 +27,7 @@ AUDITED = {  # by verdict
 
 @flags.command(
     *flags.of("options", EvalSettings, ("engine", "python", "engine_option")),
-    fixed=("trust_remote_code", "as_json", "quiet"),
+    shared=("threads", "trust_remote_code", "as_json", "quiet"),
 )
 def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
@@ -57,7 +57,6 @@ def command(
         int | None,
         typer.Option(help="With --reproduce: seed that chooses the blocks. (default: a new one, printed)"),
     ] = None,
-    threads: flags.THREADS = None,
     **values: Any,
 ) -> None:
     """Run `quantkit verify`."""
