@@ -1,4 +1,14 @@
-"""`quantkit auto`: find the formats with the least loss within a budget."""
+"""Search the bits of every linear for the least loss within a size or a loss.
+
+Examples:
+  quantkit auto ./model --bpw 3.5
+  quantkit auto ./model --max-size 4GB --engine llama.cpp
+  quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
+  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, used for any budget)
+  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
+
+Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +23,6 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.staging import may_replace
 from quantkit.tables import print_written
 
-EPILOG = """Examples:
-  quantkit auto ./model --bpw 3.5
-  quantkit auto ./model --max-size 4GB --engine llama.cpp
-  quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
-  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, used for any budget)
-  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
-
-Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text."""
 RUN = (
     "exclude", "experts", "allow_unread", "dtype", "device", "batch_size", "sequential", "states", "threads",
     "max_shard_gb",
@@ -42,7 +44,6 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit auto`."""
     typed, dry_run = flags.typed(context, values), values["dry_run"]
     shared = {
         f"{section}.{name}": typed[name]
@@ -68,7 +69,7 @@ def command(
             if note := cost.note(prepared):
                 progress.warn(note)
         else:
-            with running.resumable([prepared.folder], lambda: run.kept(prepared)):
+            with running.resumable(folder=prepared.folder, kept=lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)
     streams.present(record, values["as_json"], lambda: show.print_record(record))
     if not dry_run:

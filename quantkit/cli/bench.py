@@ -1,4 +1,12 @@
-"""`quantkit bench`: the cost of running checkpoints, and its subcommands attention and batching."""
+"""Measure tokens per second, latency and memory of checkpoints, by engine.
+
+Examples:
+  quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
+  quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
+  quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
+  quantkit bench ./model --batch 1,2,4,8,16,32 --plot batches.svg
+  quantkit bench ./model.gguf --engine llama.cpp,transformers --json
+"""
 
 from __future__ import annotations
 
@@ -18,13 +26,7 @@ from quantkit.serving.bench.settings import (
     CommonSettings,
 )
 
-EPILOG = """Examples:
-  quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
-  quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
-  quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
-  quantkit bench ./model --batch 1,2,4,8,16,32 --plot batches.svg
-  quantkit bench ./model.gguf --engine llama.cpp,transformers --json"""
-EPILOGS = {
+EXAMPLES = {
     "attention": """Examples:
   quantkit bench attention ./model
   quantkit bench attention ./model --implementations eager,sdpa --prompt-tokens 256,1024,4096""",
@@ -52,11 +54,13 @@ def _command(
     measure: Callable[..., tuple[dict, Any]], kind: type[CommonSettings], argument: Parameter
 ) -> Callable[..., None]:
     """Return the function that runs a command. measure: returns result and report. kind: its settings."""
-    fields = kind.__dataclass_fields__.keys()
-    panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
-    rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
 
-    @flags.command(argument, *rows, FIRST_REVISION, shared=("html", "plot", *flags.OPENING_SEVERAL))
+    @flags.command(
+        argument,
+        *flags.by_panel(PANELS, kind),
+        FIRST_REVISION,
+        shared=("html", "plot", *flags.OPENING_SEVERAL),
+    )
     def invoke(**values: Any) -> None:
         from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.files import Outputs

@@ -1,4 +1,10 @@
-"""`quantkit convert`: the same integers in the layout of another client."""
+"""Store the same integers in another layout, without any change of a weight.
+
+Examples:
+  quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
+  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx
+  quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,6 @@ from rich.console import Console
 from quantkit.cli import flags, streams
 from quantkit.errors import count
 from quantkit.tables import megabytes, print_facts
-
-EPILOG = """Examples:
-  quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
-  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx
-  quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)"""
 
 
 @flags.command(shared=("as_json", "quiet"))
@@ -35,7 +36,6 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
     **values: Any,
 ) -> None:
-    """Run `quantkit convert`."""
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:

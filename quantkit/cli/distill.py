@@ -1,8 +1,18 @@
-"""`quantkit distill`: train a compressed student on its teacher."""
+"""Train scales and norms of a compressed model to predict what the original does.
+
+Examples:
+  quantkit distill ./model ./model-gptq-w3g128     (writes ./model-gptq-w3g128-distilled)
+  quantkit distill ./model ./model-gptq-w3g128 --dry-run
+  quantkit distill ./model model-Q3_K_M.gguf -o better.gguf --eval test.txt
+  quantkit distill ./model ./model-nf4 --calibration mine.txt --samples 512 --seqlen 1024
+  quantkit distill ./model ./model-gptq-w2g128 --epochs 0     (block by block alone: constant memory)
+
+Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
+the exit code is 0 nevertheless.
+"""
 
 from __future__ import annotations
 
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,15 +22,6 @@ from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.options import CalibrationOptions, RunOptions
 
-EPILOG = """Examples:
-  quantkit distill ./model ./model-gptq-w3g128     (writes ./model-gptq-w3g128-distilled)
-  quantkit distill ./model ./model-gptq-w3g128 --dry-run
-  quantkit distill ./model model-Q3_K_M.gguf -o better.gguf --eval test.txt
-  quantkit distill ./model ./model-nf4 --calibration mine.txt --samples 512 --seqlen 1024
-  quantkit distill ./model ./model-gptq-w2g128 --epochs 0     (block by block alone: constant memory)
-
-Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
-the exit code is 0 nevertheless."""
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
     "calibration": "Training text, an eighth of which is held out: a .txt, .jsonl or .parquet file, or a hub "
@@ -28,23 +29,14 @@ HELP = {  # help that differs from that of other jobs
     "batch_size": "Sequences per step. (default: about 512 tokens)",
     "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
 }
-FIXED = ("dry_run", "resume", "overwrite", "eval_text", *flags.OPENING)
 
 
-def _described() -> list[Parameter]:
-    """Return the parameters of the options, with the help of this command."""
-    rows = [
-        *flags.of("training", DistillOptions),
-        *flags.of("calibration", CalibrationOptions),
-        *flags.of("run", RunOptions, FORWARD),
-    ]
-    for row in rows:
-        described = row.annotation.__metadata__[0]
-        described.help = HELP.get(row.name, described.help)
-    return rows
-
-
-@flags.command(*_described(), shared=FIXED)
+@flags.command(
+    *flags.of("training", DistillOptions),
+    *flags.of("calibration", CalibrationOptions, helps=HELP),
+    *flags.of("run", RunOptions, FORWARD, HELP),
+    shared=("dry_run", "resume", "overwrite", "eval_text", *flags.OPENING),
+)
 def command(
     context: typer.Context,
     teacher: Annotated[
@@ -67,7 +59,6 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit distill`."""
     flags.check_text(values["eval_text"])
     options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
     options.check()
@@ -88,11 +79,6 @@ def command(
         prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
-            staging = prepared.staging
-
-            def made() -> list[Path]:
-                return [staging.output] if staging.finished() else []
-
-            with running.resumable([staging.folder], lambda: "the training so far is", made):
+            with running.resumable([prepared.staging], kept=lambda: "the training so far is"):
                 record = prepared.run(progress)
     streams.present(record, values["as_json"], lambda: distill_report.print_record(record))

@@ -1,4 +1,9 @@
-"""`quantkit doctor`: examine this machine and installation."""
+"""List versions, devices, memory, disk and optional packages of this machine.
+
+Examples:
+  quantkit doctor
+  quantkit doctor --json     (to attach to a bug report)
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,12 @@ import typer
 from quantkit.cli import flags
 from quantkit.errors import QuantkitError, name_all
 
-EPILOG = """Examples:
-  quantkit doctor
-  quantkit doctor --json     (to attach to a bug report)"""
-
 
 @flags.command(shared=("as_json",))
 def command(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
     **values: Any,
 ) -> None:
-    """Run `quantkit doctor`."""
     from quantkit.inspection import doctor
 
     findings = doctor.examine()

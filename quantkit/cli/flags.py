@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from quantkit.cli import running
 from quantkit.errors import NOT_FOUND, require
 from quantkit.options import flag_of, option
 from quantkit.quantize.prepare import recipe
@@ -77,18 +79,26 @@ class Shared:
     help_all: bool = option(False, "Show all options, advanced ones included.")
 
 
-def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Return a flag for every option of a dataclass, or for those in `only`. section: panel in the help."""
+def of(
+    section: str,
+    options: type,
+    only: Collection[str] | None = None,
+    helps: Mapping[str, str] | None = None,
+) -> list[inspect.Parameter]:
+    """Return a flag for every option of a dataclass, or for those in `only`.
+
+    section: panel in the help. helps: help that differs from that of the dataclass, by name.
+    """
     hints, parameters = get_type_hints(options), []
     fields = {field.name: field for field in dataclasses.fields(options) if field.metadata}
-    for field in [fields[name] for name in only] if only else fields.values():
+    for field in fields.values() if only is None else [fields[name] for name in only]:
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         short = field.metadata["short"]
         name = field.metadata.get("flag") or flag_of(field.name)
         no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
         names = [name] if short or not no or field.metadata.get("flag") else []
         names += [short] if short else []
-        offered, help = field.metadata["names"], field.metadata["help"]
+        offered, help = field.metadata["names"], (helps or {}).get(field.name, field.metadata["help"])
         parser = field.metadata.get("parser")
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types shorten names
@@ -107,6 +117,13 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
     return parameters
 
 
+def by_panel(panels: Mapping[str, Collection[str]], options: type) -> list[inspect.Parameter]:
+    """Return the flags of a dataclass in panels of the help: {panel: names, also of absent options}."""
+    names = {field.name for field in dataclasses.fields(options)}
+    shown = {panel: [name for name in listed if name in names] for panel, listed in panels.items()}
+    return [row for panel, listed in shown.items() for row in of(panel, options, listed)]
+
+
 def options(kind: type, values: dict[str, Any]) -> Any:
     """Return an instance of the dataclass `kind`, filled with the values of a command's flags."""
     filled = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
@@ -121,7 +138,8 @@ def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty
 
 
 def command(*generated: inspect.Parameter, shared: Collection[str] = OPENING) -> Callable[[Command], Command]:
-    """Decorate the function of a command with flags that its signature lacks; `**values` gets their values.
+    """Decorate the function of a command with `--verbose` and flags that its signature lacks; `**values` gets
+    their values.
 
     `generated` come before the flags in the signature, those of Shared with the names in `shared` after them.
     """
@@ -129,10 +147,16 @@ def command(*generated: inspect.Parameter, shared: Collection[str] = OPENING) ->
     def decorate(function: Command) -> Command:
         signature = inspect.signature(function, eval_str=True).parameters.values()
         own = [row.replace(kind=row.KEYWORD_ONLY) for row in signature if row.kind is not row.VAR_KEYWORD]
-        parameters = [*generated, *own, *of("options", Shared, shared)]
-        function.__signature__ = inspect.Signature(parameters)
-        function.__annotations__ = {row.name: row.annotation for row in parameters}
-        return function
+        verbose = parameter("verbose", running.VERBOSE, False)
+        parameters = [*generated, *own, *of("options", Shared, shared), verbose]
+
+        @functools.wraps(function)
+        def invoke(verbose: bool, **values: Any) -> None:
+            function(**{name: running.decoded(value) for name, value in values.items()})
+
+        invoke.__signature__ = inspect.Signature(parameters)
+        invoke.__annotations__ = {row.name: row.annotation for row in parameters}
+        return invoke
 
     return decorate
 

@@ -1,4 +1,11 @@
-"""`quantkit generate`: continue one prompt with several checkpoints."""
+"""Continue a prompt with one or several models, side by side.
+
+Examples:
+  quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
+  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
+  quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
+  echo "The sea" | quantkit generate ./model -p - --json
+"""
 
 from __future__ import annotations
 
@@ -11,11 +18,6 @@ import typer
 from quantkit.cli import flags, streams
 from quantkit.evaluation.settings import Dtype, GenerateSettings
 
-EPILOG = """Examples:
-  quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
-  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
-  quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
-  echo "The sea" | quantkit generate ./model -p - --json"""
 OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
 
 
@@ -31,7 +33,6 @@ def command(
     revision: flags.FIRST_REVISION = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit generate`."""
     from quantkit.cli.progress import listener, uncollected
 
     settings = flags.options(GenerateSettings, values)

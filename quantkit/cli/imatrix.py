@@ -1,4 +1,10 @@
-"""`quantkit imatrix`: write an importance matrix for llama-quantize and for quantkit."""
+"""Write an importance matrix for llama-quantize.
+
+Examples:
+  quantkit imatrix ./model
+  quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
+  llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M
+"""
 
 from __future__ import annotations
 
@@ -11,10 +17,6 @@ from quantkit.cli import flags, streams
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.tables import print_written
 
-EPILOG = """Examples:
-  quantkit imatrix ./model
-  quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
-  llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
 FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options that a forward pass uses
 
 
@@ -32,7 +34,6 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit imatrix`."""
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:

@@ -1,4 +1,11 @@
-"""`quantkit inspect`: describe a checkpoint, or compare two."""
+"""Show what a checkpoint contains and which clients load it.
+
+Examples:
+  quantkit inspect ./model-gptq-w4g128
+  quantkit inspect org/name                   (a hub id: its headers only)
+  quantkit inspect ./model.gguf --deep        (reads every value, too)
+  quantkit inspect ./model ./model-gptq-w4g128     (largest differences)
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,6 @@ import typer
 
 from quantkit.cli import flags, streams
 from quantkit.errors import refuse_problems
-
-EPILOG = """Examples:
-  quantkit inspect ./model-gptq-w4g128
-  quantkit inspect org/name                   (a hub id: its headers only)
-  quantkit inspect ./model.gguf --deep        (reads every value, too)
-  quantkit inspect ./model ./model-gptq-w4g128     (largest differences)"""
 
 
 @flags.command(shared=("threads", *flags.OPENING_SEVERAL))
@@ -30,7 +31,6 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the first hub id.")] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit inspect`."""
     from quantkit.cli.progress import listener
     from quantkit.inspection import look, show
 

@@ -1,4 +1,12 @@
-"""`quantkit plan`: whether a model fits a device, its speed there, and the needs of quantization jobs."""
+"""Estimate memory, speed and job times from headers, before anything is loaded.
+
+Examples:
+  quantkit plan ./model --gpu rtx-3090
+  quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     (headers only are fetched)
+  quantkit plan --params 70B --vram 48 --bandwidth 960
+  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
+  quantkit plan ./model --gpu h100-80g --format gptq --json
+"""
 
 from __future__ import annotations
 
@@ -9,12 +17,6 @@ import typer
 from quantkit.capacity.question import Question
 from quantkit.cli import flags, streams
 
-EPILOG = """Examples:
-  quantkit plan ./model --gpu rtx-3090
-  quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     (headers only are fetched)
-  quantkit plan --params 70B --vram 48 --bandwidth 960
-  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
-  quantkit plan ./model --gpu h100-80g --format gptq --json"""
 PANELS = {
     "device": ("gpu", "gpus", "vram", "bandwidth", "tflops"),
     "serving": ("ctx", "batch", "kv_dtype", "format"),
@@ -23,7 +25,7 @@ PANELS = {
 
 
 @flags.command(
-    *(row for panel, names in PANELS.items() for row in flags.of(panel, Question, names)),
+    *flags.by_panel(PANELS, Question),
     shared=("revision", "offline", "as_json", "quiet"),
 )
 def command(
@@ -40,7 +42,6 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit plan`."""
     from quantkit.capacity import forecast, show
 
     question = flags.options(Question, values)

@@ -39,7 +39,7 @@ class Quiet(Progress):
         self._step = f"step {number} of {total}: "
 
     def start(self, blocks: int, done: int) -> None:
-        self._time_from(0, blocks)
+        self._time_from(done, blocks)
 
     def block(self, index: int, replayed: bool) -> None:
         if replayed:
@@ -57,7 +57,7 @@ class Quiet(Progress):
 
     def _left(self, done: int) -> str:
         """Return the estimated time left, from the steps since `_time_from`."""
-        if done == self._first:
+        if done <= self._first:
             return "--:--"
         each = (time.monotonic() - self._began) / (done - self._first)
         return clock(each * (self._total - done))

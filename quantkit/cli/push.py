@@ -1,4 +1,11 @@
-"""`quantkit push`: upload a verified checkpoint to the hub."""
+"""Verify a checkpoint and upload it to the hub.
+
+Examples:
+  quantkit push ./model-gptq-w4g128 org/model-w4 --private
+  quantkit push ./model-Q4_K_M.gguf org/model-GGUF --revision trial
+
+The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +14,6 @@ from typing import Annotated, Any
 import typer
 
 from quantkit.cli import flags, streams
-
-EPILOG = """Examples:
-  quantkit push ./model-gptq-w4g128 org/model-w4 --private
-  quantkit push ./model-Q4_K_M.gguf org/model-GGUF --revision trial
-
-The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN."""
 
 
 @flags.command(shared=("as_json", "quiet"))
@@ -25,7 +26,6 @@ def command(
     revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit push`."""
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:

@@ -1,4 +1,10 @@
-"""`quantkit sample`: let a model generate calibration text."""
+"""Generate calibration text with the model itself; no dataset is needed.
+
+Examples:
+  quantkit sample ./model                                   (writes model-own.jsonl)
+  quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
+  quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl
+"""
 
 from __future__ import annotations
 
@@ -11,11 +17,6 @@ import typer
 from quantkit.cli import flags, streams
 from quantkit.evaluation.settings import Dtype, SampleSettings
 from quantkit.tables import print_written
-
-EPILOG = """Examples:
-  quantkit sample ./model                                   (writes model-own.jsonl)
-  quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
-  quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl"""
 
 
 @flags.command(*flags.of("options", SampleSettings), shared=("device", "threads", *flags.OPENING))
@@ -31,7 +32,6 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     **values: Any,
 ) -> None:
-    """Run `quantkit sample`."""
     from quantkit.cli.progress import listener, uncollected
 
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]

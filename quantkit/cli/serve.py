@@ -1,4 +1,13 @@
-"""`quantkit serve`: start an engine's own server for a checkpoint."""
+"""Start an OpenAI-compatible server with vLLM, llama.cpp, transformers or mlx-lm.
+
+Examples:
+  quantkit serve ./model                       (the engine follows from the layout and from what is here)
+  quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
+  quantkit serve ./model --print               (the engine's own command, and nothing is started)
+  quantkit serve ./model --check --port 0      (compare, start, ask for one completion, stop: for CI)
+  QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
+  quantkit serve ./model -- --log-level info   (what follows -- is the engine's)
+"""
 
 from __future__ import annotations
 
@@ -10,14 +19,6 @@ import typer
 
 from quantkit.cli import flags
 from quantkit.serving.server.settings import ServeSettings
-
-EPILOG = """Examples:
-  quantkit serve ./model                       (the engine follows from the layout and from what is here)
-  quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
-  quantkit serve ./model --print               (the engine's own command, and nothing is started)
-  quantkit serve ./model --check --port 0      (compare, start, ask for one completion, stop: for CI)
-  QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
-  quantkit serve ./model -- --log-level info   (what follows -- is the engine's)"""
 
 
 @flags.command(*flags.of("options", ServeSettings))
@@ -49,7 +50,6 @@ def command(
     ] = False,
     **values: Any,
 ) -> None:
-    """Run `quantkit serve`."""
     from quantkit.cli.progress import listener
     from quantkit.cli.running import stopping
 

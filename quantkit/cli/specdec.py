@@ -1,4 +1,11 @@
-"""`quantkit specdec`: measure whether drafts make a target model faster."""
+"""Measure whether speculative decoding pays, and with which draft model.
+
+Examples:
+  quantkit specdec ./model ./model-nf4
+  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
+  quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
+  quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)
+"""
 
 from __future__ import annotations
 
@@ -9,12 +16,6 @@ import typer
 
 from quantkit.cli import flags, streams
 from quantkit.serving.specdec.settings import SpecdecSettings
-
-EPILOG = """Examples:
-  quantkit specdec ./model ./model-nf4
-  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
-  quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
-  quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
 
 
 @flags.command(*flags.of("options", SpecdecSettings))
@@ -32,7 +33,6 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit specdec`."""
     from quantkit.cli.progress import listener, uncollected
     from quantkit.errors import USAGE, require
 

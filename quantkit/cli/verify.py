@@ -1,4 +1,12 @@
-"""`quantkit verify`: check files, values and errors of a checkpoint against its manifest."""
+"""Check a checkpoint for damage, and measure the error of every linear again.
+
+Examples:
+  quantkit verify ./model-gptq-w4g128                     (files, values, codes)
+  quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
+  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes)
+  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
+  quantkit verify ./model-Q4_K_M.gguf --json
+"""
 
 from __future__ import annotations
 
@@ -12,12 +20,6 @@ from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, count, name_all, require
 from quantkit.evaluation.settings import EvalSettings
 
-EPILOG = """Examples:
-  quantkit verify ./model-gptq-w4g128                     (files, values, codes)
-  quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
-  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes)
-  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
-  quantkit verify ./model-Q4_K_M.gguf --json"""
 SOUND = "No damage found. Checksums detect corruption, not tampering."
 AUDITED = {  # by verdict
     "identical": "No damage found. The blocks solved again are identical.",
@@ -59,7 +61,6 @@ def command(
     ] = None,
     **values: Any,
 ) -> None:
-    """Run `quantkit verify`."""
     from quantkit.cli.progress import listener, uncollected
 
     asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
