@@ -10,15 +10,15 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.serving.bench.settings import (
     AttentionSettings,
     BatchingSettings,
@@ -48,12 +48,13 @@ MODELS = Annotated[
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
 FIRST_REVISION = flags.parameter("revision", flags.FIRST_REVISION, None)
+Measured = tuple[dict, Any, Callable[[], None]]  # result, report, and a function that refuses a bad result
 
 
 def _command(
-    measure: Callable[..., tuple[dict, Any]], kind: type[CommonSettings], argument: Parameter
+    measure: Callable[..., Measured], kind: type[CommonSettings], argument: Parameter
 ) -> Callable[..., None]:
-    """Return the function that runs a command. measure: returns result and report. kind: its settings."""
+    """Return the function that runs a command. measure: runs the benchmark. kind: its settings."""
 
     @flags.command(
         argument,
@@ -70,33 +71,26 @@ def _command(
         outputs = Outputs(values["html"], values["plot"])
         outputs.check()
         with listener(values["quiet"]) as progress:
-            result, report = measure(settings, values, progress)
-        if not values["as_json"]:
-            report.show()
-        if kind is BenchSettings:
-            from quantkit.serving.bench import measure as of_models
-
-            of_models.refuse_empty(result)  # with --json the record goes with the error
-        if values["as_json"]:
-            print(json.dumps(result, indent=2, allow_nan=False))
+            result, report, refuse = measure(settings, values, progress)
+        streams.present(result, values["as_json"], report.show, refuse, allow_nan=False)
         outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
 
     return invoke
 
 
-def _models(settings: BenchSettings, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure several checkpoints; return result and report."""
+def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
+    """Measure several checkpoints."""
     from quantkit.serving.bench import measure, record, show
 
     evaluated = record.read_quality(settings.quality)
     rows = measure.rows(values["models"], settings, values["revision"], values["offline"])
     measure.measure(rows, settings, progress)
     result = record.record(rows, settings, evaluated)
-    return result, show.report(result, values["quiet"])
+    return result, show.report(result, values["quiet"]), partial(measure.refuse_empty, result)
 
 
-def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure attention implementations or batching strategies of one model; return result and report."""
+def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> Measured:
+    """Measure attention implementations or batching strategies of one model."""
     from quantkit.cli.progress import uncollected
 
     with uncollected():
@@ -117,7 +111,7 @@ def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress:
     device = choose_device(settings.device)
     dtype = shared_dtype(settings.dtype, checkpoint, device)
     result = measure.measure(checkpoint, settings, dtype, device, progress)
-    return result, show.report(result)
+    return result, show.report(result), lambda: None
 
 
 command = _command(_models, BenchSettings, flags.parameter("models", MODELS))

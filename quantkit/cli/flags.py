@@ -1,4 +1,4 @@
-"""Command-line flags: made from dataclasses of options, plus the flags that all jobs share."""
+"""Command-line flags: made from dataclasses of options, those that commands share included."""
 
 from __future__ import annotations
 
