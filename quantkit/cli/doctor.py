@@ -7,12 +7,11 @@ Examples:
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.errors import QuantkitError, name_all
 
 
@@ -25,14 +24,14 @@ def command(
 
     findings = doctor.examine()
     record = doctor.record(findings)
-    if not values["as_json"]:
-        _show(findings, quiet)
-    broken = [row for subject in ("needed", "machine") for row in findings[subject] if row.ok is False]
-    if broken:
-        what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
-        raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
-    if values["as_json"]:
-        print(json.dumps(record, indent=2))
+
+    def refuse() -> None:
+        broken = [row for subject in ("needed", "machine") for row in findings[subject] if row.ok is False]
+        if broken:
+            what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
+            raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
+
+    streams.present(record, values["as_json"], lambda: _show(findings, quiet), refuse)
 
 
 def _show(findings: dict[str, list], quiet: bool) -> None:
