@@ -25,10 +25,10 @@ def stored(**tensors: tuple[str, list[int]]) -> dict[str, TensorInfo]:
     }
 
 
-def codes_of(infos: dict[str, TensorInfo], config: dict | None = None):
+def weight_of(infos: dict[str, TensorInfo], config: dict | None = None):
     config = {"quantization_config": config} if config else {}
     (weight,) = weights_of(Contents("x", "safetensors", {}, config, infos, lambda name: None))
-    return weight.codes
+    return weight
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
@@ -101,9 +101,10 @@ QWEIGHT = stored(qweight=("I32", [16, 64]), scales=("F16", [1, 64]), qzeros=("I3
     ],
 )  # fmt: skip
 def test_forms_of_codes(infos, config, told):
-    codes = codes_of(infos, config)
-    rows, columns = codes.shape
-    assert (codes.describe(), codes.shape, codes.weights, codes.problem) == (*told, rows * columns, "")
+    weight = weight_of(infos, config)
+    rows, columns = weight.shape
+    assert (weight.stored, weight.shape, weight.parameters) == (*told, rows * columns)
+    assert weight.codes.problem == ""
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_forms_of_codes(infos, config, told):
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_told(infos, config, words):
-    assert words in codes_of(infos, config).problem
+    assert words in weight_of(infos, config).codes.problem
 
 
 @pytest.mark.parametrize(

@@ -96,14 +96,13 @@ def test_the_list_of_commands_is_that_of_the_commands():
 
 def test_what_cannot_be_is_refused_before_torch_is_imported(tiny_model, tmp_path):
     tiny_model("llama", name="tiny", hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
-    for name in ("tiny-gptq-w4g64", "tiny-int8", "out"):
+    for name in ("tiny-int8", "out"):
         (tmp_path / name).mkdir()
     single = "chat,imatrix,inspect,sample,serve,verify,gptq,run gptq-w4,auto --bpw 4,convert --to awq"
     typed = {f"{command} nope": "no such folder: nope" for command in single.split(",")}
     typed |= {
         "eval nope tiny": "no such folder: nope",
         "distill tiny nope": "no such folder: nope",
-        "gptq tiny": "tiny-gptq-w4g64 exists",
         "int8 tiny": "tiny-int8 exists",
         "awq tiny -o out": "out exists",
         "auto tiny --bpw 4 -o out": "out exists",

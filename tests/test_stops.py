@@ -61,7 +61,6 @@ def test_stopped_at_every_moment(forker, workplace, name, shift):
         ("nf4", "os:rmdir", 1, signal.SIGINT),
         ("nf4", "quantkit.cli.job_report:print_summary", 1, signal.SIGTERM),
         ("gguf rtn", "os:rmdir", 1, signal.SIGINT),
-        ("imatrix", "quantkit.cli.job_report:print_imatrix", 1, signal.SIGINT),
     ],
 )
 def test_stopped_behind_the_end(forker, workplace, tmp_path, name, place, call, number):
@@ -69,8 +68,7 @@ def test_stopped_behind_the_end(forker, workplace, tmp_path, name, place, call, 
     folder, made = tmp_path / "job", stops.output(name)
     for part in ("model", "text.txt"):
         (tmp_path / part).symlink_to(workplace / part)
-    after = ("os:replace" if name == "imatrix" else "os:rename", 1)
-    code = forker.run(folder, stops.command(name), stop=(place, call, number), after=after)
+    code = forker.run(folder, stops.command(name), stop=(place, call, number), after=("os:rename", 1))
     log = forked.said(folder)
     assert (folder / "reached").exists() and code in stops.STOPS[number], log
     whole = stops.contents(folder / made)
@@ -79,9 +77,7 @@ def test_stopped_behind_the_end(forker, workplace, tmp_path, name, place, call, 
     else:
         error, hint = log.splitlines()[-2:]
         assert error == f"error: {stops.WORDS[number]}; {made} finished"
-        assert (
-            hint == f"hint: {'give it to --imatrix' if name == 'imatrix' else 'measure with: quantkit eval'}"
-        )
+        assert hint == "hint: measure with: quantkit eval"
         assert stops.left(name, folder) == []
         return
     assert forker.run(folder, [*stops.command(name), "--overwrite"]) == 0, forked.said(folder)

@@ -49,7 +49,7 @@ def entries(contents: Contents) -> list[Tensor]:
     unknown = any(weight.shape is None for weight in weights)
     shapes = _shapes(contents.config) if unknown else {}
     element = DTYPE_BYTES[settings.stored_dtype]
-    return [_entry(weight, contents.infos, shapes, element) for weight in weights]
+    return [_entry(weight, shapes, element) for weight in weights]
 
 
 def _understood(weight: Weight) -> bool:
@@ -59,27 +59,16 @@ def _understood(weight: Weight) -> bool:
     return weight.dtype.startswith(FLOATS) or len(weight.shape or ()) < 2
 
 
-def _entry(
-    weight: Weight, infos: Mapping[str, TensorInfo], shapes: Mapping[str, tuple[int, ...]], element: int
-) -> Tensor:
+def _entry(weight: Weight, shapes: Mapping[str, tuple[int, ...]], element: int) -> Tensor:
+    """Return the original parameter. shapes: where headers have none. element: bytes of a value."""
     if not weight.parameters:  # a scale of keys or values
         return Tensor(weight.name, (0,), 0, weight.nbytes)
-    coded = weight.codes is not None or weight.dtype.startswith(FLOAT8)
-    if not coded:
+    if not weight.codes and not weight.dtype.startswith(FLOAT8):
         return Tensor(weight.name, tuple(weight.shape), weight.nbytes)
-    shape = weight.shape or _experts(weight, infos) or shapes.get(weight.name)
+    shape = weight.shape or shapes.get(weight.name)
     if shape is None or math.prod(shape) != weight.parameters:
         shape = (weight.parameters,)
     return Tensor(weight.name, tuple(shape), element * weight.parameters, weight.nbytes)
-
-
-def _experts(weight: Weight, infos: Mapping[str, TensorInfo]) -> tuple[int, ...] | None:
-    """Return `[experts, rows, columns]` of MXFP4 experts with blocks `[experts, rows, groups, 16]`."""
-    blocks = infos.get(f"{weight.name.removesuffix('.weight')}_blocks")
-    if blocks is None or len(blocks.shape) != 4:
-        return None
-    experts, rows, groups, nbytes = blocks.shape
-    return experts, rows, groups * nbytes * 2
 
 
 def _shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -1,4 +1,14 @@
-"""`quantkit auto`: find the formats with the least loss within a budget."""
+"""Search the bits of every linear for the least loss within a size or a loss.
+
+Examples:
+  quantkit auto ./model --bpw 3.5
+  quantkit auto ./model --max-size 4GB --engine llama.cpp
+  quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
+  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, used for any budget)
+  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
+
+Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +23,39 @@ from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.quantize.staging import may_replace
 from quantkit.tables import print_written
 
-EPILOG = """Examples:
-  quantkit auto ./model --bpw 3.5
-  quantkit auto ./model --max-size 4GB --engine llama.cpp
-  quantkit auto ./model --max-kld 0.02 --engine transformers --text test.txt
-  quantkit auto ./model --bpw 4.25 --sensitivities table.json     (measured once, used for any budget)
-  quantkit auto ./model --bpw 3.5 --recipe-out best.yaml && quantkit run best.yaml     (the same, unsearched)
-
-Never worse: the result is kept only if it beats the best uniform preset of its size on held-out text."""
-MODEL = Annotated[str, typer.Argument(help="Unquantized checkpoint folder, GGUF file or hub id.")]
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"),
-]
 RUN = (
     "exclude", "experts", "allow_unread", "dtype", "device", "batch_size", "sequential", "states", "threads",
     "max_shard_gb",
 )  # fmt: skip
-FIXED = ("dry_run", "resume", "overwrite", *flags.OPENING)
-ASKED = ("output", "revision", "offline", "trust_remote_code", "resume", "overwrite")
 
 
-def _auto(context: typer.Context, **values: Any) -> None:
-    """Run `quantkit auto`."""
-    request = _request(flags.typed(context, values), values)
-    request.options.check()
-    if not (request.overwrite or request.resume or values["dry_run"]):
+@flags.command(
+    *flags.of("budget", AutoOptions),
+    *flags.of("calibration", CalibrationOptions),
+    *flags.of("run", RunOptions, RUN),
+    shared=("dry_run", "resume", "overwrite", *flags.OPENING),
+)
+def command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Unquantized checkpoint folder, GGUF file or hub id.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Output folder, or GGUF file. (default: MODEL-auto-3.5bpw)"),
+    ] = None,
+    **values: Any,
+) -> None:
+    typed, dry_run = flags.typed(context, values), values["dry_run"]
+    shared = {
+        f"{section}.{name}": typed[name]
+        for section, kind in (("calibration", CalibrationOptions), ("run", RunOptions))
+        for name in kind.__dataclass_fields__
+        if name in typed
+    }
+    options = flags.options(AutoOptions, typed)
+    asked = {"source": model, "options": options, "typed": shared, "output": output}
+    request = flags.options(AutoRequest, values | asked)
+    options.check()
+    if not (request.overwrite or request.resume or dry_run):
         may_replace.check_new([request.place])
     from quantkit.cli.progress import listener, uncollected
 
@@ -46,40 +63,15 @@ def _auto(context: typer.Context, **values: Any) -> None:
         with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.auto import cost, job, run, show
 
-        prepared = job.prepare(request, progress, values["dry_run"])
-        if values["dry_run"]:
+        prepared = job.prepare(request, progress, dry_run)
+        if dry_run:
             record = run.plan_record(prepared)
             if note := cost.note(prepared):
                 progress.warn(note)
         else:
-            with running.resumable([prepared.folder], lambda: run.kept(prepared)):
+            with running.resumable(folder=prepared.folder, kept=lambda: run.kept(prepared)):
                 record = run.run(prepared, progress)
     streams.present(record, values["as_json"], lambda: show.print_record(record))
-    if not values["dry_run"]:
-        extra = request.options.recipe_out, request.options.sensitivities
+    if not dry_run:
+        extra = options.recipe_out, options.sensitivities
         print_written(filter(None, extra), values["as_json"], values["quiet"])
-
-
-def _request(typed: dict[str, Any], values: dict[str, Any]) -> AutoRequest:
-    sections = {"calibration": CalibrationOptions, "run": RunOptions}
-    shared = {
-        f"{section}.{name}": typed[name]
-        for section, kind in sections.items()
-        for name in kind.__dataclass_fields__
-        if name in typed
-    }
-    requested = {name: values[name] for name in ASKED}
-    return AutoRequest(values["model"], flags.options(AutoOptions, typed), shared, **requested)
-
-
-command = flags.sign(
-    _auto,
-    [
-        flags.parameter("model", MODEL),
-        *flags.of("budget", AutoOptions),
-        flags.parameter("output", OUTPUT, None),
-        *flags.of("calibration", CalibrationOptions),
-        *flags.of("run", RunOptions, RUN),
-        *flags.fixed(FIXED),
-    ],
-)

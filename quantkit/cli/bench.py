@@ -1,4 +1,12 @@
-"""`quantkit bench`: the cost of running checkpoints, and its subcommands attention and batching."""
+"""Measure tokens per second, latency and memory of checkpoints, by engine.
+
+Examples:
+  quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
+  quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
+  quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
+  quantkit bench ./model --batch 1,2,4,8,16,32 --plot batches.svg
+  quantkit bench ./model.gguf --engine llama.cpp,transformers --json
+"""
 
 from __future__ import annotations
 
@@ -18,13 +26,7 @@ from quantkit.serving.bench.settings import (
     CommonSettings,
 )
 
-EPILOG = """Examples:
-  quantkit bench ./model ./model-nf4 ./model-Q4_K_M.gguf
-  quantkit bench ./model ./model-nf4 --batch 1,4,16 --prompt-tokens 128,512 --tokens 64
-  quantkit bench ./model ./model-nf4 --quality result.json     (of quantkit eval … --json > result.json)
-  quantkit bench ./model --batch 1,2,4,8,16,32 --plot batches.svg
-  quantkit bench ./model.gguf --engine llama.cpp,transformers --json"""
-EPILOGS = {
+EXAMPLES = {
     "attention": """Examples:
   quantkit bench attention ./model
   quantkit bench attention ./model --implementations eager,sdpa --prompt-tokens 256,1024,4096""",
@@ -45,20 +47,22 @@ MODELS = Annotated[
     ),
 ]
 MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-FILES = [
-    flags.parameter("html", flags.HTML, None),
-    flags.parameter("plot", flags.PLOT, None),
-    flags.parameter("revision", flags.FIRST_REVISION, None),
-    *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
-]
+FIRST_REVISION = flags.parameter("revision", flags.FIRST_REVISION, None)
+Measured = tuple[dict, Any]  # result and report
 
 
 def _command(
-    measure: Callable[..., tuple[dict, Any]], kind: type[CommonSettings], argument: Parameter
+    measure: Callable[..., Measured], kind: type[CommonSettings], argument: Parameter
 ) -> Callable[..., None]:
-    """Return the function that runs a command. measure: returns result and report. kind: its settings."""
+    """Return the function that runs a command. measure: runs the benchmark. kind: its settings."""
 
-    def invoke(context: typer.Context, **values: Any) -> None:
+    @flags.command(
+        argument,
+        *flags.by_panel(PANELS, kind),
+        FIRST_REVISION,
+        shared=("html", "plot", *flags.OPENING_SEVERAL),
+    )
+    def invoke(**values: Any) -> None:
         from quantkit.cli.progress import listener
         from quantkit.evaluation.comparison.files import Outputs
         from quantkit.serving.bench.measure import refuse_empty
@@ -73,14 +77,11 @@ def _command(
         streams.present(result, as_json, report.show, refuse, allow_nan=False)
         outputs.write(report.figures, report.page, as_json=as_json, quiet=quiet)
 
-    fields = kind.__dataclass_fields__.keys()
-    panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}
-    rows = [row for panel, names in panels.items() if names for row in flags.of(panel, kind, names)]
-    return flags.sign(invoke, [argument, *rows, *FILES])
+    return invoke
 
 
-def _models(settings: BenchSettings, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure several checkpoints; return result and report."""
+def _models(settings: BenchSettings, values: dict, progress: Any) -> Measured:
+    """Measure several checkpoints."""
     from quantkit.serving.bench import measure, record, show
 
     evaluated = record.read_quality(settings.quality)
@@ -90,8 +91,8 @@ def _models(settings: BenchSettings, values: dict, progress: Any) -> tuple[dict,
     return result, show.report(result, values["quiet"])
 
 
-def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> tuple[dict, Any]:
-    """Measure attention implementations or batching strategies of one model; return result and report."""
+def _one(settings: AttentionSettings | BatchingSettings, values: dict, progress: Any) -> Measured:
+    """Measure attention implementations or batching strategies of one model."""
     from quantkit.cli.progress import uncollected
 
     with uncollected():

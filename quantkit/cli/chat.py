@@ -1,4 +1,14 @@
-"""`quantkit chat`: a conversation in the terminal."""
+"""Talk to a model in the terminal.
+
+Examples:
+  quantkit chat ./model-gptq-w4g128
+  quantkit chat model-Q4_K_M.gguf --kv-dtype q8_0 --ctx 16384     (through llama.cpp)
+  quantkit chat ./model --system "Answer in one sentence." --temperature 0
+  quantkit chat ./base-model --raw     (no roles: it goes on from your text)
+  printf 'Hello\\nAnd now?\\n' | quantkit chat ./model --json     (a line of JSON per answer)
+
+In the conversation /help lists its commands; Ctrl-C stops an answer, Ctrl-D leaves.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +19,12 @@ import typer
 from quantkit.cli import flags
 from quantkit.serving.chat.settings import ChatSettings
 
-EPILOG = """Examples:
-  quantkit chat ./model-gptq-w4g128
-  quantkit chat model-Q4_K_M.gguf --kv-dtype q8_0 --ctx 16384     (through llama.cpp)
-  quantkit chat ./model --system "Answer in one sentence." --temperature 0
-  quantkit chat ./base-model --raw     (no roles: it goes on from your text)
-  printf 'Hello\\nAnd now?\\n' | quantkit chat ./model --json     (a line of JSON per answer)
 
-In the conversation /help lists its commands; Ctrl-C stops an answer, Ctrl-D leaves."""
-MODEL = Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")]
-
-
-def _chat(context: typer.Context, model: str, **values: Any) -> None:
-    """Run `quantkit chat`."""
+@flags.command(*flags.of("options", ChatSettings))
+def command(
+    model: Annotated[str, typer.Argument(help="Checkpoint: a folder, a GGUF file or a hub id.")],
+    **values: Any,
+) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     quiet = values["quiet"]
@@ -37,8 +40,3 @@ def _chat(context: typer.Context, model: str, **values: Any) -> None:
         chat_terminal.Terminal(session, values["as_json"], quiet).run()
     finally:
         session.engine.close()
-
-
-command = flags.sign(
-    _chat, [flags.parameter("model", MODEL), *flags.of("options", ChatSettings), *flags.fixed()]
-)

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,29 +17,15 @@ from quantkit.cli import ranks, running
 from quantkit.errors import EXIT_CODES, QuantkitError
 from quantkit.quantize import methods
 
-COMPRESS, BEFORE, MEASURE = "Compress", "Before you start", "Measure"  # panels of the help
-RUN, HOUSEKEEPING = "Run", "Housekeeping"
-OTHERS = {  # all commands except methods: (panel of the help, summary)
-    "auto": (COMPRESS, "Search the bits of every linear for the least loss within a size or a loss."),
-    "run": (COMPRESS, "Run a job from a recipe: options in a YAML file."),
-    "distill": (COMPRESS, "Train scales and norms of a compressed model to predict what the original does."),
-    "plan": (BEFORE, "Estimate memory, speed and job times from headers, before anything is loaded."),
-    "sample": (BEFORE, "Generate calibration text with the model itself; no dataset is needed."),
-    "imatrix": (BEFORE, "Write an importance matrix for llama-quantize."),
-    "doctor": (BEFORE, "List versions, devices, memory, disk and optional packages of this machine."),
-    "eval": (MEASURE, "Compare checkpoints with the first: perplexity, KL divergence, tasks."),
-    "report": (MEASURE, "Turn results of eval and bench into one HTML page."),
-    "bench": (MEASURE, "Measure tokens per second, latency and memory of checkpoints, by engine."),
-    "specdec": (MEASURE, "Measure whether speculative decoding pays, and with which draft model."),
-    "generate": (RUN, "Continue a prompt with one or several models, side by side."),
-    "chat": (RUN, "Talk to a model in the terminal."),
-    "serve": (RUN, "Start an OpenAI-compatible server with vLLM, llama.cpp, transformers or mlx-lm."),
-    "inspect": (HOUSEKEEPING, "Show what a checkpoint contains and which clients load it."),
-    "convert": (HOUSEKEEPING, "Store the same integers in another layout, without any change of a weight."),
-    "push": (HOUSEKEEPING, "Verify a checkpoint and upload it to the hub."),
-    "verify": (HOUSEKEEPING, "Check a checkpoint for damage, and measure the error of every linear again."),
-    "recipes": (HOUSEKEEPING, "List, show and create recipes."),
+COMPRESS = "Compress"  # the panel of the help with the commands of methods
+PANELS = {  # all other commands, by panel; a command's summary is the first line of its module
+    COMPRESS: ("auto", "run", "distill"),
+    "Before you start": ("plan", "sample", "imatrix", "doctor"),
+    "Measure": ("eval", "report", "bench", "specdec"),
+    "Run": ("generate", "chat", "serve"),
+    "Housekeeping": ("inspect", "convert", "push", "verify", "recipes"),
 }
+OTHERS = {name: panel for panel, names in PANELS.items() for name in names}
 PARTS = {  # subcommands: the help of the command before them lists them
     "bench attention": "Time and memory of one model's attention implementations, by prompt length.",
     "bench batching": "Throughput and latency of one model that answers many requests, by way of batching.",
@@ -50,7 +37,7 @@ SHOWN = {  # options that --help of a job shows; --help-all shows all
     *("activations", "kv_cache", "threshold", "head", "push", "help_all"),
 }
 CHECKPOINTS = ("model", "models", "path", "teacher", "student", "target")  # arguments that are checkpoints
-MODULES = {"eval": "evaluate", "run": "quantize"}  # commands whose module has another name
+MODULES = {"eval": "evaluate"}  # commands whose module has another name
 SHARED = ("run", "imatrix", "eval")  # commands, besides methods, that run as several processes
 
 
@@ -60,50 +47,46 @@ def names() -> list[str]:
 
 
 def summary(name: str) -> str:
-    """Return the one-line help of a command."""
+    """Return the one-line help of a command, read from the source: importing all commands would slow the
+    help."""
     if name in PARTS:
         return PARTS[name]
-    return OTHERS[name][1] if name in OTHERS else methods.summary(name)
+    if name not in OTHERS:
+        return methods.summary(name)
+    source = Path(__file__).with_name(f"{MODULES.get(name, name)}.py").read_text(encoding="utf-8")
+    return source.removeprefix('"""').partition("\n")[0]
 
 
 @functools.cache
 def build(name: str) -> Any:
     """Import a command's module and return the command with all its flags."""
-    first = name.partition(" ")[0]
+    first, _, part = name.partition(" ")
     module = importlib.import_module(
         f"quantkit.cli.{MODULES.get(first, first) if first in OTHERS else 'quantize'}"
     )
+    examples = (module.__doc__ or "").partition("\n\n")[2].strip()
     if hasattr(module, "app"):  # a group of commands
         app = module.app
     else:
-        app = typer.Typer(add_completion=False)
-        function, epilog = _parts(module, name)
-        app.command(name, epilog=epilog.replace("\n  ", "\n\n  "))(function)  # one paragraph per example
+        app, function = typer.Typer(add_completion=False), module.command
+        if part:
+            function, examples = getattr(module, part), module.EXAMPLES[part]
+        elif first not in OTHERS:
+            function, examples = module.command(name), module.examples(name)
+        app.command(name)(function)
     for row in app.registered_commands:
-        function = row.callback if ranks.process_count() == 1 else _alongside(row.callback, name)
-        row.cls, row.callback = Command, running.with_verbose(function)
+        row.cls = Command
+        if ranks.process_count() > 1:
+            row.callback = _alongside(row.callback, name)
     command = typer.main.get_command(app)
     from quantkit.options import DTYPES
 
     command.context_settings["token_normalize_func"] = lambda typed: DTYPES.get(typed, typed)
     command.name, command.help = name, summary(name)
-    if below := [
-        f"  quantkit {part} --help     ({PARTS[part]})" for part in PARTS if part.startswith(f"{name} ")
-    ]:
-        command.epilog = "\n\n".join(["Subcommands:", *below, command.epilog])
+    below = [f"  quantkit {part} --help     ({PARTS[part]})" for part in PARTS if part.startswith(f"{name} ")]
+    paragraphs = ["Subcommands:", *below] if below else []
+    command.epilog = "\n\n".join([*paragraphs, examples.replace("\n  ", "\n\n  ")])  # one per example
     return command
-
-
-def _parts(module: Any, name: str) -> tuple[Callable[..., None], str]:
-    """Return the function that runs a command, and its examples."""
-    if name == "run":
-        return module.run_command(), module.RUN_EPILOG
-    if name in PARTS:
-        part = name.rpartition(" ")[2]
-        return getattr(module, part), module.EPILOGS[part]
-    if name not in OTHERS:
-        return module.command(name), module.epilog(name)
-    return module.command, module.EPILOG
 
 
 def _without_bool(parameters: list[Any]) -> list[Any]:
@@ -186,7 +169,7 @@ class Root(TyperGroup):
         """Return a command with name and summary only, for the list of commands; None if there is none."""
         if cmd_name not in (*names(), *PARTS):
             return None
-        panel = OTHERS[cmd_name][0] if cmd_name in OTHERS else COMPRESS
+        panel = OTHERS.get(cmd_name, COMPRESS)
         return TyperCommand(cmd_name, help=summary(cmd_name), rich_help_panel=panel)
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> tuple[str | None, Any, list[str]]:

@@ -1,4 +1,10 @@
-"""`quantkit convert`: the same integers in the layout of another client."""
+"""Store the same integers in another layout, without any change of a weight.
+
+Examples:
+  quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
+  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx
+  quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)
+"""
 
 from __future__ import annotations
 
@@ -12,12 +18,8 @@ from quantkit.cli import flags, streams
 from quantkit.errors import count
 from quantkit.tables import megabytes, print_facts
 
-EPILOG = """Examples:
-  quantkit convert ./model-gptq-w4g32 --to awq                 (writes ./model-gptq-w4g32-awq)
-  quantkit convert ./model-gptq-w4g32 --to mlx -o ./model-mlx
-  quantkit convert ./model-gptq-w4g32 --to q4_0                (writes ./model-gptq-w4g32-Q4_0.gguf)"""
 
-
+@flags.command(shared=("as_json", "quiet"))
 def command(
     model: Annotated[str, typer.Argument(help="Checkpoint folder of 2 to 8 bit integers.")],
     to: Annotated[
@@ -32,17 +34,15 @@ def command(
         typer.Option("--output", "-o", help="Folder or file. (default: MODEL-LAYOUT in the current folder)"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output if it exists.")] = False,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
+    **values: Any,
 ) -> None:
-    """Run `quantkit convert`."""
     from quantkit.cli.progress import listener, uncollected
 
-    with listener(quiet) as progress:
+    with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.quantize import convert
         record = convert.convert(model, to, output, overwrite, progress)
-    streams.present(record, as_json, lambda: _show(record))
+    streams.present(record, values["as_json"], lambda: _show(record))
 
 
 def _show(record: dict[str, Any]) -> None:

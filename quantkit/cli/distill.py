@@ -1,8 +1,18 @@
-"""`quantkit distill`: train a compressed student on its teacher."""
+"""Train scales and norms of a compressed model to predict what the original does.
+
+Examples:
+  quantkit distill ./model ./model-gptq-w3g128     (writes ./model-gptq-w3g128-distilled)
+  quantkit distill ./model ./model-gptq-w3g128 --dry-run
+  quantkit distill ./model model-Q3_K_M.gguf -o better.gguf --eval test.txt
+  quantkit distill ./model ./model-nf4 --calibration mine.txt --samples 512 --seqlen 1024
+  quantkit distill ./model ./model-gptq-w2g128 --epochs 0     (block by block alone: constant memory)
+
+Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
+the exit code is 0 nevertheless.
+"""
 
 from __future__ import annotations
 
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,30 +22,6 @@ from quantkit.cli import flags, running, streams
 from quantkit.distillation.options import DistillOptions
 from quantkit.options import CalibrationOptions, RunOptions
 
-EPILOG = """Examples:
-  quantkit distill ./model ./model-gptq-w3g128     (writes ./model-gptq-w3g128-distilled)
-  quantkit distill ./model ./model-gptq-w3g128 --dry-run
-  quantkit distill ./model model-Q3_K_M.gguf -o better.gguf --eval test.txt
-  quantkit distill ./model ./model-nf4 --calibration mine.txt --samples 512 --seqlen 1024
-  quantkit distill ./model ./model-gptq-w2g128 --epochs 0     (block by block alone: constant memory)
-
-Never worse: a stage that does not lower the divergence from the teacher on held-out text is not kept;
-the exit code is 0 nevertheless."""
-TEACHER = Annotated[str, typer.Argument(help="The original model: checkpoint folder, GGUF file or hub id.")]
-STUDENT = Annotated[
-    str,
-    typer.Argument(
-        help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms change."
-    ),
-]
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option(
-        "--output",
-        "-o",
-        help="Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
-    ),
-]
 FORWARD = ("dtype", "device", "batch_size", "threads")  # run options that training uses
 HELP = {  # help that differs from that of other jobs
     "calibration": "Training text, an eighth of which is held out: a .txt, .jsonl or .parquet file, or a hub "
@@ -43,15 +29,36 @@ HELP = {  # help that differs from that of other jobs
     "batch_size": "Sequences per step. (default: about 512 tokens)",
     "dtype": "Precision of the forward passes; trained values are float32. auto: float32.",
 }
-FIXED = (
-    "dry_run", "resume", "overwrite", "eval_text", "revision", "offline", "trust_remote_code", "as_json",
-    "quiet",
-)  # fmt: skip
-REQUEST = "output", "revision", "offline", "trust_remote_code", "resume", "overwrite"
 
 
-def _distill(context: typer.Context, **values: Any) -> None:
-    """Run `quantkit distill`."""
+@flags.command(
+    *flags.of("training", DistillOptions),
+    *flags.of("calibration", CalibrationOptions, helps=HELP),
+    *flags.of("run", RunOptions, FORWARD, HELP),
+    shared=("dry_run", "resume", "overwrite", "eval_text", *flags.OPENING),
+)
+def command(
+    context: typer.Context,
+    teacher: Annotated[
+        str, typer.Argument(help="The original model: checkpoint folder, GGUF file or hub id.")
+    ],
+    student: Annotated[
+        str,
+        typer.Argument(
+            help="The model that quantkit compressed from the teacher. Its codes stay; scales and norms "
+            "change."
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Output folder or GGUF file. (default: STUDENT-distilled in the current folder)",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
     flags.check_text(values["eval_text"])
     options, typed = flags.options(DistillOptions, values), flags.typed(context, values)
     options.check()
@@ -62,9 +69,9 @@ def _distill(context: typer.Context, **values: Any) -> None:
             from quantkit.cli import distill_report, job_report
             from quantkit.distillation import job, request
 
-        chosen = (flags.options(shared, typed) for shared in (CalibrationOptions, RunOptions))
-        further = {name: values[name] for name in REQUEST}
-        asked = request.Request(values["teacher"], values["student"], options, *chosen, **further)
+        asked = {"teacher": teacher, "student": student, "output": output, "options": options}
+        asked |= {"calibration": flags.options(CalibrationOptions, typed)}
+        asked = flags.options(request.Request, values | asked | {"run": flags.options(RunOptions, typed)})
         if request.is_done(asked):
             progress.close()
             job_report.print_finished(job.SCHEMA, [str(request.output_of(asked))], values["as_json"])
@@ -72,36 +79,6 @@ def _distill(context: typer.Context, **values: Any) -> None:
         prepared = job.prepare(asked, progress, values["eval_text"], values["dry_run"])
         record = prepared.record()
         if not values["dry_run"]:
-            staging = prepared.staging
-
-            def made() -> list[Path]:
-                return [staging.output] if staging.finished() else []
-
-            with running.resumable([staging.folder], lambda: "the training so far is", made):
+            with running.resumable([prepared.staging], kept=lambda: "the training so far is"):
                 record = prepared.run(progress)
     streams.present(record, values["as_json"], lambda: distill_report.print_record(record))
-
-
-def _described() -> list[Parameter]:
-    """Return the parameters of the options, with the help of this command."""
-    rows = [
-        *flags.of("training", DistillOptions),
-        *flags.of("calibration", CalibrationOptions),
-        *flags.of("run", RunOptions, FORWARD),
-    ]
-    for row in rows:
-        described = row.annotation.__metadata__[0]
-        described.help = HELP.get(row.name, described.help)
-    return rows
-
-
-command = flags.sign(
-    _distill,
-    [
-        flags.parameter("teacher", TEACHER),
-        flags.parameter("student", STUDENT),
-        *_described(),
-        flags.parameter("output", OUTPUT, None),
-        *flags.fixed(FIXED),
-    ],
-)

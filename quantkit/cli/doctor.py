@@ -1,37 +1,37 @@
-"""`quantkit doctor`: examine this machine and installation."""
+"""List versions, devices, memory, disk and optional packages of this machine.
+
+Examples:
+  quantkit doctor
+  quantkit doctor --json     (to attach to a bug report)
+"""
 
 from __future__ import annotations
 
-import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.errors import QuantkitError, name_all
 
-EPILOG = """Examples:
-  quantkit doctor
-  quantkit doctor --json     (to attach to a bug report)"""
 
-
+@flags.command(shared=("as_json",))
 def command(
-    as_json: flags.AS_JSON = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print problems only.")] = False,
+    **values: Any,
 ) -> None:
-    """Run `quantkit doctor`."""
     from quantkit.inspection import doctor
 
     findings = doctor.examine()
     record = doctor.record(findings)
-    if not as_json:
-        _show(findings, quiet)
-    broken = [row for subject in ("needed", "machine") for row in findings[subject] if row.ok is False]
-    if broken:
-        what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
-        raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
-    if as_json:
-        print(json.dumps(record, indent=2))
+
+    def refuse() -> None:
+        broken = [row for subject in ("needed", "machine") for row in findings[subject] if row.ok is False]
+        if broken:
+            what = f"this installation is broken: {name_all(f'{row.name} {row.value}' for row in broken)}"
+            raise QuantkitError(what, "; ".join(row.note for row in broken), found=record)
+
+    streams.present(record, values["as_json"], lambda: _show(findings, quiet), refuse)
 
 
 def _show(findings: dict[str, list], quiet: bool) -> None:

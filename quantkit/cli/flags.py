@@ -1,18 +1,23 @@
-"""Command-line flags: made from dataclasses of options, plus the flags that all jobs share."""
+"""Command-line flags: made from dataclasses of options, those that commands share included."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from quantkit.cli import running
 from quantkit.errors import NOT_FOUND, require
-from quantkit.options import flag_of
+from quantkit.options import flag_of, option
 from quantkit.quantize.prepare import recipe
+
+Command = Callable[..., None]
 
 
 def completion(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -31,87 +36,69 @@ def _help_all(context: typer.Context, requested: bool) -> None:
         raise typer.Exit
 
 
-def _switch(flag: str, help: str, **settings: Any) -> tuple[Any, bool]:
-    """Return the annotation and the default of a flag that takes no value."""
-    return Annotated[bool, typer.Option(flag, help=help, **settings)], False
-
-
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option(
-        "--output", "-o", help="Output folder or GGUF file. (default: NAME-METHOD-… in the current folder)"
-    ),
-]
-REVISION = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-OFFLINE = Annotated[bool, typer.Option("--offline", help="Use only the local hub cache; never the network.")]
-TRUST_REMOTE_CODE = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository.")
-]
 MODELS = Annotated[list[str], typer.Argument(help="Checkpoints; the others are compared with the first.")]
-DEVICE = Annotated[str, typer.Option(help="cpu, cuda, cuda:N or mps; auto takes cuda if available.")]
-THREADS = Annotated[int | None, typer.Option(help="CPU threads. (default: all cores)")]
 FIRST_REVISION = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of the first model's hub id.")
 ]
-HTML = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as an HTML page.")]
-PLOT = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="Write the plots as .svg or .png; each plot after the first gets a suffix."
-    ),
-]
-RECIPE = Annotated[
-    str | None,
-    typer.Option(
-        "--recipe",
-        help="Take options from a shipped recipe or a YAML file.",
-        autocompletion=completion(recipe.shipped),
-    ),
-]
-EVAL_TEXT = Annotated[
-    Path | None,
-    typer.Option(
-        "--eval", metavar="TEXT", help="Evaluate the original and the result on this text after the job."
-    ),
-]
-PUSH = Annotated[
-    str | None,
-    typer.Option(metavar="ORG/NAME", help="Upload the result to this repository of the hub."),
-]
-AS_JSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-QUIET = Annotated[bool, typer.Option("--quiet", "-q", help="Print no progress, only warnings and errors.")]
-FIXED: dict[str, tuple[Any, Any]] = {  # flags that are no options of the job itself: (annotation, default)
-    "output": (OUTPUT, None),
-    "recipe_name": (RECIPE, None),
-    "dry_run": _switch("--dry-run", "Print the plan and stop. Nothing is loaded or written."),
-    "resume": _switch("--resume", "Continue an interrupted run of the same job."),
-    "overwrite": _switch("--overwrite", "Replace an existing output or staged job."),
-    "eval_text": (EVAL_TEXT, None),
-    "push": (PUSH, None),
-    "revision": (REVISION, None),
-    "offline": (OFFLINE, False),
-    "trust_remote_code": (TRUST_REMOTE_CODE, False),
-    "as_json": (AS_JSON, False),
-    "quiet": (QUIET, False),
-    "help_all": _switch(
-        "--help-all", "Show all options, advanced ones included.", is_eager=True, callback=_help_all
-    ),
-}
-OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open checkpoints
+OPENING = ("revision", "offline", "trust_remote_code", "as_json", "quiet")  # to open a checkpoint
+OPENING_SEVERAL = OPENING[1:]  # the same for several, of which only the first has a revision
+JOB = ("output", "recipe_name", "dry_run", "resume", "overwrite", "eval_text", "push", *OPENING, "help_all")
 
 
-def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Return a flag for every option of a dataclass, or for those in `only`. section: panel in the help."""
+@dataclass(frozen=True)
+class Shared:
+    """Flags that commands share besides their own options."""
+
+    html: Path | None = option(None, "Write the result as an HTML page.", metavar="FILE")
+    plot: Path | None = option(
+        None, "Write the plots as .svg or .png; each plot after the first gets a suffix.", metavar="FILE"
+    )
+    device: str = option("auto", "cpu, cuda, cuda:N or mps; auto takes cuda if available.")
+    threads: int | None = option(None, "CPU threads. (default: all cores)")
+    output: Path | None = option(
+        None, "Output folder or GGUF file. (default: NAME-METHOD-… in the current folder)", short="-o"
+    )
+    recipe_name: str | None = option(
+        None, "Take options from a shipped recipe or a YAML file.", flag="--recipe", names=recipe.shipped()
+    )
+    dry_run: bool = option(False, "Print the plan and stop. Nothing is loaded or written.")
+    resume: bool = option(False, "Continue an interrupted run of the same job.")
+    overwrite: bool = option(False, "Replace an existing output or staged job.")
+    eval_text: Path | None = option(
+        None,
+        "Evaluate the original and the result on this text after the job.",
+        flag="--eval",
+        metavar="TEXT",
+    )
+    push: str | None = option(None, "Upload the result to this repository of the hub.", metavar="ORG/NAME")
+    revision: str | None = option(None, "Branch, tag or commit of a hub id.")
+    offline: bool = option(False, "Use only the local hub cache; never the network.")
+    trust_remote_code: bool = option(False, "Run Python code from the model's repository.")
+    as_json: bool = option(False, "Print the result as JSON.", flag="--json")
+    quiet: bool = option(False, "Print no progress, only warnings and errors.", short="-q")
+    help_all: bool = option(False, "Show all options, advanced ones included.")
+
+
+def of(
+    section: str,
+    options: type,
+    only: Collection[str] | None = None,
+    helps: Mapping[str, str] | None = None,
+) -> list[inspect.Parameter]:
+    """Return a flag for every option of a dataclass, or for those in `only`.
+
+    section: panel in the help. helps: help that differs from that of the dataclass, by name.
+    """
     hints, parameters = get_type_hints(options), []
     fields = {field.name: field for field in dataclasses.fields(options) if field.metadata}
-    for field in [fields[name] for name in only] if only else fields.values():
+    for field in fields.values() if only is None else [fields[name] for name in only]:
         kind = list[str] if hints[field.name] == tuple[str, ...] else hints[field.name]
         short = field.metadata["short"]
         name = field.metadata.get("flag") or flag_of(field.name)
         no = field.default is not False or field.metadata.get("negated")  # whether there is a --no-…
         names = [name] if short or not no or field.metadata.get("flag") else []
         names += [short] if short else []
-        offered, help = field.metadata["names"], field.metadata["help"]
+        offered, help = field.metadata["names"], (helps or {}).get(field.name, field.metadata["help"])
         parser = field.metadata.get("parser")
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         named = bool(choices) and all(f"{choice}: " in help for choice in choices)  # wide types shorten names
@@ -122,21 +109,25 @@ def of(section: str, options: type, only: Collection[str] = ()) -> list[inspect.
             autocompletion=completion(lambda offered=offered: offered) if offered else None,
             parser=parser,
             metavar=field.metadata.get("metavar") or ("TOKENS" if parser else "CHOICE" if named else None),
+            callback=_help_all if field.name == "help_all" else None,
+            is_eager=field.name == "help_all",
         )
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(parameter(field.name, Annotated[kind, described], default))
     return parameters
 
 
+def by_panel(panels: Mapping[str, Collection[str]], options: type) -> list[inspect.Parameter]:
+    """Return the flags of a dataclass in panels of the help: {panel: names, also of absent options}."""
+    names = {field.name for field in dataclasses.fields(options)}
+    shown = {panel: [name for name in listed if name in names] for panel, listed in panels.items()}
+    return [row for panel, listed in shown.items() for row in of(panel, options, listed)]
+
+
 def options(kind: type, values: dict[str, Any]) -> Any:
     """Return an instance of the dataclass `kind`, filled with the values of a command's flags."""
     filled = {field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values}
     return kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in filled.items()})
-
-
-def fixed(names: Iterable[str] = OPENING) -> list[inspect.Parameter]:
-    """Return the flags of FIXED with these names."""
-    return [parameter(name, *FIXED[name]) for name in names]
 
 
 def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
@@ -146,12 +137,28 @@ def parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def sign(invoke: Callable[..., None], parameters: Sequence[inspect.Parameter]) -> Callable[..., None]:
-    """Give `invoke(context, **values)` a signature from which Typer builds a command."""
-    parameters = [parameter("context", typer.Context), *parameters]
-    invoke.__signature__ = inspect.Signature(parameters)
-    invoke.__annotations__ = {row.name: row.annotation for row in parameters}
-    return invoke
+def command(*generated: inspect.Parameter, shared: Collection[str] = OPENING) -> Callable[[Command], Command]:
+    """Decorate the function of a command with `--verbose` and flags that its signature lacks; `**values` gets
+    their values.
+
+    `generated` come before the flags in the signature, those of Shared with the names in `shared` after them.
+    """
+
+    def decorate(function: Command) -> Command:
+        signature = inspect.signature(function, eval_str=True).parameters.values()
+        own = [row.replace(kind=row.KEYWORD_ONLY) for row in signature if row.kind is not row.VAR_KEYWORD]
+        verbose = parameter("verbose", running.VERBOSE, False)
+        parameters = [*generated, *own, *of("options", Shared, shared), verbose]
+
+        @functools.wraps(function)
+        def invoke(verbose: bool, **values: Any) -> None:
+            function(**{name: running.decoded(value) for name, value in values.items()})
+
+        invoke.__signature__ = inspect.Signature(parameters)
+        invoke.__annotations__ = {row.name: row.annotation for row in parameters}
+        return invoke
+
+    return decorate
 
 
 def check_text(text: Path | None) -> None:

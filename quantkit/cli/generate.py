@@ -1,4 +1,11 @@
-"""`quantkit generate`: continue one prompt with several checkpoints."""
+"""Continue a prompt with one or several models, side by side.
+
+Examples:
+  quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
+  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
+  quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
+  echo "The sea" | quantkit generate ./model -p - --json
+"""
 
 from __future__ import annotations
 
@@ -11,19 +18,21 @@ import typer
 from quantkit.cli import flags, streams
 from quantkit.evaluation.settings import Dtype, GenerateSettings
 
-EPILOG = """Examples:
-  quantkit generate ./model-gptq-w4g128 -p "Once upon a time"
-  quantkit generate ./model ./model-nf4 ./model-gptq-w4g128 -p "The sea"     (side by side)
-  quantkit generate org/chat-model -p "What is a Hessian?" --chat -n 200
-  echo "The sea" | quantkit generate ./model -p - --json"""
 OPTIONS = ("prompt", "tokens", "chat", "temperature", "top_k", "top_p", "seed")
-DTYPE = Annotated[
-    Dtype, typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it.")
-]
 
 
-def _generate(context: typer.Context, models: list[str], **values: Any) -> None:
-    """Run `quantkit generate`."""
+@flags.command(
+    *flags.of("options", GenerateSettings, OPTIONS), shared=("device", "threads", *flags.OPENING_SEVERAL)
+)
+def command(
+    models: flags.MODELS,
+    dtype: Annotated[
+        Dtype,
+        typer.Option(help="Precision of all models. auto: the first model's if the hardware supports it."),
+    ] = "auto",
+    revision: flags.FIRST_REVISION = None,
+    **values: Any,
+) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     settings = flags.options(GenerateSettings, values)
@@ -42,11 +51,11 @@ def _generate(context: typer.Context, models: list[str], **values: Any) -> None:
 
         opened = values["offline"], values["trust_remote_code"]
         checkpoints = [
-            open_checkpoint(model, values["revision"] if position == 0 else None, *opened)
+            open_checkpoint(model, revision if position == 0 else None, *opened)
             for position, model in enumerate(models)
         ]
         device = choose_device(values["device"])
-        dtype = generate.shared_dtype(values["dtype"], checkpoints[0], device)
+        precision = generate.shared_dtype(dtype, checkpoints[0], device)
         comparable = generate.comparable(checkpoints)
         for warning in generate.warnings(checkpoints, comparable, settings):
             progress.warn(warning)
@@ -54,22 +63,10 @@ def _generate(context: typer.Context, models: list[str], **values: Any) -> None:
             progress.phase(f"loading and running {checkpoint.source}")
             first = made[0] if made else None
             stream = continuations.stream(settings) if live else None
-            made.append(generate.continue_prompt(checkpoint, settings, dtype, device, first, same, stream))
-    record = generate.record(settings, dtype, device, made)
+            made.append(
+                generate.continue_prompt(checkpoint, settings, precision, device, first, same, stream)
+            )
+    record = generate.record(settings, precision, device, made)
     streams.present(record, as_json, lambda: continuations.show(settings, made, live))
     if not as_json and not quiet:
-        continuations.show_speed(made, dtype, device)
-
-
-command = flags.sign(
-    _generate,
-    [
-        flags.parameter("models", flags.MODELS),
-        *flags.of("options", GenerateSettings, OPTIONS),
-        flags.parameter("dtype", DTYPE, "auto"),
-        flags.parameter("device", flags.DEVICE, "auto"),
-        flags.parameter("threads", flags.THREADS, None),
-        flags.parameter("revision", flags.FIRST_REVISION, None),
-        *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
-    ],
-)
+        continuations.show_speed(made, precision, device)

@@ -1,4 +1,10 @@
-"""`quantkit imatrix`: write an importance matrix for llama-quantize and for quantkit."""
+"""Write an importance matrix for llama-quantize.
+
+Examples:
+  quantkit imatrix ./model
+  quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
+  llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M
+"""
 
 from __future__ import annotations
 
@@ -7,26 +13,27 @@ from typing import Annotated, Any
 
 import typer
 
-from quantkit.cli import flags, running, streams
+from quantkit.cli import flags, streams
 from quantkit.options import CalibrationOptions, RunOptions
 from quantkit.tables import print_written
 
-EPILOG = """Examples:
-  quantkit imatrix ./model
-  quantkit imatrix ./model --calibration text.txt --samples 256 -o model.imatrix.gguf
-  llama-quantize --imatrix model.imatrix.gguf model-f16.gguf model-q4.gguf Q4_K_M"""
-MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")]
 FORWARD = ("dtype", "device", "batch_size", "max_memory", "threads")  # options that a forward pass uses
-REQUEST = ("output", "revision", "offline", "trust_remote_code", "overwrite")
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),
-]
-FIXED = ("dry_run", "overwrite", "revision", "offline", "trust_remote_code", "as_json", "quiet")
 
 
-def _imatrix(context: typer.Context, **values: Any) -> None:
-    """Run `quantkit imatrix`."""
+@flags.command(
+    *flags.of("calibration", CalibrationOptions),
+    *flags.of("run", RunOptions, FORWARD),
+    shared=("dry_run", "overwrite", *flags.OPENING),
+)
+def command(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id, not quantized.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="GGUF file to write. (default: NAME.imatrix.gguf)"),
+    ] = None,
+    **values: Any,
+) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     with listener(values["quiet"]) as progress:
@@ -36,25 +43,11 @@ def _imatrix(context: typer.Context, **values: Any) -> None:
             from quantkit.quantize.prepare import imatrix_job
 
         typed = flags.typed(context, values)
-        chosen = (flags.options(kind, typed) for kind in (CalibrationOptions, RunOptions))
-        further = {name: values[name] for name in REQUEST}
-        request = job.Request(values["model"], None, *chosen, **further)
+        asked = {"source": model, "output": output, "method": None}
+        asked |= {"calibration": flags.options(CalibrationOptions, typed)}
+        request = flags.options(job.Request, values | asked | {"run": flags.options(RunOptions, typed)})
         prepared = imatrix_job.prepare(request, progress)
-        with running.done_already(prepared.output, "give it to --imatrix"):
-            record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
-            progress.close()
-            streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
-            if not values["dry_run"]:
-                print_written([prepared.output], values["as_json"], values["quiet"])
-
-
-command = flags.sign(
-    _imatrix,
-    [
-        flags.parameter("model", MODEL),
-        flags.parameter("output", OUTPUT, None),
-        *flags.of("calibration", CalibrationOptions),
-        *flags.of("run", RunOptions, FORWARD),
-        *flags.fixed(FIXED),
-    ],
-)
+        record = prepared.record() if values["dry_run"] else imatrix_job.run(prepared, progress)
+    streams.present(record, values["as_json"], lambda: job_report.print_imatrix(record))
+    if not values["dry_run"]:
+        print_written([prepared.output], values["as_json"], values["quiet"])

@@ -1,22 +1,24 @@
-"""`quantkit inspect`: describe a checkpoint, or compare two."""
+"""Show what a checkpoint contains and which clients load it.
+
+Examples:
+  quantkit inspect ./model-gptq-w4g128
+  quantkit inspect org/name                   (a hub id: its headers only)
+  quantkit inspect ./model.gguf --deep        (reads every value, too)
+  quantkit inspect ./model ./model-gptq-w4g128     (largest differences)
+"""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, streams
 from quantkit.errors import refuse_problems
 
-EPILOG = """Examples:
-  quantkit inspect ./model-gptq-w4g128
-  quantkit inspect org/name                   (a hub id: its headers only)
-  quantkit inspect ./model.gguf --deep        (reads every value, too)
-  quantkit inspect ./model ./model-gptq-w4g128     (largest differences)"""
 
-
+@flags.command(shared=("threads", *flags.OPENING_SEVERAL))
 def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
     other: Annotated[
@@ -27,17 +29,13 @@ def command(
         bool, typer.Option("--deep", help="Read and decode all weights, and report NaN and infinities.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of the first hub id.")] = None,
-    threads: flags.THREADS = None,
-    offline: flags.OFFLINE = False,
-    trust_remote_code: flags.TRUST_REMOTE_CODE = False,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
+    **values: Any,
 ) -> None:
-    """Run `quantkit inspect`."""
     from quantkit.cli.progress import listener
     from quantkit.inspection import look, show
 
-    with listener(quiet) as progress:
-        made, problems = look.at(path, other, deep, revision, offline, trust_remote_code, progress.counting)
+    opened = revision, values["offline"], values["trust_remote_code"]
+    with listener(values["quiet"]) as progress:
+        made, problems = look.at(path, other, deep, *opened, progress.counting)
     shown = show.print_comparison if "models" in made else show.print_record
-    streams.present(made, as_json, partial(shown, made), partial(refuse_problems, made, problems))
+    streams.present(made, values["as_json"], partial(shown, made), partial(refuse_problems, made, problems))

@@ -252,9 +252,8 @@ def print_summary(summary: Summary, evaluation: dict | None) -> None:
 def print_load(console: Console, output: str) -> None:
     """Print a line for each client known to load the result: the command or the call that loads it."""
     record, _ = look.at(output)
-    needs = clients.packages(record["clients"])
-    for index, (client, line) in enumerate(clients.load_lines(record["clients"], output).items()):
-        after = f"  (pip install {needs[client]})" if client in needs else ""
+    for index, (_, line, packages) in enumerate(clients.load_lines(record["clients"], output)):
+        after = f"  (pip install {packages})" if packages else ""
         console.print(f"{'or' if index else 'load':12s} {line}{after}", markup=False, soft_wrap=True)
 
 

@@ -1,4 +1,12 @@
-"""`quantkit plan`: whether a model fits a device, its speed there, and the needs of quantization jobs."""
+"""Estimate memory, speed and job times from headers, before anything is loaded.
+
+Examples:
+  quantkit plan ./model --gpu rtx-3090
+  quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     (headers only are fetched)
+  quantkit plan --params 70B --vram 48 --bandwidth 960
+  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
+  quantkit plan ./model --gpu h100-80g --format gptq --json
+"""
 
 from __future__ import annotations
 
@@ -9,45 +17,33 @@ import typer
 from quantkit.capacity.question import Question
 from quantkit.cli import flags, streams
 
-EPILOG = """Examples:
-  quantkit plan ./model --gpu rtx-3090
-  quantkit plan org/name --gpu a100-40g --ctx 32768 --kv-dtype fp8     (headers only are fetched)
-  quantkit plan --params 70B --vram 48 --bandwidth 960
-  quantkit plan --params 671B-A37B --gpu h200 --gpus 8     (37 of 671 billion parameters are active)
-  quantkit plan ./model --gpu h100-80g --format gptq --json"""
 PANELS = {
     "device": ("gpu", "gpus", "vram", "bandwidth", "tflops"),
     "serving": ("ctx", "batch", "kv_dtype", "format"),
     "quantizing": ("samples", "seqlen", "threads"),
 }
-MODEL = Annotated[
-    str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")
-]
-PARAMS = Annotated[
-    str | None,
-    typer.Option(
-        metavar="COUNT",
-        help="Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are active.",
-    ),
-]
-FIXED = ("revision", "offline", "as_json", "quiet")
 
 
-def _plan(context: typer.Context, model: str | None, params: str | None, **values: Any) -> None:
-    """Run `quantkit plan`."""
+@flags.command(
+    *flags.by_panel(PANELS, Question),
+    shared=("revision", "offline", "as_json", "quiet"),
+)
+def command(
+    model: Annotated[
+        str | None, typer.Argument(help="Folder, GGUF file, config.json or hub id; no weights are loaded.")
+    ] = None,
+    params: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COUNT",
+            help="Number of parameters, instead of a model: 175B, 1.5e9, or 30B-A3B if 3B of them are "
+            "active.",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
     from quantkit.capacity import forecast, show
 
     question = flags.options(Question, values)
     record = forecast.answer(model, params, question, values["revision"], values["offline"])
     streams.present(record, values["as_json"], lambda: show.show(record, values["quiet"]))
-
-
-command = flags.sign(
-    _plan,
-    [
-        flags.parameter("model", MODEL, None),
-        flags.parameter("params", PARAMS, None),
-        *(row for panel, names in PANELS.items() for row in flags.of(panel, Question, names)),
-        *flags.fixed(FIXED),
-    ],
-)

@@ -33,24 +33,17 @@ class Quiet(Progress):
         self.console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._warned: set[str] = set()
         self._step = ""
-        self._blocks = 0
-        self._finished = 0
-        self._computed = 0
-        self._began = time.monotonic()
+        self._time_from(0, 0)
 
     def step(self, number: int, total: int) -> None:
         self._step = f"step {number} of {total}: "
 
     def start(self, blocks: int, done: int) -> None:
-        self._blocks, self._finished, self._computed = blocks, 0, 0
-        self._began = time.monotonic()
+        self._time_from(done, blocks)
 
     def block(self, index: int, replayed: bool) -> None:
-        self._finished = index + 1
         if replayed:
-            self._began = time.monotonic()  # replayed blocks do not count in the estimate
-        else:
-            self._computed += 1
+            self._time_from(index + 1, self._total)  # replayed blocks do not count in the estimate
 
     def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
         if record["fallback"]:
@@ -58,12 +51,16 @@ class Quiet(Progress):
         for note in record["notes"]:
             self.warn(f"{spec.name}: {note}")
 
-    def remaining(self) -> str:
-        """Return the estimated time left, from the blocks computed in this run."""
-        if not self._computed:
+    def _time_from(self, done: int, total: int) -> None:
+        """Begin to measure the time of a step, when `done` of `total` steps are done."""
+        self._began, self._first, self._total = time.monotonic(), done, total
+
+    def _left(self, done: int) -> str:
+        """Return the estimated time left, from the steps since `_time_from`."""
+        if done <= self._first:
             return "--:--"
-        each = (time.monotonic() - self._began) / self._computed
-        return clock(each * (self._blocks - self._finished))
+        each = (time.monotonic() - self._began) / (done - self._first)
+        return clock(each * (self._total - done))
 
     def warn(self, text: str) -> None:
         if text not in self._warned:  # print a warning once for several outputs
@@ -111,16 +108,16 @@ class Lines(Quiet):
     def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
         super().linear(spec, record)
         self._errors.append(record["error"])
-        self._doing = f"in block {spec.block + 1}/{self._blocks}, after {spec.local}"
+        self._doing = f"in block {spec.block + 1}/{self._total}, after {spec.local}"
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)
-        self._do(f"in block {min(index + 2, self._blocks)}/{self._blocks}")
+        self._do(f"in block {min(index + 2, self._total)}/{self._total}")
         if replayed:
-            self._say(f"block {index + 1}/{self._blocks} replayed")
+            self._say(f"block {index + 1}/{self._total} replayed")
             return
         error = f" error {sum(self._errors) / len(self._errors):#.2g}" if self._errors else ""
-        self._say(f"block {index + 1}/{self._blocks}{error} left {self.remaining()}")
+        self._say(f"block {index + 1}/{self._total}{error} left {self._left(index + 1)}")
         self._errors = []
 
     def counting(self, what: str, done: int, total: int) -> None:
@@ -152,7 +149,7 @@ class Live(Quiet):
             console=self.console,
             transient=True,
         )
-        self._counted, self._counted_before, self._since = "", 0, 0.0
+        self._counted = ""
         self._task = None
         self.phase("starting")
         self._bar.start()
@@ -164,14 +161,14 @@ class Live(Quiet):
             total = 1  # Rich moves a bar without an end in colours
         self._task = self._bar.add_task(f"{self._step}{text}", total=total, steps="", detail="", left="")
 
-    def _reach(self, done: int, total: int, rest: str) -> None:
-        steps = f"{done}/{total}"
-        self._bar.update(self._task, completed=done, steps=steps, left=f"left {rest}", refresh=True)
+    def _reach(self, done: int) -> None:
+        steps, left = f"{done}/{self._total}", f"left {self._left(done)}"
+        self._bar.update(self._task, completed=done, steps=steps, left=left, refresh=True)
 
     def start(self, blocks: int, done: int) -> None:
         super().start(blocks, done)
         self.phase("block", blocks)
-        self._reach(0, blocks, "--:--")
+        self._reach(0)
 
     def linear(self, spec: LinearSpec, record: Mapping[str, Any]) -> None:
         super().linear(spec, record)
@@ -179,15 +176,14 @@ class Live(Quiet):
 
     def block(self, index: int, replayed: bool) -> None:
         super().block(index, replayed)
-        self._reach(index + 1, self._blocks, self.remaining())
+        self._reach(index + 1)
 
     def counting(self, what: str, done: int, total: int) -> None:
         if done == 0 or what != self._counted:
-            self._counted, self._since, self._counted_before = what, time.monotonic(), done
+            self._counted = what
             self.phase(what, total)
-        steps = done - self._counted_before
-        each = (time.monotonic() - self._since) / steps if steps else 0.0
-        self._reach(done, total, clock(each * (total - done)) if steps else "--:--")
+            self._time_from(done, total)
+        self._reach(done)
 
     def close(self) -> None:
         self._bar.stop()

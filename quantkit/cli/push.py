@@ -1,20 +1,22 @@
-"""`quantkit push`: upload a verified checkpoint to the hub."""
+"""Verify a checkpoint and upload it to the hub.
+
+Examples:
+  quantkit push ./model-gptq-w4g128 org/model-w4 --private
+  quantkit push ./model-Q4_K_M.gguf org/model-GGUF --revision trial
+
+The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, streams
 
-EPILOG = """Examples:
-  quantkit push ./model-gptq-w4g128 org/model-w4 --private
-  quantkit push ./model-Q4_K_M.gguf org/model-GGUF --revision trial
 
-The token comes from huggingface_hub: hf auth login, or the variable HF_TOKEN."""
-
-
+@flags.command(shared=("as_json", "quiet"))
 def command(
     path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file that quantkit wrote.")],
     repo: Annotated[str, typer.Argument(help="Repository of the hub, ORG/NAME. It is created if need be.")],
@@ -22,15 +24,13 @@ def command(
         bool, typer.Option("--private", help="Create a private repository; refuse one that is public.")
     ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch to write. (default: main)")] = None,
-    as_json: flags.AS_JSON = False,
-    quiet: flags.QUIET = False,
+    **values: Any,
 ) -> None:
-    """Run `quantkit push`."""
     from quantkit.cli.progress import listener, uncollected
 
-    with listener(quiet) as progress:
+    with listener(values["quiet"]) as progress:
         with uncollected():  # after the first line of progress: torch takes seconds
             from quantkit.inspection import publish
         progress.phase(f"verifying {path}, then sending it to {repo}")
         record = publish.push(path, repo, private, revision, progress.counting)
-    streams.present(record, as_json, lambda: print(f"published  {record['url']}"))
+    streams.present(record, values["as_json"], lambda: print(f"published  {record['url']}"))

@@ -1,18 +1,16 @@
-"""The commands of all methods, and `run` for recipes: read flags, run the job, print the result."""
+"""The commands of all methods: read flags, run the job, print the result."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from quantkit.cli import flags, running
-from quantkit.errors import QuantkitError
-from quantkit.models.files import card, gguf_shards, headers, hub
+from quantkit.models.files import card, headers, hub
 from quantkit.options import check_machine
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
@@ -21,26 +19,9 @@ from quantkit.quantize.staging import may_replace
 from quantkit.text import sources
 
 REQUEST = ("revision", "offline", "trust_remote_code", "resume", "overwrite")
-MODEL = Annotated[
-    str | None, typer.Argument(help="Checkpoint folder, GGUF file or hub id. (default: the recipe's model)")
-]
-RECIPE = Annotated[
-    str,
-    typer.Argument(help="A shipped recipe or a YAML file.", autocompletion=flags.completion(recipe.shipped)),
-]
-SETTINGS = Annotated[
-    list[str],
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set a key of the recipe, such as quant.bits=3. Repeatable."
-    ),
-]
-RUN_EPILOG = """Examples:
-  quantkit run gptq-w4 ./model
-  quantkit run recipe.yaml org/name --set quant.bits=3 --set quant.sym=false
-  quantkit run recipe.yaml --resume     (after an interruption)"""
 
 
-def epilog(method: str) -> str:
+def examples(method: str) -> str:
     """Return the examples in the help of a method's command."""
     return f"""Examples:
   quantkit {method} ./model
@@ -50,39 +31,20 @@ def epilog(method: str) -> str:
 
 def command(method: str) -> Callable[..., None]:
     """Return the function that runs `quantkit METHOD`."""
+    rows = [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
+    unused = methods.load(method).unused
 
-    def invoke(context: typer.Context, **values: Any) -> None:
+    @flags.command(*(row for row in rows if row.name not in unused), shared=flags.JOB)
+    def invoke(
+        context: typer.Context,
+        model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
+        **values: Any,
+    ) -> None:
         named = values["recipe_name"]
         base = recipe.load(named, method) if named else recipe.Recipe(method)
-        _quantize(base, (), context, values)
+        run(base, (), context, values | {"model": model})
 
-    parameters = [
-        flags.parameter(
-            "model", Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-        )
-    ]
-    parameters += [row for name, kind in recipe.sections(method).items() for row in flags.of(name, kind)]
-    unused = methods.load(method).unused
-    parameters = [row for row in parameters if row.name not in unused]
-    return flags.sign(invoke, [*parameters, *flags.fixed(flags.FIXED)])
-
-
-def run_command() -> Callable[..., None]:
-    """Return the function that runs `quantkit run`, with the flags that all methods share."""
-
-    def invoke(context: typer.Context, **values: Any) -> None:
-        """Run a job from a recipe."""
-        base = recipe.load(values["recipe"])
-        _quantize(base, values["settings"], context, values)
-
-    parameters = [
-        flags.parameter("recipe", RECIPE),
-        flags.parameter("model", MODEL, None),
-        flags.parameter("settings", SETTINGS, []),
-    ]
-    parameters += [row for name, kind in recipe.SHARED.items() for row in flags.of(name, kind)]
-    fixed = flags.fixed(name for name in flags.FIXED if name != "recipe_name")
-    return flags.sign(invoke, [*parameters, *fixed])
+    return invoke
 
 
 def _check_early(request: Request, values: dict[str, Any]) -> None:
@@ -98,32 +60,12 @@ def _check_early(request: Request, values: dict[str, Any]) -> None:
     folder = hub.local(request.source)
     if folder and folder.is_dir():
         headers.at(request.source, folder, strict=True)
-    if not (request.overwrite or request.resume or values["dry_run"]):
-        may_replace.check_new(_outputs(request, folder))
+    named = request.output or not request.method.has_open_groups  # else the name depends on the model
+    if named and not (request.overwrite or request.resume or values["dry_run"]):
+        may_replace.check_new([single.destination for single in request.each()])
 
 
-def _outputs(request: Request, folder: Path | None) -> list[Path]:
-    """Return the outputs of a command, unless their names depend on more than the headers at `folder`."""
-    method, run = request.method, request.run
-    if method.has_open_groups and not request.output:
-        from quantkit.capacity import source
-
-        if not folder or run.exclude or run.override or method.options.head or method.options.embedding:
-            return []
-        try:
-            parameters = source.read(str(folder)).parameters
-        except QuantkitError:  # the job will say it, if the model does not suit the job either
-            return []
-        if parameters.fused_experts:
-            return []
-        widths = ((tensor.in_features, tensor.size) for tensor in parameters.linears)
-        request = replace(request, method=method.with_groups(widths))
-    return [single.destination for single in request.each()]
-
-
-def _quantize(
-    base: recipe.Recipe, settings: Sequence[str], context: typer.Context, values: dict[str, Any]
-) -> None:
+def run(base: recipe.Recipe, settings: Sequence[str], context: typer.Context, values: dict[str, Any]) -> None:
     """Run the jobs of a recipe, changed by `--set` and typed flags."""
     further = {name: values[name] for name in REQUEST}
     request = recipe.merge(base, settings, flags.typed(context, values), **further)
@@ -167,13 +109,5 @@ def _quantize(
         if values["eval_text"]:  # raises for an unsuitable text
             column = request.calibration.text_column
             windows = windows_of.load(jobs[0].checkpoint, values["eval_text"], column=column)
-        stages = [prepared.staging for prepared in jobs]
-
-        def made() -> list[Path]:
-            return [gguf_shards.first(stage.output) for stage in stages if stage.finished()]
-
-        def begun() -> bool:
-            return all(stage.begun() for stage in stages)
-
-        with running.resumable([stage.folder for stage in stages], made=made, begun=begun):
+        with running.resumable([prepared.staging for prepared in jobs]):
             report(of_job.run(jobs, windows, progress))

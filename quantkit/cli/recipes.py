@@ -1,32 +1,28 @@
-"""`quantkit recipes`: list and show shipped recipes, and create new ones."""
+"""List, show and create recipes.
+
+Examples:
+  quantkit recipes list
+  quantkit recipes show gptq-w4 > mine.yaml
+  quantkit recipes init gptq -o mine.yaml     (every option, with its help)
+"""
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from shlex import quote
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from quantkit.cli import flags
+from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, QuantkitError
 from quantkit.quantize import methods
 from quantkit.quantize.prepare import recipe
-from quantkit.tables import print_written
+from quantkit.tables import make_table, print_table, print_written
 
-app = typer.Typer(
-    add_completion=False,
-    epilog="""Examples:
-
-  quantkit recipes list
-
-  quantkit recipes show gptq-w4 > mine.yaml
-
-  quantkit recipes init gptq -o mine.yaml     (every option, with its help)""",
-    no_args_is_help=True,
-)
+app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print them as JSON.")]
 NAME = Annotated[
@@ -43,32 +39,30 @@ FILE = Annotated[Path | None, typer.Option("--output", "-o", help="File to write
 
 
 @app.command("list", epilog="Examples:\n\n  quantkit recipes list --json")
+@flags.command(shared=())
 def list_command(as_json: AS_JSON = False) -> None:
     """List the recipes that come with quantkit."""
-    recipes = [recipe.load(name) for name in recipe.shipped()]
-    if as_json:
-        records = [{"name": r.name, "method": r.method, "description": r.description} for r in recipes]
-        print(json.dumps({"schema": "quantkit.recipes/1", "recipes": records}, indent=2))
-        return
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    recipes = map(recipe.load, recipe.shipped())
+    rows = [{"name": r.name, "method": r.method, "description": r.description} for r in recipes]
 
-    table = Table("recipe", "method", "description", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in table.columns[:2]:
-        column.no_wrap = True
-    for shipped in recipes:
-        table.add_row(shipped.name, shipped.method, shipped.description)
-    Console(highlight=False, markup=False).print(table)
+    def show() -> None:
+        table = make_table("recipe", "method", "description")
+        for row in rows:
+            table.add_row(*row.values())
+        print_table(Console(highlight=False, markup=False), table, 1, 2)
+
+    streams.present({"schema": "quantkit.recipes/1", "recipes": rows}, as_json, show)
 
 
 @app.command("show", epilog="Examples:\n\n  quantkit recipes show gptq-w4")
+@flags.command(shared=())
 def show_command(name: NAME) -> None:
     """Print a recipe."""
     sys.stdout.write(recipe.read(name)[1])
 
 
 @app.command("init", epilog="Examples:\n\n  quantkit recipes init gptq -o mine.yaml")
+@flags.command(shared=())
 def init_command(method: METHOD = "gptq", output: FILE = None) -> None:
     """Write a recipe with every option of a method, its default and its help."""
     text, path = recipe.template(method), output or Path(f"{method}.yaml")

@@ -1,4 +1,9 @@
-"""`quantkit report`: make a page and plots from results of `quantkit eval --json`."""
+"""Turn results of eval and bench into one HTML page.
+
+Examples:
+  quantkit report result.json -o report.html     (of quantkit eval … --json > result.json)
+  quantkit report monday.json tuesday.json -o report.html --png     (same text, same first model)
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,11 @@ from typing import Annotated
 
 import typer
 
+from quantkit.cli import flags
 from quantkit.errors import USAGE, QuantkitError
 
-EPILOG = """Examples:
-  quantkit report result.json -o report.html     (of quantkit eval … --json > result.json)
-  quantkit report monday.json tuesday.json -o report.html --png     (same text, same first model)"""
 
-
+@flags.command(shared=())
 def command(
     results: Annotated[
         list[Path],
@@ -29,7 +32,6 @@ def command(
         bool, typer.Option("--quiet", "-q", help="Do not print the names of the files.")
     ] = False,
 ) -> None:
-    """Run `quantkit report`."""
     from quantkit.evaluation.comparison.files import Outputs
     from quantkit.evaluation.comparison.merge import merge, read
     from quantkit.evaluation.comparison.table import report

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -37,6 +36,9 @@ from quantkit.errors import (
     nearest,
     printable,
 )
+
+if TYPE_CHECKING:
+    from quantkit.quantize.staging.folder import Staging
 
 REPORT = "this is a bug: please report it with the lines above and the output of `quantkit doctor`"
 UsageError = typer.BadParameter.__base__  # click's class, or its copy in newer Typers
@@ -65,20 +67,6 @@ VERBOSE = Annotated[
         help="Show what the libraries log, and the traceback of an error.",
     ),
 ]
-
-
-def with_verbose(function: Callable[..., None]) -> Callable[..., None]:
-    """Add `--verbose` to the function of a command, and decode the text of its options."""
-
-    @functools.wraps(function)
-    def invoke(verbose: bool, **values: Any) -> None:
-        function(**{name: decoded(value) for name, value in values.items()})
-
-    parameters = inspect.signature(function, eval_str=True).parameters.values()
-    added = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=VERBOSE)
-    invoke.__signature__ = inspect.Signature([*parameters, added])
-    invoke.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, added)}
-    return invoke
 
 
 def decoded(value: Any) -> Any:
@@ -189,16 +177,15 @@ def stopping() -> Iterator[list[int]]:
 
 @contextmanager
 def resumable(
-    folders: Sequence[Path],
-    kept: Callable[[], str] = lambda: "finished blocks are",
-    made: Callable[[], Sequence[Path]] = tuple,
-    begun: Callable[[], bool] = lambda: False,
+    stages: Sequence[Staging] = (), folder: Path | None = None, kept: Callable[[], str] | None = None
 ) -> Iterator[None]:
     """Turn an interrupt into an error whose hint is the command that continues.
 
-    folders: the staging folder of each output. kept: returns words for the folders' content. made: returns
-    the outputs that are finished. begun: returns whether nothing has been staged yet.
+    stages: staging of each output. folder: what a job without them keeps. kept: returns words for the content
+    of the folders; None: finished blocks.
     """
+    folders = [folder] if folder else [stage.folder for stage in stages]
+    words = kept or (lambda: "finished blocks are")
     with stopping() as codes:
         try:
             yield
@@ -208,31 +195,20 @@ def resumable(
             if not codes:
                 if ranks.process_count() > 1 and isinstance(error, QuantkitError) and not error.hint:
                     again = f"continue, with any number of processes, with: {_again()}"
-                    error.hint = f"{kept()} kept in {folders[0]}; {again}"
+                    error.hint = f"{words()} kept in {folders[0]}; {again}"
                 raise
-            finished, word = made(), EXIT_CODES[codes[0]]
+            from quantkit.models.files import gguf_shards
+
+            word = EXIT_CODES[codes[0]]
+            finished = [gguf_shards.first(stage.output) for stage in stages if stage.finished()]
             if len(finished) == len(folders):
                 message = f"{word}; {' and '.join(map(str, finished))} finished"
                 raise QuantkitError(message, "measure with: quantkit eval", codes[0]) from error
-            existing = [folder for folder in folders if folder.exists()]
-            what = f"{word}; {'no ' * begun()}{kept()} kept in {existing[0]}" if existing else word
+            existing = [path for path in folders if path.exists()]
+            nothing = kept is None and all(stage.begun() for stage in stages)
+            what = f"{word}; {'no ' * nothing}{words()} kept in {existing[0]}" if existing else word
             hint = f"continue with: {_again()}" if existing or finished else f"begin again with: {_typed()}"
             raise QuantkitError(what, hint, codes[0]) from error
-
-
-@contextmanager
-def done_already(output: Path, hint: str) -> Iterator[None]:
-    """Turn an interrupt into an error that says the output is finished, if it appeared in the meantime."""
-    from quantkit.quantize.staging import may_replace
-
-    before = may_replace.identity(output)
-    try:
-        yield
-    except (KeyboardInterrupt, _Terminated) as error:
-        if may_replace.identity(output) in (None, before):
-            raise
-        code = TERMINATED if isinstance(error, _Terminated) else INTERRUPTED
-        raise QuantkitError(f"{EXIT_CODES[code]}; {output} finished", hint, code) from error
 
 
 def _again() -> str:

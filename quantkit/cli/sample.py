@@ -1,4 +1,10 @@
-"""`quantkit sample`: let a model generate calibration text."""
+"""Generate calibration text with the model itself; no dataset is needed.
+
+Examples:
+  quantkit sample ./model                                   (writes model-own.jsonl)
+  quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
+  quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl
+"""
 
 from __future__ import annotations
 
@@ -12,21 +18,20 @@ from quantkit.cli import flags, streams
 from quantkit.evaluation.settings import Dtype, SampleSettings
 from quantkit.tables import print_written
 
-EPILOG = """Examples:
-  quantkit sample ./model                                   (writes model-own.jsonl)
-  quantkit gptq ./model --calibration model-own.jsonl --seqlen 512
-  quantkit sample org/model --samples 512 --seqlen 1024 --device cuda -o own.jsonl"""
-MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-OUTPUT = Annotated[
-    Path | None,
-    typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
-]
-DTYPE = Annotated[Dtype, typer.Option(help="Precision. auto: the model's own if the hardware supports it.")]
-OVERWRITE = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
-
-def _sample(context: typer.Context, model: str, output: Path | None, **values: Any) -> None:
-    """Run `quantkit sample`."""
+@flags.command(*flags.of("options", SampleSettings), shared=("device", "threads", *flags.OPENING))
+def command(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="JSON lines file to write. (default: NAME-own.jsonl)"),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Precision. auto: the model's own if the hardware supports it.")
+    ] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    **values: Any,
+) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     settings, as_json = flags.options(SampleSettings, values), values["as_json"]
@@ -38,15 +43,15 @@ def _sample(context: typer.Context, model: str, output: Path | None, **values: A
             from quantkit.models.machine.device import choose_device
 
         output = output or Path(f"{base_name(model)}-own.jsonl")
-        self_text.check_output(output, values["overwrite"])
+        self_text.check_output(output, overwrite)
         opened = values["revision"], values["offline"], values["trust_remote_code"]
         checkpoint = open_checkpoint(model, *opened)
         device = choose_device(values["device"])
-        dtype = generate.shared_dtype(values["dtype"], checkpoint, device)
+        precision = generate.shared_dtype(dtype, checkpoint, device)
         settings.check(checkpoint.source, checkpoint.context)
         progress.phase(f"loading {checkpoint.source}")
         listen = partial(progress.counting, "writing text")
-        record = self_text.write(checkpoint, settings, output, dtype, device, listen)
+        record = self_text.write(checkpoint, settings, output, precision, device, listen)
     spare = f"{settings.samples:,} to calibrate on, {record['texts'] - settings.samples:,} spare"
     text = f"text         {record['texts']:,} sequences, {record['tokens']:,} tokens ({spare})"
     streams.present(record, as_json, lambda: print(text))
@@ -55,19 +60,3 @@ def _sample(context: typer.Context, model: str, output: Path | None, **values: A
         shape = f"--samples {settings.samples} --seqlen {settings.seqlen}"
         options = f"--calibration {record['output']} {shape} -o {base_name(model)}-gptq-own"
         print(f"\nnext: quantkit gptq {model} {options}")
-
-
-command = flags.sign(
-    _sample,
-    [
-        flags.parameter("model", MODEL),
-        flags.parameter("output", OUTPUT, None),
-        *flags.of("options", SampleSettings),
-        flags.parameter("dtype", DTYPE, "auto"),
-        flags.parameter("device", flags.DEVICE, "auto"),
-        flags.parameter("threads", flags.THREADS, None),
-        flags.parameter("overwrite", OVERWRITE, False),
-        flags.parameter("revision", flags.REVISION, None),
-        *flags.fixed(("offline", "trust_remote_code", "as_json", "quiet")),
-    ],
-)

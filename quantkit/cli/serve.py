@@ -1,4 +1,13 @@
-"""`quantkit serve`: start an engine's own server for a checkpoint."""
+"""Start an OpenAI-compatible server with vLLM, llama.cpp, transformers or mlx-lm.
+
+Examples:
+  quantkit serve ./model                       (the engine follows from the layout and from what is here)
+  quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
+  quantkit serve ./model --print               (the engine's own command, and nothing is started)
+  quantkit serve ./model --check --port 0      (compare, start, ask for one completion, stop: for CI)
+  QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
+  quantkit serve ./model -- --log-level info   (what follows -- is the engine's)
+"""
 
 from __future__ import annotations
 
@@ -14,48 +23,41 @@ from quantkit.errors import printable
 from quantkit.serving.server.settings import KEY_VARIABLE, ServeSettings
 from quantkit.tables import print_facts, print_line, size
 
-EPILOG = """Examples:
-  quantkit serve ./model                       (the engine follows from the layout and from what is here)
-  quantkit serve ./model.gguf --port 8080 --ctx 4096 --parallel 8
-  quantkit serve ./model --print               (the engine's own command, and nothing is started)
-  quantkit serve ./model --check --port 0      (compare, start, ask for one completion, stop: for CI)
-  QUANTKIT_API_KEY=… quantkit serve ./model-gptq --engine vllm --host 0.0.0.0
-  quantkit serve ./model -- --log-level info   (what follows -- is the engine's)"""
-MODEL = Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")]
-EXTRA = Annotated[
-    list[str] | None, typer.Argument(metavar="[-- …]", help="Further arguments for the engine.")
-]
-API_KEY = Annotated[
-    str | None,
-    typer.Option(
-        envvar=KEY_VARIABLE,
-        show_envvar=True,
-        help="API key that requests must contain. Other users of this machine can read flags, not variables.",
-    ),
-]
-PRINT = Annotated[
-    bool, typer.Option("--print", help="Print the engine's command on one line, and start nothing.")
-]
-CHECK = Annotated[
-    bool,
-    typer.Option(
-        "--check",
-        help="Compare what the engine computes with quantkit's decode, as verify --engine does, start the "
-        "server, and stop after one completion. Exit code 0: it answered; 6: the engine computes something "
-        "else.",
-    ),
-]
 
-
-def _serve(
-    context: typer.Context, model: str, extra: list[str] | None, print_only: bool, **values: Any
+@flags.command(*flags.of("options", ServeSettings))
+def command(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, GGUF file or hub id.")],
+    extra: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- …]", help="Further arguments for the engine.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar=KEY_VARIABLE,
+            show_envvar=True,
+            help="API key that requests must contain. Other users of this machine can read flags, not "
+            "variables.",
+        ),
+    ] = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Print the engine's command on one line, and start nothing.")
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare what the engine computes with quantkit's decode, as verify --engine does, start "
+            "the server, and stop after one completion. Exit code 0: it answered; 6: the engine computes "
+            "something else.",
+        ),
+    ] = False,
+    **values: Any,
 ) -> None:
-    """Run `quantkit serve`."""
     from quantkit.cli.progress import listener
     from quantkit.cli.running import stopping
 
     quiet, as_json = values["quiet"], values["as_json"]
-    settings = flags.options(ServeSettings, values | {"extra": extra or []})
+    settings = flags.options(ServeSettings, values | {"api_key": api_key, "extra": extra or []})
     with listener(quiet) as progress:
         from quantkit.serving.server.job import compare, prepare
 
@@ -63,14 +65,14 @@ def _serve(
         prepared = prepare(model, settings, *opened, progress, fetch=not print_only)
         for warning in prepared.warnings:
             progress.warn(warning)
-        checked = values["check"] and not print_only
+        checked = check and not print_only
         compared = compare(prepared, *opened, progress) if checked else None
     if print_only:
         print(json.dumps(prepared.record(), indent=2) if as_json else prepared.command.line())
         return
     with stopping() as signals:
         try:
-            _stay(prepared, values["check"], compared, as_json, quiet)
+            _stay(prepared, check, compared, as_json, quiet)
         except BaseException:
             if not signals:
                 raise
@@ -140,17 +142,3 @@ def _show_answer(prepared: Any, proof: dict[str, Any], compared: dict | None, st
         line = f"curl {prepared.url}{path} -H 'Content-Type: application/json'{key} -d '{data}'"
         console.print(f"\n{line}\n\nCtrl-C stops it.", markup=False, soft_wrap=True)
     sys.stdout.flush()
-
-
-command = flags.sign(
-    _serve,
-    [
-        flags.parameter("model", MODEL),
-        flags.parameter("extra", EXTRA, None),
-        *flags.of("options", ServeSettings),
-        flags.parameter("api_key", API_KEY, None),
-        flags.parameter("print_only", PRINT, False),
-        flags.parameter("check", CHECK, False),
-        *flags.fixed(),
-    ],
-)

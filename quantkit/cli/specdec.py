@@ -1,4 +1,11 @@
-"""`quantkit specdec`: measure whether drafts make a target model faster."""
+"""Measure whether speculative decoding pays, and with which draft model.
+
+Examples:
+  quantkit specdec ./model ./model-nf4
+  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
+  quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
+  quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)
+"""
 
 from __future__ import annotations
 
@@ -10,26 +17,22 @@ import typer
 from quantkit.cli import flags, streams
 from quantkit.serving.specdec.settings import SpecdecSettings
 
-EPILOG = """Examples:
-  quantkit specdec ./model ./model-nf4
-  quantkit specdec ./model ./small-model prompt-lookup --prompt-text novel.txt     (side by side)
-  quantkit specdec ./model ./model-gptq-w2 --k 1,2,3,4,6 --tokens 128 --json
-  quantkit specdec ./model ./model-nf4 --temperature 1     (sampled text)"""
-TARGET = Annotated[
-    str, typer.Argument(help="The model to make faster: checkpoint folder, GGUF file or hub id.")
-]
-DRAFTS = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="DRAFT…",
-        help="Draft models with the same vocabulary: a compressed copy of the target, a smaller model, or "
-        "prompt-lookup, which copies from the text so far.",
-    ),
-]
 
-
-def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **values: Any) -> None:
-    """Run `quantkit specdec`."""
+@flags.command(*flags.of("options", SpecdecSettings))
+def command(
+    target: Annotated[
+        str, typer.Argument(help="The model to make faster: checkpoint folder, GGUF file or hub id.")
+    ],
+    drafts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="DRAFT…",
+            help="Draft models with the same vocabulary: a compressed copy of the target, a smaller model, "
+            "or prompt-lookup, which copies from the text so far.",
+        ),
+    ] = None,
+    **values: Any,
+) -> None:
     from quantkit.cli.progress import listener, uncollected
     from quantkit.errors import USAGE, require
 
@@ -49,14 +52,3 @@ def _specdec(context: typer.Context, target: str, drafts: list[str] | None, **va
     shown = partial(show.show, record, checkpoint.tokenizer, quiet)
     refused = partial(measure.refuse_unlike, record)
     streams.present(record, values["as_json"], shown, refused, default=str, allow_nan=False)
-
-
-command = flags.sign(
-    _specdec,
-    [
-        flags.parameter("target", TARGET),
-        flags.parameter("drafts", DRAFTS, None),
-        *flags.of("options", SpecdecSettings),
-        *flags.fixed(),
-    ],
-)

@@ -1,4 +1,12 @@
-"""`quantkit verify`: check files, values and errors of a checkpoint against its manifest."""
+"""Check a checkpoint for damage, and measure the error of every linear again.
+
+Examples:
+  quantkit verify ./model-gptq-w4g128                     (files, values, codes)
+  quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
+  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes)
+  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
+  quantkit verify ./model-Q4_K_M.gguf --json
+"""
 
 from __future__ import annotations
 
@@ -12,39 +20,6 @@ from quantkit.cli import flags, streams
 from quantkit.errors import USAGE, count, name_all, require
 from quantkit.evaluation.settings import EvalSettings
 
-EPILOG = """Examples:
-  quantkit verify ./model-gptq-w4g128                     (files, values, codes)
-  quantkit verify ./model-gptq-w4g128 --base ./model      (and every linear's error, measured again)
-  quantkit verify ./model-gptq-w4g128 --engine vllm       (and what the engine computes)
-  quantkit verify ./model-gptq-w4g128 --base ./model --reproduce 2   (and two blocks, solved again)
-  quantkit verify ./model-Q4_K_M.gguf --json"""
-PATH = Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")]
-BASE = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODEL",
-        help="Original model: measure the error of every linear again and compare with the manifest.",
-    ),
-]
-REPRODUCE = Annotated[
-    str | None,
-    typer.Option(
-        metavar="K|all",
-        help="Audit: solve K random blocks, or all, again from --base with the settings of the manifest, and "
-        "compare their codes.",
-    ),
-]
-CALIBRATION = Annotated[
-    str | None,
-    typer.Option(
-        metavar="TEXT",
-        help="With --reproduce: the calibration text of the job. (default: as the manifest says)",
-    ),
-]
-SEED = Annotated[
-    int | None,
-    typer.Option(help="With --reproduce: seed that chooses the blocks. (default: a new one, printed)"),
-]
 SOUND = "No damage found. Checksums detect corruption, not tampering."
 AUDITED = {  # by verdict
     "identical": "No damage found. The blocks solved again are identical.",
@@ -52,13 +27,44 @@ AUDITED = {  # by verdict
 }
 
 
-def _verify(context: typer.Context, path: str, base: str | None, **values: Any) -> None:
-    """Run `quantkit verify`."""
+@flags.command(
+    *flags.of("options", EvalSettings, ("engine", "python", "engine_option")),
+    shared=("threads", "trust_remote_code", "as_json", "quiet"),
+)
+def command(
+    path: Annotated[str, typer.Argument(help="Checkpoint folder or GGUF file.")],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Original model: measure the error of every linear again and compare with the manifest.",
+        ),
+    ] = None,
+    reproduce: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K|all",
+            help="Audit: solve K random blocks, or all, again from --base with the settings of the "
+            "manifest, and compare their codes.",
+        ),
+    ] = None,
+    calibration: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            help="With --reproduce: the calibration text of the job. (default: as the manifest says)",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="With --reproduce: seed that chooses the blocks. (default: a new one, printed)"),
+    ] = None,
+    **values: Any,
+) -> None:
     from quantkit.cli.progress import listener, uncollected
 
     asked, trusted = flags.options(EvalSettings, values), values["trust_remote_code"]
     asked.check()
-    reproduce, calibration, seed = (values[name] for name in ("reproduce", "calibration", "seed"))
     what = "--calibration and --seed are for --reproduce"
     require(reproduce or (calibration, seed) == (None, None), what, "add --reproduce 2", USAGE)
     with listener(values["quiet"]) as progress:
@@ -115,18 +121,3 @@ def _again(done: dict[str, Any]) -> str:
     different, codes = (sum(row[key] for row in rows) for key in ("different", "codes"))
     excess = statistics.median(row["excess"] for row in rows)
     return f"{said}; {different:,} of {codes:,} codes differ, median excess of loss {excess:+.1%}"
-
-
-command = flags.sign(
-    _verify,
-    [
-        flags.parameter("path", PATH),
-        flags.parameter("base", BASE, None),
-        flags.parameter("reproduce", REPRODUCE, None),
-        flags.parameter("calibration", CALIBRATION, None),
-        flags.parameter("seed", SEED, None),
-        *flags.of("options", EvalSettings, ("engine", "python", "engine_option")),
-        flags.parameter("threads", flags.THREADS, None),
-        *flags.fixed(("trust_remote_code", "as_json", "quiet")),
-    ],
-)

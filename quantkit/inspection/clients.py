@@ -37,25 +37,23 @@ def known(facts: Mapping[str, set]) -> list[dict[str, Any]]:
     return rows
 
 
-def load_lines(rows: list[dict[str, Any]], name: str) -> dict[str, str]:
-    """Return {client: line that loads the checkpoint `name`} for rows of `known` that need no option."""
-    lines = {row["client"]: table()["clients"][row["client"]].get("load") for row in rows if row["loads"]}
-    usual = {row["client"] for row in rows if not row["option"]}
-    named = {"text": repr(name), "word": shlex.quote(name)}
-    return {client: line.format(**named) for client, line in lines.items() if line and client in usual}
-
-
-def packages(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return {client: packages that it needs besides itself, separated by spaces}."""
-    return {row["client"]: " ".join(row["needs"]) for row in rows if row["needs"]}
+def load_lines(rows: list[dict[str, Any]], name: str) -> list[tuple[str, str, str]]:
+    """Return, for rows of `known` that need no option: (client, line that loads the checkpoint `name`,
+    packages that the client needs besides itself, separated by spaces)."""
+    named, lines = {"text": repr(name), "word": shlex.quote(name)}, []
+    for row in rows:
+        line = table()["clients"][row["client"]].get("load")
+        if row["loads"] and line and not row["option"]:
+            lines.append((row["client"], line.format(**named), " ".join(row["needs"])))
+    return lines
 
 
 def how_to_load(rows: list[dict[str, Any]], name: str) -> str:
-    """Return the lines of `load_lines`, and the packages that clients need, as a Markdown list."""
-    needs, lines = packages(rows), []
-    for client, line in load_lines(rows, name).items():
-        after = f" after `pip install {needs[client]}`" if client in needs else ""
-        lines.append(f"- {client}: `{line}`{after}")
+    """Return `load_lines` as a Markdown list."""
+    lines = [
+        f"- {client}: `{line}`" + (f" after `pip install {packages}`" if packages else "")
+        for client, line, packages in load_lines(rows, name)
+    ]
     return "\n".join(lines) or f"- quantkit: `quantkit serve {shlex.quote(name)}`"
 
 

@@ -32,13 +32,11 @@ UNPACKED = {"U8": "B", "I64": "q"}  # format codes for `memoryview.cast`
 @dataclass(frozen=True)
 class Codes:
     """How a weight is quantized. form: layout or ggml type. bits: per code. group_size: columns that share a
-    scale; None for whole rows or if unknown. shape: `(out, in)`. problem: why its layout cannot decode it."""
+    scale; None for whole rows or if unknown. problem: why its layout cannot decode it."""
 
     form: str
     bits: int
     group_size: int | None = None
-    shape: tuple[int, int] | None = None
-    weights: int = 0
     problem: str = ""
 
     def describe(self) -> str:
@@ -51,9 +49,9 @@ class Codes:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model. name: as in a plain checkpoint. parameters: number of values. plain_bytes:
-    bytes if not quantized. scale_bytes: scales, zero points, column orders. codes: None if not quantized.
-    """
+    """A parameter of the model. name, shape: as in a plain checkpoint. parameters: number of values.
+    plain_bytes: bytes if not quantized. scale_bytes: scales, zero points, column orders. codes: None if not
+    quantized."""
 
     name: str
     dtype: str
@@ -100,24 +98,15 @@ def weights_of(contents: Contents) -> list[Weight]:
     """Return every parameter of the model, in the order of the file."""
     if contents.container == "gguf":
         return list(_of_gguf(contents.infos))
-    weights, taken, layout = [], set(), None
+    layout = None
     with suppress(QuantkitError):
         layout = layouts.detect(contents.config)
     if layout:
         contents = replace(contents, infos=layout.unstacked(contents.infos))
-    coded = _packed(layout, contents) if layout else _foreign(contents.infos)
-    for linear, dtype, codes, parts in coded:
-        nbytes = sum(info.nbytes for info in parts)
-        code_bytes = parts[0].nbytes
-        weights.append(
-            Weight(
-                f"{linear}.weight", dtype, codes.shape, codes.weights,
-                code_bytes=code_bytes, scale_bytes=nbytes - code_bytes, codes=codes,
-            )
-        )  # fmt: skip
-        taken |= {info.name for info in parts}
+    coded = list(_packed(layout, contents) if layout else _foreign(contents.infos))
+    taken = {info.name for _, infos in coded for info in infos}
     rest = [info for name, info in contents.infos.items() if name not in taken]
-    return [_plain(info) for info in rest] + weights
+    return [*map(_plain, rest), *(weight for weight, _ in coded)]
 
 
 def _plain(info: TensorInfo) -> Weight:
@@ -126,46 +115,54 @@ def _plain(info: TensorInfo) -> Weight:
     return Weight(info.name, info.dtype, info.shape, math.prod(info.shape), plain_bytes=info.nbytes)
 
 
-Coded = tuple[str, str, Codes, list[TensorInfo]]  # linear, type, codes, tensors (that of the codes first)
+def _coded(
+    linear: str, infos: list[TensorInfo], codes: Codes, shape: tuple[int, ...] | None, parameters: int
+) -> tuple[Weight, list[TensorInfo]]:
+    """Return a quantized weight, and its tensors. infos: its tensors, that of the codes first."""
+    dtype, code_bytes = infos[0].dtype, infos[0].nbytes
+    scale_bytes = sum(info.nbytes for info in infos[1:])
+    return Weight(f"{linear}.weight", dtype, shape, parameters, 0, code_bytes, scale_bytes, codes), infos
 
 
-def _packed(layout: Layout, contents: Contents) -> Iterator[Coded]:
-    """Yield every linear that is stored in this layout."""
+def _packed(layout: Layout, contents: Contents) -> Iterator[tuple[Weight, list[TensorInfo]]]:
+    """Yield every linear that is stored in this layout, with its tensors."""
     for linear, names in layouts.group_by_linear(layout, contents.infos).items():
         infos = {part: contents.infos[name] for part, name in names.items()}
-        linear_layout, codes = layout, Codes(layout.label, 0)
+        linear_layout, codes, shape, parameters = layout, Codes(layout.label, 0), None, 0
         try:
             linear_layout = layout.at(linear)
-            codes = _codes(linear_layout, {part: _Part(info, contents) for part, info in infos.items()})
+            parts = {part: _Part(info, contents) for part, info in infos.items()}
+            codes, shape, parameters = _codes(linear_layout, parts)
         except KeyError as error:
             codes = replace(codes, problem=f"{error.args[0]} is absent")
         except QuantkitError as error:
             codes = replace(codes, problem=error.message)
         first = linear_layout.code_part if linear_layout.code_part in infos else layout.marker
-        ordered = [infos.pop(first), *infos.values()]
-        yield linear, ordered[0].dtype, codes, ordered
+        yield _coded(linear, [infos.pop(first), *infos.values()], codes, shape, parameters)
 
 
-def _codes(layout: Layout, parts: Mapping[str, Any]) -> Codes:
-    """Check a linear's headers with its layout. Raises KeyError or QuantkitError, as decoding would."""
+def _codes(layout: Layout, parts: Mapping[str, Any]) -> tuple[Codes, tuple[int, int] | None, int]:
+    """Check a linear's headers with its layout; return its codes, its shape and the number of its weights.
+    Raises KeyError or QuantkitError, as decoding would."""
     configured = layout.numbers
     try:
         spec = layout.checked_spec(parts)
     except OutOfReach:  # nf4 stores the shape in JSON, which was not read
-        return Codes(layout.label, 4, None, None, 2 * math.prod(parts[layout.code_part].shape))
+        return Codes(layout.label, 4), None, 2 * math.prod(parts[layout.code_part].shape)
     size, columns = configured[1] if configured else spec.grid.group_size, spec.in_features
     whole = size is None or size > columns or (configured is None and size == columns)
-    shape = spec.out_features, columns
-    return Codes(layout.label, spec.grid.bits, None if whole else size, shape, spec.weights)
+    codes = Codes(layout.label, spec.grid.bits, None if whole else size)
+    return codes, (spec.out_features, columns), spec.weights
 
 
-def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
+def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[Weight, list[TensorInfo]]]:
     """Yield linears that no layout here decodes: gpt-oss's experts, `blocks [experts, out, groups, 16]`, and
     modelopt's floats with `weight_scale`, of 8 bits or of 4 bits (two per byte)."""
     for name, info in infos.items():
         linear, scales = name.removesuffix("_blocks"), infos.get(f"{name.removesuffix('_blocks')}_scales")
         if linear != name and scales:
-            yield linear, info.dtype, Codes("mxfp4", 4, 32, None, 2 * info.nbytes), [info, scales]
+            shape = (*info.shape[:2], 32 * info.shape[2]) if len(info.shape) == 4 else None
+            yield _coded(linear, [info, scales], Codes("mxfp4", 4, 32), shape, 2 * info.nbytes)
         scale = infos.get(f"{name}_scale")
         if name.endswith(".weight") and scale and len(info.shape) == 2:
             linear = name.removesuffix(".weight")
@@ -173,11 +170,10 @@ def _foreign(infos: Mapping[str, TensorInfo]) -> Iterator[Coded]:
             rows, columns = info.shape[0], per_byte * info.shape[1]
             groups = scale.shape[1] if len(scale.shape) == 2 else 1
             size = -(-columns // groups) if groups > 1 else None
-            form = "nvfp4" if per_byte == 2 else "float8"
-            others = [infos[part] for end in ("_scale", "_scale_2") if (part := name + end) in infos]
-            others += [infos[part] for part in (f"{linear}.input_scale",) if part in infos]
-            codes = Codes(form, 8 // per_byte, size, (rows, columns), rows * columns)
-            yield linear, info.dtype, codes, [info, *others]
+            codes = Codes("nvfp4" if per_byte == 2 else "float8", 8 // per_byte, size)
+            others = (f"{name}_scale", f"{name}_scale_2", f"{linear}.input_scale")
+            stored = [info, *(infos[other] for other in others if other in infos)]
+            yield _coded(linear, stored, codes, (rows, columns), rows * columns)
 
 
 def _of_gguf(infos: Mapping[str, TensorInfo]) -> Iterator[Weight]:
@@ -208,9 +204,8 @@ def _of_ggml(info: TensorInfo, extra_bytes: int) -> Weight:
 
     block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[info.dtype]]
     digits = re.match(r"(?:MX|NV)?[A-Z]*(\d)", info.dtype)
-    shape = info.shape if len(info.shape) == 2 else None
-    codes = Codes(info.dtype, int(digits[1]) if digits else 8, block, shape, math.prod(info.shape))
-    code_bytes = min(info.nbytes, codes.weights * codes.bits // 8)
+    codes = Codes(info.dtype, int(digits[1]) if digits else 8, block)
+    code_bytes = min(info.nbytes, weight.parameters * codes.bits // 8)
     scale_bytes = info.nbytes - code_bytes + extra_bytes
     return replace(weight, plain_bytes=0, code_bytes=code_bytes, scale_bytes=scale_bytes, codes=codes)
 

@@ -3,6 +3,7 @@ repository or a GGUF file. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
@@ -33,28 +34,8 @@ COMPANIONS = (  # small files that clients need; copied to the output unchanged
     "LICENSE*",
     "NOTICE*",
 )
-LOSS_FIGURES = ("kld", "stderr", "top1", "tokens")
-TEXT = {"type": ["string", "null"]}
-MANIFEST_SCHEMA = {  # the keys that are read again
-    "type": "object",
-    "properties": {
-        "source": {"type": ["object", "null"], "properties": dict.fromkeys(("name", "sha256"), TEXT)},
-        "linears": {"type": "array", "items": {"type": "object"}},
-        "files": {"type": "object", "additionalProperties": {"type": "string"}},
-        "job": {
-            "type": "object",
-            "properties": dict.fromkeys(("execution", "calibration"), {"type": ["object", "null"]}),
-        },
-        "distilled": {"type": "object"},
-        "loss": {
-            "type": ["object", "null"],
-            "properties": {"text": {"type": "string"}, "rtn_kld": {"type": ["number", "null"]}}
-            | dict.fromkeys(LOSS_FIGURES, {"type": "number"}),
-            "required": ["text", "rtn_kld", *LOSS_FIGURES],
-            "additionalProperties": False,
-        },
-    },
-}
+# The keys of a manifest that are read again.
+MANIFEST_SCHEMA = json.loads(Path(__file__).with_name("manifest.schema.json").read_text(encoding="utf-8"))
 HUB_FILES = (  # fetched from a repository besides headers; not tokenizer.json, which can be tens of megabytes
     CONFIG, "generation_config.json", "tokenizer_config.json", "chat_template.jinja",
     INDEX, MANIFEST, modelopt.FILE,

@@ -102,9 +102,8 @@ def explained(
     """Turn huggingface_hub's errors about a repository into QuantkitError (exit code 3) with a hint."""
     from huggingface_hub import errors as hub
 
-    noun, local, option = "", "folder", ""
-    if kind == "dataset":
-        noun, local, option = "dataset ", "file", " --repo-type dataset"
+    of_dataset = ("dataset ", "file", " --repo-type dataset")
+    noun, local, option = of_dataset if kind == "dataset" else ("", "folder", "")
     try:
         yield
     except hub.GatedRepoError as error:

@@ -52,23 +52,18 @@ def _end(tokenizer: Any, text: str, start: int) -> int:
     """Return the end of the piece that begins at `start`."""
     if len(text) - start <= 2 * PIECE_CHARACTERS:
         return len(text)
-    at = start + PIECE_CHARACTERS
-    for _ in range(CUTS_TRIED):
-        at = text.find("\n", at, start + LONGEST) + 1
-        if not at:
+    limit = min(start + LONGEST, len(text))
+    for mark, kept in (("\n", 1), (" ", 0)):  # a line end belongs to the piece, a space to the next one
+        at = start + PIECE_CHARACTERS - 1
+        for _ in range(CUTS_TRIED):
+            at = text.find(mark, at + 1, limit)
+            if at < 0:
+                break
+            if _may_cut(tokenizer, text, at + kept):
+                return at + kept
+        if limit == len(text):  # short enough for one piece
             break
-        if _may_cut(tokenizer, text, at):
-            return at
-    if len(text) - start <= LONGEST:
-        return len(text)
-    space = start + LONGEST
-    for _ in range(CUTS_TRIED):
-        space = text.rfind(" ", start + PIECE_CHARACTERS, space)
-        if space < 0:
-            break
-        if _may_cut(tokenizer, text, space):
-            return space
-    return start + LONGEST
+    return limit
 
 
 def _may_cut(tokenizer: Any, text: str, at: int) -> bool:
