@@ -53,7 +53,7 @@ def test_attention_reads_what_is_rounded(tiny_model, family, name):
     found = own.skeleton.logits(states(own, ids)[0]).log_softmax(-1)
     assert (found - expected).abs().max() < 1e-5
     assert (plain - expected).abs().max() > (found - expected).abs().max()
-    assert own.kv.layers == own.kv.blocks == 3
+    assert own.kv["layers"] == own.kv["blocks"] == 3
 
 
 def test_what_llama_cpp_rounds_is_rotated_where_heads_are_whole_64s():
@@ -103,7 +103,7 @@ def test_blocks_without_keys_and_values_are_counted(tmp_path, family, layers):
     exact, model = streamed(folder), streamed(folder, "fp8")
     before, after = states(exact, IDS[:, :16]), states(model, IDS[:, :16])
     assert not torch.equal(before, after)
-    assert (model.kv.layers, model.kv.blocks) == (layers, len(model.skeleton.blocks))
+    assert (model.kv["layers"], model.kv["blocks"]) == (layers, len(model.skeleton.blocks))
 
 
 def test_a_model_without_a_cache_is_refused(tmp_path):

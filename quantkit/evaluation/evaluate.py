@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,9 @@ from torch import Tensor
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
 from quantkit.evaluation import kv_rounding, memory, metrics
 from quantkit.evaluation.engines import Declined, Engine, Logits
-from quantkit.evaluation.kv_cache import Kv
-from quantkit.evaluation.metrics import SELECTABLE, Metrics, Scores, summarize
+from quantkit.evaluation.metrics import SELECTABLE, Scores, summarize
 from quantkit.evaluation.stream import Listener, StreamedModel
-from quantkit.evaluation.tasks import Tasks, TaskScores
+from quantkit.evaluation.tasks import Tasks
 from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files.checkpoint import Checkpoint
@@ -51,60 +50,14 @@ class Measured:
         return self.model.skeleton.logits(self.states[batch][span])
 
 
-@dataclass(frozen=True)
-class Size:
-    """The size of a model. weight_bytes: all tensors. disk_bytes: all files of the folder. bits_per_weight:
-    mean over the whole model. bits_per_quantized_weight: mean over quantized weights, scales and zero points
-    included; None if no weight is quantized."""
-
-    disk_bytes: int
-    weight_bytes: int
-    bits_per_weight: float
-    bits_per_quantized_weight: float | None
-
-
-@dataclass(frozen=True)
-class Result:
-    """One model of a comparison. tasks: {task: {metric: {value, stderr}}}, None if no tasks were run. kv: the
-    quantized KV cache, None if the cache was not quantized. weights_only: activations were not quantized,
-    although clients of the layout do it. engine: what `in_engine` returns; None if quantkit computed the
-    logits."""
-
-    source: str
-    size: Size
-    metrics: Metrics
-    tasks: TaskScores | None = None
-    kv: Kv | None = None
-    weights_only: bool = False
-    engine: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Floor:
-    """The noise floor: the base compared with itself in another dtype, over the first `tokens` tokens."""
-
-    dtype: torch.dtype
-    tokens: int
-    metrics: Metrics
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Results in the given order, the base first. floor: None if not requested. declined: why the engine did
-    not run the base."""
-
-    results: list[Result]
-    floor: Floor | None
-    declined: str | None = None
-
-
 def evaluate(
     checkpoints: Sequence[Checkpoint], windows: Windows, dtype: torch.dtype, device: torch.device,
     listen: Listener = lambda source, done, total: None, trials: Sequence[str] = (),
     chosen: frozenset[str] = frozenset(SELECTABLE), tasks: Tasks | None = None, kv_dtypes: Sequence[str] = (),
     weights_only: bool = False, max_memory: int | None = None, engine: Engine | None = None,
-) -> Evaluation:  # fmt: skip
-    """Measure every checkpoint and its divergence from the first one, the base.
+) -> dict[str, Any]:  # fmt: skip
+    """Measure every checkpoint and its divergence from the first one, the base. Return the keys
+    `models`, `noise_floor` and `engine_declined` of eval-3.json, with NaN and infinity.
 
     trials: data-free methods, as typed; the base is also measured after each. chosen: names of metrics.
     tasks: run on every model. kv_dtypes: every model is also measured with its KV cache in these types.
@@ -123,25 +76,30 @@ def evaluate(
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
-    models: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
-    models += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
+    pairs: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
+    pairs += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
     candidates = [
-        (*model, kv, alone) for model in models for kv in (None, *kv_dtypes)
-        for alone in _halves(*model, weights_only and kv is None)
+        (*pair, kv, alone) for pair in pairs for kv in (None, *kv_dtypes)
+        for alone in _halves(*pair, weights_only and kv is None)
     ]  # fmt: skip
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
     storage = memory.decide(*planned)
-    results, base, base_scores, floor, declined = [], None, None, None, None
+    models, base, base_scores, floor, declined = [], None, None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
         measured = Measured(model, run(model, windows, listen, storage))
         scores = _score(measured.logits, windows, model.chunk_tokens, base, chosen).of_all_ranks()
-        metrics = summarize(scores, base_scores, chosen)
-        scored = distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None
-        size = _size(model.skeleton, trial)
-        results.append(Result(model.name, size, metrics, scored, model.kv, alone))
+        models.append({
+            "source": model.name,
+            "size": _size(model.skeleton, trial),
+            "metrics": summarize(scores, base_scores, chosen),
+            "tasks": distributed.broadcast(partial(tasks.measure, model, listen)) if tasks else None,
+            "kv": model.kv,
+            "weights_only": alone,
+            "engine": None,
+        })  # fmt: skip
         if base is None:
             base, base_scores = measured, scores
             if "floor" in chosen and len(candidates) > 1:
@@ -154,9 +112,10 @@ def evaluate(
                     raise
                 declined = error.message  # the candidates are measured all the same
             else:
-                name = f"{model.name} in {engine.name}"
-                results.append(Result(name, size, summarize(scores, base_scores, chosen), engine=facts))
-    return Evaluation(results, floor, declined)
+                served = {"source": f"{model.name} in {engine.name}", "tasks": None, "kv": None}
+                served |= {"metrics": summarize(scores, base_scores, chosen), "engine": facts}
+                models.append(models[-1] | served)
+    return {"models": models, "noise_floor": floor, "engine_declined": declined}
 
 
 def in_engine(
@@ -172,7 +131,7 @@ def in_engine(
     with engine.run(skeleton.checkpoint, windows, skeleton.device) as (said, logits):
         scores = _score(logits, windows, decoded.model.chunk_tokens, base, chosen, decoded)
     listen(name, 1, 1)
-    return scores, {"name": engine.name, **said, "difference": asdict(metrics.divergence(scores.difference))}
+    return scores, {"name": engine.name, **said, "difference": metrics.divergence(scores.difference)}
 
 
 def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
@@ -212,9 +171,9 @@ def _batch(windows: Windows) -> int:
 def measure_floor(
     base: Measured, scores: Scores, windows: Windows, chosen: frozenset[str], listen: Listener,
     dtype: torch.dtype | None = None,
-) -> Floor:  # fmt: skip
-    """Return the divergence of the base from itself in another dtype: by default bfloat16 for a float32 base,
-    else float32.
+) -> dict[str, Any]:  # fmt: skip
+    """Return {dtype, tokens, metrics}: the divergence of the base from itself in another dtype, by default
+    bfloat16 for a float32 base, else float32.
 
     It shows the effect of arithmetic alone: a smaller divergence of a candidate has no meaning.
     """
@@ -225,11 +184,15 @@ def measure_floor(
     tokens = sum(ctx - 1 - first for first in windows.first[:count])
     head = Windows(windows.ids[:count], windows.first[:count], replace(windows.protocol, tokens=tokens))
     model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
-    model = replace(model, name=f"{model.name} in {str(dtype).removeprefix('torch.')}")
+    name = str(dtype).removeprefix("torch.")
+    model = replace(model, name=f"{model.name} in {name}")
     other = Measured(model, run(model, head, listen))
     others = _score(other.logits, head, model.chunk_tokens, base, chosen)
-    metrics = summarize(others, Scores(scores.nll[:tokens]), chosen)
-    return Floor(dtype, tokens, metrics)
+    return {
+        "dtype": name,
+        "tokens": tokens,
+        "metrics": summarize(others, Scores(scores.nll[:tokens]), chosen),
+    }
 
 
 def _score(
@@ -268,7 +231,9 @@ def _chunks(windows: Windows, size: int) -> Iterator[tuple[int, tuple[int, slice
             yield batch, (row, slice(start, end)), ids[start + 1 : end + 1]
 
 
-def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
+def _size(skeleton: Skeleton, trial: Trial | None) -> dict[str, float | None]:
+    """Return the bytes of all files of the folder and of all tensors, and the mean bits of all weights and of
+    quantized weights, scales included (None if no weight is quantized)."""
     checkpoint = skeleton.checkpoint
     weight_bytes = sum(info.nbytes for info in checkpoint.infos.values())
     disk_bytes = checkpoint.disk_bytes
@@ -283,9 +248,9 @@ def _size(skeleton: Skeleton, trial: Trial | None) -> Size:
         packed_bytes, packed = sum(coded[name] for name in names), sum(counts[name] for name in names)
     modules = (skeleton.model, *skeleton.blocks, *skeleton.towers.values())
     count = sum(p.numel() for module in modules for p in module.parameters())
-    return Size(
-        disk_bytes=disk_bytes,
-        weight_bytes=weight_bytes,
-        bits_per_weight=8 * weight_bytes / count,
-        bits_per_quantized_weight=8 * packed_bytes / packed if packed else None,
-    )
+    return {
+        "disk_bytes": disk_bytes,
+        "weight_bytes": weight_bytes,
+        "bits_per_weight": 8 * weight_bytes / count,
+        "bits_per_quantized_weight": 8 * packed_bytes / packed if packed else None,
+    }

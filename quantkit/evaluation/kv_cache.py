@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -26,18 +25,6 @@ EMPTY: Mapping = MappingProxyType({})
 PARAMETERS = ("past_key_values", "past_key_value", "layer_past")  # names of forward's parameter for the cache
 
 
-@dataclass(frozen=True)
-class Kv:
-    """The quantized cache of a result. dtype: a name of `kv_types.TYPES`. keeper: engine that rounds so.
-    bytes_per_value: scales included. layers: number of the `blocks` blocks that have a cache."""
-
-    dtype: str
-    keeper: str
-    bytes_per_value: float
-    layers: int
-    blocks: int
-
-
 class KvCache:
     """The quantized cache of a model. name: a name of `kv_types.TYPES`. scales: {(block, name of the
     attention): (k_scale, v_scale)}, if stored in the checkpoint; only `fp8` uses them."""
@@ -45,28 +32,36 @@ class KvCache:
     def __init__(self, name: str, scales: Mapping[tuple[int, str], tuple[Tensor, Tensor]] = EMPTY):
         self.name, self._scales = name, scales if name == "fp8" else EMPTY
         self._rounding = kv_rounding.named(name)
-        self._modules: dict[int, list[_RoundedModule]] = {}  # by block
+        self._modules: dict[int, list[_ModuleCache]] = {}  # by block
 
     def attach(self, index: int, block: nn.Module) -> None:
         """Make block `index` use this cache; do nothing if it does already."""
-        if index not in self._modules:
-            modules = [(*pair, name) for pair in block.named_modules() if (name := _parameter(pair[1]))]
-            self._modules[index] = [
-                _RoundedModule(module, name, self._rounding_of(index, attention))
-                for attention, module, name in modules
-            ]
+        if index in self._modules:
+            return
+        self._modules[index] = []
+        for name, module in list(block.named_modules()):
+            parameters = inspect.signature(module.forward).parameters
+            if parameter := next((word for word in PARAMETERS if word in parameters), None):
+                cache = _ModuleCache(self._rounding_of(index, name))
+                module.forward = _with_cache(module.forward, parameter, cache)
+                self._modules[index].append(cache)
 
     def _rounding_of(self, index: int, attention: str) -> KvRounding:
         scales = self._scales.get((index, attention))
         return kv_rounding.scaled(*scales) if scales else self._rounding
 
-    def describe(self, source: str) -> Kv:
-        """Describe the cache after a run. Raises QuantkitError for a model without keys and values."""
+    def describe(self, source: str) -> dict[str, Any]:
+        """Return the cache after a run as JSON: its type, the engine that rounds so, bytes per value with
+        scales, and how many of the model's blocks have a cache. Raises QuantkitError if none has."""
         layers = sum(any(module.used for module in modules) for modules in self._modules.values())
         what = f"{source} keeps no keys and values: there is nothing to quantize"
         require(layers, what, "leave out --kv-dtype", UNSUPPORTED)
         kind = kv_types.TYPES[self.name]
-        return Kv(self.name, kind.keeper, float(kind.nbytes), layers, len(self._modules))
+        blocks, size = len(self._modules), float(kind.nbytes)
+        return {
+            "dtype": self.name, "keeper": kind.keeper, "bytes_per_value": size, "layers": layers,
+            "blocks": blocks,
+        }  # fmt: skip
 
 
 def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Tensor]]:
@@ -83,41 +78,12 @@ def stored_scales(skeleton: Skeleton) -> dict[tuple[int, str], tuple[Tensor, Ten
     return stored
 
 
-def _parameter(module: nn.Module) -> str | None:
-    """Return the name of the parameter of `module.forward` that takes the cache, or None."""
-    names = inspect.signature(module.forward).parameters
-    return next((name for name in PARAMETERS if name in names), None)
-
-
-class _RoundedModule:
-    """Replaces the forward of a module that takes a cache, and gives it a rounding one. used: whether the
-    module passed keys and values to the cache."""
-
-    def __init__(self, module: nn.Module, parameter: str, rounding: KvRounding):
-        self.used, self._parameter, self._rounding = False, parameter, rounding
-        self._forward: Callable[..., Any] = module.forward
-        self._signature = inspect.signature(module.forward)
-        module.forward = self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        reading = _Reading(self._rounding)
-        bound = self._signature.bind(*args, **kwargs)
-        bound.arguments[self._parameter] = reading
-        try:
-            out = self._forward(*bound.args, **bound.kwargs)
-        except _OtherCache:  # recurrent layers and indexers are not quantized
-            bound.arguments[self._parameter] = None
-            return self._forward(*bound.args, **bound.kwargs)
-        self.used = self.used or reading.used
-        return out
-
-
 class _OtherCache(AttributeError):
     """Raised if a module uses an attribute that a cache of keys and values does not have."""
 
 
-class _Reading:
-    """The cache for one call of one module. used: whether it received keys and values."""
+class _ModuleCache:
+    """The cache that a module sees: empty before each window. used: whether it received keys and values."""
 
     def __init__(self, rounding: KvRounding):
         self._rounding, self.used = rounding, False
@@ -133,3 +99,20 @@ class _Reading:
         """Return keys and values `[batch, heads, tokens, head_dim]` after rounding."""
         self.used = True
         return self._rounding.keys(keys), self._rounding.values(values)
+
+
+def _with_cache(forward: Callable[..., Any], parameter: str, cache: _ModuleCache) -> Callable[..., Any]:
+    """Return a forward function that passes the cache as `parameter`."""
+    signature = inspect.signature(forward)
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments[parameter] = cache
+        try:
+            return forward(*bound.args, **bound.kwargs)
+        except _OtherCache:  # recurrent layers and indexers are not quantized
+            cache.used = False
+            bound.arguments[parameter] = None
+            return forward(*bound.args, **bound.kwargs)
+
+    return replaced

@@ -84,4 +84,4 @@ def _difference(engine: Engine, checkpoint: Checkpoint, listen: Listener) -> tup
     scores, facts = evaluate.in_engine(engine, decoded, text, None, chosen, listen)
     dtype = DTYPES.get(facts["dtype"], torch.bfloat16)
     floor = evaluate.measure_floor(decoded, scores, text, chosen, listen, dtype)
-    return facts, floor.metrics.kld.mean, text.protocol.tokens
+    return facts, floor["metrics"]["kld"]["mean"], text.protocol.tokens

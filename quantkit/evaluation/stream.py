@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.evaluation.kv_cache import Kv, KvCache, stored_scales
+from quantkit.evaluation.kv_cache import KvCache, stored_scales
 from quantkit.evaluation.memory import CHUNK_BYTES
 from quantkit.evaluation.trial import Trial
 from quantkit.models.files.checkpoint import Checkpoint
@@ -70,7 +70,7 @@ class StreamedModel:
         return states
 
     @property
-    def kv(self) -> Kv | None:
+    def kv(self) -> dict | None:
         """Describe the quantized cache after a run; None without one. Raises QuantkitError for a model
         without keys and values."""
         return self.cache.describe(self.name) if self.cache else None

@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.errors import USAGE, QuantkitError, count, did_you_mean, nearest, require
+from quantkit.errors import USAGE, QuantkitError, count, require
+from quantkit.evaluation.settings import trial_method
 from quantkit.layouts import LinearSpec
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.skeleton import Skeleton
 from quantkit.quantize import methods
-from quantkit.quantize.methods import BuiltMethod, Method
+from quantkit.quantize.methods import BuiltMethod
 from quantkit.quantize.outputs import Sizes
-from quantkit.quantize.prepare import linears, recipe
+from quantkit.quantize.prepare import linears
 from quantkit.quantize.solving import round_block
-
-
-def data_free() -> list[str]:
-    """Return the names of the methods that need no calibration text by default."""
-    names = []
-    for name in methods.available():
-        with suppress(QuantkitError):  # raised by methods that make no checkpoint
-            names += [] if methods.create(name).build().needs else [name]
-    return names
-
-
-def _method(name: str, settings: Sequence[str]) -> Method:
-    """Return a method with settings such as `solver=rtn` in place of defaults. Raises QuantkitError."""
-    method = recipe.method_with(name, settings, "--as")
-    method.check()
-    return method
 
 
 @dataclass(frozen=True)
@@ -50,18 +34,16 @@ class Trial:
         Raises QuantkitError if the method is unknown, needs calibration or does not fit the shapes, or if the
         checkpoint is quantized already.
         """
-        name, *settings = typed.split(",")
-        if name not in methods.available():
-            hint = f"{did_you_mean(nearest(name, methods.available()))}choose {' or '.join(data_free())}"
-            raise QuantkitError(f"--as {typed}: no such method", hint, USAGE)
-        methods.create(name).build()  # gguf writes files only, so its options are not looked at
-        method = _method(name, settings)
+        name = typed.partition(",")[0]
+        if name in methods.available():
+            methods.create(name).build()  # gguf writes files only, so its options are not looked at
+        method = trial_method(typed)
         if method.build().needs:
             hint = f"write it with quantkit {name}, then evaluate that folder"
             with suppress(QuantkitError):
-                plain = [*settings, "solver=rtn", "transform=none"]
-                if not _method(name, plain).build().needs:
-                    hint = f"--as {','.join([name, *plain])} rounds to nearest, without text; or {hint}"
+                plain = f"{typed},solver=rtn,transform=none"
+                if not trial_method(plain).build().needs:
+                    hint = f"--as {plain} rounds to nearest, without text; or {hint}"
             what = f"--as {typed} needs calibration text, so it cannot be tried on the fly"
             raise QuantkitError(what, hint, USAGE)
         what = f"{checkpoint.source} is quantized already"

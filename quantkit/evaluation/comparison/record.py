@@ -13,8 +13,6 @@ from quantkit import __version__
 from quantkit.evaluation.comparison.gates import Gate, judge, look_up
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.evaluate import Evaluation
-    from quantkit.evaluation.metrics import Metrics
     from quantkit.evaluation.windows import Protocol
 
 SCHEMA = "quantkit.eval/3"
@@ -22,31 +20,19 @@ LOSSES = ("metrics.kld.mean", "metrics.ppl.value")  # loss of the Pareto front: 
 
 
 def record(
-    protocol: Protocol, dtype: Any, device: Any, evaluation: Evaluation, chosen: frozenset[str],
-    gates: Sequence[Gate] = (), tasks: dict | None = None,
+    protocol: Protocol, dtype: Any, device: Any, measured: dict, gates: Sequence[Gate] = (),
+    tasks: dict | None = None,
 ) -> dict:  # fmt: skip
-    """Return the JSON of all measurements, with protocol and environment; NaN and infinity become null.
-
-    chosen: names of the metrics. tasks: settings of the tasks, if any.
-    """
-    floor = evaluation.floor
-    models = _finite(
-        [asdict(result) | {"metrics": _metrics(result.metrics, chosen)} for result in evaluation.results]
-    )
+    """Return the JSON of what `evaluate` measured, with protocol and environment; NaN and infinity become
+    null. tasks: settings of the tasks, if any."""
+    measured = _finite(measured)
     return {
         "schema": SCHEMA,
-        "data": asdict(protocol) | {"dtype": _name(dtype)},
-        "models": models,
-        "noise_floor": floor
-        and {
-            "dtype": _name(floor.dtype),
-            "tokens": floor.tokens,
-            "metrics": _finite(_metrics(floor.metrics, chosen)),
-        },
-        "engine_declined": evaluation.declined,
+        "data": asdict(protocol) | {"dtype": str(dtype).removeprefix("torch.")},
+        **measured,
         "tasks": tasks,
-        "pareto": pareto(models),
-        "gates": judge(gates, _served(models)),
+        "pareto": pareto(measured["models"]),
+        "gates": judge(gates, _served(measured["models"])),
         "env": environment(str(device)),
     }
 
@@ -87,16 +73,6 @@ def _served(models: Sequence[dict]) -> list[dict]:
 
 def _beats(point: tuple, other: tuple) -> bool:
     return point[:2] != other[:2] and point[0] <= other[0] and point[1] <= other[1]
-
-
-def _metrics(metrics: Metrics, chosen: frozenset[str]) -> dict:
-    """Return the chosen metrics as JSON; metrics that compare with a base are null for the base."""
-    values = asdict(metrics)
-    return {name: values[name] for name in values if name in chosen | {"nll", "ppl"}}
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _finite(value: Any) -> Any:
