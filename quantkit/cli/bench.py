@@ -60,7 +60,7 @@ def _command(
 
     def invoke(context: typer.Context, **values: Any) -> None:
         from quantkit.cli.progress import listener
-        from quantkit.evaluation.comparison.files import Outputs
+        from quantkit.evaluation.comparison.report import Outputs
 
         settings = flags.options(kind, values)
         settings.check()
@@ -76,7 +76,7 @@ def _command(
             of_models.refuse_empty(result)  # with --json the record goes with the error
         if values["as_json"]:
             print(json.dumps(result, indent=2, allow_nan=False))
-        outputs.write(report.figures, report.page, as_json=values["as_json"], quiet=values["quiet"])
+        outputs.write(report, as_json=values["as_json"], quiet=values["quiet"])
 
     fields = kind.__dataclass_fields__.keys()
     panels = {panel: [name for name in names if name in fields] for panel, names in PANELS.items()}

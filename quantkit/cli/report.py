@@ -30,8 +30,8 @@ def command(
     ] = False,
 ) -> None:
     """Run `quantkit report`."""
-    from quantkit.evaluation.comparison.files import Outputs
-    from quantkit.evaluation.comparison.merge import merge, read
+    from quantkit.evaluation.comparison.record import merge, read
+    from quantkit.evaluation.comparison.report import Outputs
     from quantkit.evaluation.comparison.table import report
 
     for path in results:
@@ -41,4 +41,4 @@ def command(
     outputs = Outputs(html=output, plot=output.with_suffix(".png") if png else None)
     outputs.check()
     comparison = report(merge([read(path) for path in results]))
-    outputs.write(comparison.figures, comparison.page, quiet=quiet)
+    outputs.write(comparison, quiet=quiet)
