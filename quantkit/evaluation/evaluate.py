@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UNSUPPORTED, USAGE, QuantkitError, require
-from quantkit.evaluation import kv_rounding, memory, metrics
+from quantkit.evaluation import kv_cache, memory, metrics
 from quantkit.evaluation.engines import Declined, Engine, Logits
 from quantkit.evaluation.metrics import SELECTABLE, Scores, summarize
-from quantkit.evaluation.stream import Listener, StreamedModel
+from quantkit.evaluation.stream import Listener, StreamedModel, Trial
 from quantkit.evaluation.tasks import Tasks
-from quantkit.evaluation.trial import Trial
 from quantkit.evaluation.windows import Windows, check_context
 from quantkit.models.files.checkpoint import Checkpoint
 from quantkit.models.files.open import watched
@@ -41,7 +40,7 @@ FLOOR_TOKENS = 1024  # for the noise floor: a CPU without bfloat16 takes eight t
 
 @dataclass(frozen=True)
 class Measured:
-    """A model that has run, and its final hidden states."""
+    """A model that has run. states: final hidden states `[batch, ctx, hidden]` of each batch."""
 
     model: StreamedModel
     states: States
@@ -72,16 +71,11 @@ def evaluate(
     require(single, "--engine runs in a single process", "start quantkit without torchrun", USAGE)
     check_comparable(checkpoints)
     for name in kv_dtypes:
-        kv_rounding.named(name)
+        kv_cache.rounding_of(name)
     for checkpoint in checkpoints:
         check_context(checkpoint, windows.protocol.ctx)
     map_large_blocks()
-    pairs: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
-    pairs += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
-    candidates = [
-        (*pair, kv, alone) for pair in pairs for kv in (None, *kv_dtypes)
-        for alone in _halves(*pair, weights_only and kv is None)
-    ]  # fmt: skip
+    candidates = _candidates(checkpoints, trials, kv_dtypes, weights_only)
     windows, whole = windows.shared(_batch(windows)), windows
     batch = min(_batch(windows), len(windows.ids)) * windows.ids.shape[1]
     planned = checkpoints, dtype, device, windows.ids.numel(), batch, len(candidates) > 1, max_memory
@@ -89,7 +83,7 @@ def evaluate(
     models, base, base_scores, floor, declined = [], None, None, None, None
     for checkpoint, trial, kv, alone in candidates:
         model = StreamedModel.open(checkpoint, dtype, device, trial, kv, alone)
-        measured = Measured(model, run(model, windows, listen, storage))
+        measured = run(model, windows, listen, storage)
         scores = _score(measured.logits, windows, model.chunk_tokens, base, chosen).of_all_ranks()
         models.append({
             "source": model.name,
@@ -134,10 +128,21 @@ def in_engine(
     return scores, {"name": engine.name, **said, "difference": metrics.divergence(scores.difference)}
 
 
-def _halves(checkpoint: Checkpoint, trial: Trial | None, both: bool) -> tuple[bool, ...]:
-    """Return the values of `weights_only` to measure; (False, True) only if clients quantize activations."""
-    layout = trial.method.layout if trial else checkpoint.layout
-    return (False, True) if both and layout is not None and layout.rounds_inputs else (False,)
+def _candidates(
+    checkpoints: Sequence[Checkpoint], trials: Sequence[str], kv_dtypes: Sequence[str], weights_only: bool
+) -> list[tuple[Checkpoint, Trial | None, str | None, bool]]:
+    """Return all models to measure: (checkpoint, trial, type of the KV cache, without quantized activations).
+    weights_only: also without these, if clients quantize activations."""
+    pairs: list[tuple[Checkpoint, Trial | None]] = [(checkpoint, None) for checkpoint in checkpoints]
+    pairs += [(checkpoints[0], Trial.prepare(name, checkpoints[0])) for name in trials]
+    candidates = []
+    for checkpoint, trial in pairs:
+        layout = trial.method.layout if trial else checkpoint.layout
+        candidates.append((checkpoint, trial, None, False))
+        if weights_only and layout is not None and layout.rounds_inputs:
+            candidates.append((checkpoint, trial, None, True))
+        candidates += [(checkpoint, trial, kv, False) for kv in kv_dtypes]
+    return candidates
 
 
 def check_comparable(
@@ -156,11 +161,11 @@ def check_comparable(
             raise QuantkitError(what, hint, UNSUPPORTED)
 
 
-def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> States:
-    """Run the model over all windows; return final hidden states `[batch, ctx, hidden]` of each batch."""
+def run(model: StreamedModel, windows: Windows, listen: Listener, storage: Place = HERE) -> Measured:
+    """Run the model over all windows."""
     full = disk_errors(storage.folder, "run the same command again, with another folder in TMPDIR")
     with watched(model.skeleton.checkpoint), full if storage.folder else nullcontext():
-        return model.states(windows.ids.split(_batch(windows)), listen, storage)
+        return Measured(model, model.states(windows.ids.split(_batch(windows)), listen, storage))
 
 
 def _batch(windows: Windows) -> int:
@@ -186,7 +191,7 @@ def measure_floor(
     model = StreamedModel.open(skeleton.checkpoint, dtype, skeleton.device)
     name = str(dtype).removeprefix("torch.")
     model = replace(model, name=f"{model.name} in {name}")
-    other = Measured(model, run(model, head, listen))
+    other = run(model, head, listen)
     others = _score(other.logits, head, model.chunk_tokens, base, chosen)
     return {
         "dtype": name,
