@@ -59,6 +59,7 @@ class EndToEnd:
         self.steps = options.epochs * len(training.train)
         coded = start.keys() - student.skeleton.names.stored.keys()  # not parameters by themselves
         self.descent = Shares(placed, coded, options.lr, self.steps)
+        self._of_block = student.skeleton.names.of_block
         self._vocabulary = student.checkpoint.text_config.vocab_size
 
     def train(self, begun: float, staging: Staging, progress: Progress) -> Curve:
@@ -72,7 +73,7 @@ class EndToEnd:
             self.descent.restore(state)
             curve = dict(zip(state["stops"].tolist(), state["divergences"].tolist(), strict=True))
         saved, took = time.monotonic(), 0.0
-        while (done := self.descent.done) < self.steps and not _is_over(curve, begun):
+        while (done := self.descent.done) < self.steps and not _failed(curve, begun):
             progress.counting(_progress(curve), done, self.steps)
             self.step(done)
             done += 1
@@ -116,7 +117,7 @@ class EndToEnd:
         for index in range(self.student.depth):
             with self.student.block(index, self.hold) as block:
                 inside = block.stored(self._inside(index, floats))
-            stored |= {self._name(index, name): value for name, value in inside.items()}
+            stored |= {self._of_block(index, name): value for name, value in inside.items()}
         return {name: stored[name].cpu().contiguous() for name in floats}
 
     def _forward(self, ids: Tensor, floats: Mapping[str, Tensor]) -> list[Tensor]:
@@ -154,12 +155,9 @@ class EndToEnd:
 
         return through_head(final, chunk_tokens(self._vocabulary), loss)
 
-    def _name(self, index: int, local: str) -> str:
-        return self.student.skeleton.names.of_block(index, local)
-
     def _inside(self, index: int, floats: Mapping[str, Tensor]) -> Floats:
         """Return the floats of one block, by names in the block."""
-        prefix = self._name(index, "")
+        prefix = self._of_block(index, "")
         return {name.removeprefix(prefix): value for name, value in floats.items() if name.startswith(prefix)}
 
     def _rest(self, floats: Mapping[str, Tensor]) -> Floats:
@@ -177,7 +175,7 @@ def best(staging: Staging) -> dict[str, Tensor]:
     return {name: load(info) for name, info in safetensors_folder.read_header(staging.folder / BEST).items()}
 
 
-def _is_over(curve: Curve, begun: float) -> bool:
+def _failed(curve: Curve, begun: float) -> bool:
     """Return whether training has failed: no evaluation below `begun`, or the last one not finite."""
     return bool(curve) and (not best_step(curve, begun) or not math.isfinite(list(curve.values())[-1]))
 
