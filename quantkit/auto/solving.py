@@ -21,7 +21,7 @@ from quantkit.auto.job import KEPT_IN, Auto
 from quantkit.auto.scaling import Scales
 from quantkit.auto.units import TINY, Candidate, Unit, measured, usual
 from quantkit.grids.grid import Grid
-from quantkit.layouts import Statistic
+from quantkit.layouts import LinearSpec, Statistic
 from quantkit.quantize.calibrate.measure import Measuring
 from quantkit.quantize.calibrate.sites import PROBE_TOKENS, Block, Site, find_sites
 from quantkit.quantize.calibrate.statistics import SiteStatistics
@@ -86,35 +86,28 @@ class Solving:
         rounding, solving, scale = Counter(), Counter(), 0.0
         for site, statistics, scales in self._measured(unit, entering):
             names = [name for name in site.linears if name in specs]
-            weights = [skeleton.part(index, name).weight.float() for name in names]
-            own = list(map(partial(scales.scaled, site), names, weights))
-
-            def lost(values, names=names, own=own, scales=scales, statistics=statistics) -> float:
-                """Return the error of all outputs; experts count by their tokens."""
-                deltas = (v - w for v, w in zip(values, own, strict=True))
-                outputs = map(scales.rows_undone, names, deltas)
-                return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
-
-            def grids(candidate, names=names) -> list[Grid]:
-                return [self._space.grid(specs[name], candidate.name) for name in names]
-
-            scale += lost([weight * 0 for weight in own])
+            weights = [scales.scaled(site, name, skeleton.part(index, name).weight.float()) for name in names]
+            lost = partial(_lost, scales, statistics, names, weights)
+            scale += lost([weight * 0 for weight in weights])
             for candidate in rounded:
-                near = [
-                    nearest(*both, statistics.hessian) for both in zip(own, grids(candidate), strict=True)
-                ]
-                rounding[candidate.name] += lost(near)
-            results = solve(self._job.method.solver, own, grids(chosen), statistics)
+                pairs = zip(weights, self._grids(specs, names, candidate), strict=True)
+                rounding[candidate.name] += lost([nearest(*pair, statistics.hessian) for pair in pairs])
+            grids = self._grids(specs, names, chosen)
+            results = solve(self._job.method.solver, weights, grids, statistics)
             values = [result.weight.values() for result in results]
             solving[chosen.name] += lost(values)
-            kept = map(partial(scales.undone, site), names, values)
-            kept = (weight.to(skeleton.dtype) for weight in kept)
-            solved |= dict(zip(names, kept, strict=True))
+            for name, value in zip(names, values, strict=True):
+                solved[name] = scales.undone(site, name, value).to(skeleton.dtype)
         scale = max(scale, TINY)
-        sums = {"nearest": rounding, "solved": solving}
         return solved, {
-            kind: {name: error / scale for name, error in errors.items()} for kind, errors in sums.items()
+            "nearest": {name: error / scale for name, error in rounding.items()},
+            "solved": {name: error / scale for name, error in solving.items()},
         }
+
+    def _grids(
+        self, specs: Mapping[str, LinearSpec], names: Sequence[str], candidate: Candidate
+    ) -> list[Grid]:
+        return [self._space.grid(specs[name], candidate.name) for name in names]
 
     def outside(self, unit: Unit) -> AbstractContextManager[None]:
         """Return a context in which a matrix outside the blocks has its measured candidate."""
@@ -157,6 +150,16 @@ class Solving:
         plain = [site for site in block.chosen if site.pool is None]
         measured = measuring.at_once(plain) if plain else {}
         return block, scales, {site: scales.entering(site, own) for site, own in measured.items()}
+
+
+def _lost(
+    scales: Scales, statistics: SiteStatistics, names: Sequence[str], weights: Sequence[Tensor],
+    values: Sequence[Tensor],
+) -> float:  # fmt: skip
+    """Return the error of all outputs of a site; experts count by their tokens."""
+    deltas = (value - weight for value, weight in zip(values, weights, strict=True))
+    outputs = map(scales.rows_undone, names, deltas)
+    return sum(loss(delta, statistics.hessian) for delta in outputs) * statistics.tokens
 
 
 def _in_parts(sites: Sequence[Site]) -> Iterator[list[Site]]:
